@@ -1,0 +1,116 @@
+"""Who is where: rank <-> coordinates on named axes. Pure arithmetic, no torch, no process.
+
+Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks
+are neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes
+per second and therefore sit on neighbouring ranks (the same node); pipeline moves the fewest and goes outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from colossus.registry import TENSOR_MODES
+
+PUBLIC_NAMES = ("pipeline", "data", "sequence", "tensor")
+
+Axes = str | Iterable[str]
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """A grid of ranks with named axes.
+
+    Args:
+        sizes: atomic axis -> number of ranks along it, outermost first.
+        public: public name -> the atomic axes it stands for, outermost first (``tensor`` -> ``row``, ``col``).
+    """
+
+    sizes: Mapping[str, int]
+    public: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @cached_property
+    def world_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def axes(self, axes: Axes) -> tuple[str, ...]:
+        """Atomic axes of an axis name, a public name, or a tuple of either, in the order given."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        out: list[str] = []
+        for name in names:
+            if name in self.public:
+                out.extend(self.public[name])
+            elif name in self.sizes:
+                out.append(name)
+            else:
+                known = sorted({*self.sizes, *self.public})
+                raise ValueError(f"no axis named {name!r} in this plan; axes are {', '.join(known)}")
+        if len(set(out)) != len(out):
+            raise ValueError(f"axes {names} name the same mesh axis twice: {tuple(out)}")
+        return tuple(out)
+
+    def size(self, axes: Axes) -> int:
+        return math.prod(self.sizes[axis] for axis in self.axes(axes))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinate of ``rank`` on every atomic axis."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
+        out = {}
+        for name in reversed(self.names):
+            rank, out[name] = divmod(rank, self.sizes[name])
+        return {name: out[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates (all atomic axes)."""
+        rank = 0
+        for name, size in self.sizes.items():
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, axes: Axes) -> int:
+        """Position of ``rank`` within its group over ``axes`` (first axis outermost)."""
+        at = self.coordinates(rank)
+        index = 0
+        for axis in self.axes(axes):
+            index = index * self.sizes[axis] + at[axis]
+        return index
+
+    def group(self, rank: int, axes: Axes) -> list[int]:
+        """Ranks that share every coordinate of ``rank`` but those on ``axes``, ordered by ``axes``."""
+        at = self.coordinates(rank)
+        names = self.axes(axes)
+        spans = [range(self.sizes[name]) for name in names]
+        return [self.rank({**at, **dict(zip(names, point, strict=True))}) for point in itertools.product(*spans)]
+
+    def neighbour(self, rank: int, axis: str, offset: int = 1, *, wrap: bool = True) -> int | None:
+        """The rank ``offset`` steps along one axis (or tuple of axes as one); None past the edge without wrap."""
+        group = self.group(rank, axis)
+        target = self.index(rank, axis) + offset
+        if not wrap and not 0 <= target < len(group):
+            return None
+        return group[target % len(group)]
+
+
+def build_grid(parallel: Any) -> RankGrid:
+    """The grid of a resolved ``ParallelConfig`` (``data`` already a number)."""
+    mode = TENSOR_MODES.get(parallel.tensor.mode)
+    tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
+    atomic: dict[str, dict[str, int]] = {
+        "pipeline": {"pipeline": parallel.pipeline},
+        "data": {"data": parallel.data},
+        "sequence": {"sequence": parallel.sequence.size},
+        "tensor": tensor,
+    }
+    sizes: dict[str, int] = {}
+    for name in parallel.rank_order:
+        sizes.update(atomic[name])
+    return RankGrid(sizes, {name: tuple(atomic[name]) for name in PUBLIC_NAMES})

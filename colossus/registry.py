@@ -1,0 +1,148 @@
+"""Name -> class tables. Whatever a config file can name is looked up here.
+
+A registry knows three kinds of entries:
+
+* classes registered with the decorator (a user's own, or a plug-in's);
+* built-in classes declared as ``"package.module:attribute"``, imported on first use, so that listing the
+  names costs no import of torch;
+* every module of ``package``, imported on first use: one file there is one entry.
+
+This module imports nothing of colossus, so that anyone may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The known name closest in spelling to ``name``, or None when nothing is close."""
+    folded = {candidate.lower(): candidate for candidate in reversed(known)}
+    match = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
+    return folded[match[0]] if match else None
+
+
+class Registry:
+    """A table of one kind of thing (models, tensor modes, datasets, ...) by name."""
+
+    def __init__(
+        self, kind: str, builtin: Mapping[str, str] | None = None, *, package: str | None = None
+    ) -> None:
+        self.kind = kind
+        self._builtin = dict(builtin or {})
+        self._package = package
+        self._entries: dict[str, Any] = {}
+        self._scanned = package is None
+
+    def register(self, name: str | None = None) -> Callable[[T], T]:
+        """Decorator: ``@MODELS.register()`` uses the class name, ``@MODELS.register("gpt")`` the one given.
+
+        Raises:
+            ValueError: when another class already has the name.
+        """
+
+        def add(entry: T) -> T:
+            key = name if name is not None else getattr(entry, "__name__", None)
+            if not isinstance(key, str):
+                raise ValueError(f"a {self.kind} needs a name: use register('name')")
+            held = self._entries.get(key)
+            if held is not None and _home(held) != _home(entry):
+                raise ValueError(
+                    f"{self.kind} {key!r} is registered twice: by {_home(held)} and by {_home(entry)}. "
+                    f"Give one of them another name: register('other_name')."
+                )
+            path = self._builtin.get(key)
+            if path is not None and path != _home(entry):
+                raise ValueError(
+                    f"{self.kind} {key!r} is a built-in ({path}); register {_home(entry)} under another name."
+                )
+            self._entries[key] = entry
+            return entry
+
+        return add
+
+    def names(self) -> list[str]:
+        """Every known name, sorted; imports no built-in class."""
+        self._scan()
+        return sorted(set(self._builtin) | set(self._entries))
+
+    def __contains__(self, name: object) -> bool:
+        self._scan()
+        return name in self._entries or name in self._builtin
+
+    def get(self, name: str) -> Any:
+        """The class of that name.
+
+        Raises:
+            ValueError: when no such name exists; names the nearest one and lists all.
+        """
+        self._scan()
+        if name in self._entries:
+            return self._entries[name]
+        if name in self._builtin:
+            module, _, attribute = self._builtin[name].partition(":")
+            self._entries[name] = getattr(importlib.import_module(module), attribute)
+            return self._entries[name]
+        raise ValueError(self.missing(name))
+
+    def missing(self, name: str) -> str:
+        """The message for a name that is not registered."""
+        known = self.names()
+        close = nearest(name, known)
+        hint = f" Did you mean {close!r}?" if close else ""
+        return f"no {self.kind} named {name!r}.{hint} Known: {', '.join(known) or 'none'}."
+
+    def build(self, spec: Mapping[str, Any] | Callable[..., Any], /, **extra: Any) -> Any:
+        """Build from ``dict(type="Name", **kwargs)`` or from a callable; ``extra`` are further arguments.
+
+        ``type`` may be a registered name or a callable.
+        """
+        if callable(spec):
+            return spec(**extra)
+        arguments = dict(spec)
+        if "type" not in arguments:
+            raise ValueError(
+                f"a {self.kind} needs a 'type': dict(type=..., **options); known: {self.names()}"
+            )
+        kind = arguments.pop("type")
+        factory = kind if callable(kind) else self.get(kind)
+        return factory(**arguments, **extra)
+
+    def _scan(self) -> None:
+        if self._scanned or self._package is None:
+            return
+        self._scanned = True
+        package = importlib.import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self._package}.{module.name}")
+
+
+def _home(entry: Any) -> str:
+    return f"{getattr(entry, '__module__', '?')}:{getattr(entry, '__qualname__', repr(entry))}"
+
+
+MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT"})
+MODEL_OPTIONS = Registry("model options", {"GPT": "colossus.models.options:GPTOptions"})
+TENSOR_MODES = Registry("tensor mode", package="colossus.layers.modes")
+DATASETS = Registry(
+    "dataset",
+    {
+        "PythonStdlib": "colossus.data.text:PythonStdlib",
+        "TextFolder": "colossus.data.text:TextFolder",
+        "TokenFile": "colossus.data.tokens:TokenFile",
+    },
+)
+OPTIMIZERS = Registry(
+    "optimizer",
+    {"AdamW": "colossus.engine.optimizers:adamw", "SGD": "colossus.engine.optimizers:sgd"},
+)
+LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
+SCHEDULES = Registry("schedule", package="colossus.schedule.plans")
+STRATEGIES = Registry("data-parallel strategy", {"all_reduce": "colossus.engine.gradient_sync:AllReduce"})
+HOOKS = Registry("hook")
