@@ -1,0 +1,23 @@
+"""Large-model parallelism on PyTorch, declared in a config file. Importing this imports no torch."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colossus.context.parallel_context import ParallelContext, current_context
+    from colossus.engine.initialize import initialize
+    from colossus.layers.build import build
+
+__version__ = "0.1.0"
+__all__ = ["ParallelContext", "build", "current_context", "initialize"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ParallelContext": "context.parallel_context",
+        "current_context": "context.parallel_context",
+        "initialize": "engine.initialize",
+        "build": "layers.build",
+    },
+)

@@ -1,0 +1,211 @@
+"""Collectives over an `AxisGroup`: started, then waited for. No autograd here (see `conjugate`).
+
+Three ways to run one: in place through c10d on a tensor the caller owns; out of place through the functional
+ops, whenever something traces or records tensor operations (selective activation checkpointing would
+otherwise cache a value that is overwritten later, and give silently wrong gradients); and on gloo, where small
+all-reduces cost milliseconds, as one direct exchange between all pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from colossus.comm import accounting, log
+from colossus.context.groups import AxisGroup
+
+_functional = torch.ops._c10d_functional
+
+# A direct exchange sends (n-1) S in one round instead of 2 (n-1)/n S in 2 (n-1) rounds. Largest tensor, in bytes,
+# for which one round was the faster on gloo (2 cores; benchmarks/collectives.py repeats the measurement).
+_EXCHANGE_LIMIT = {2: 8 << 20, 3: 32 << 10, 4: 32 << 10, 8: 4 << 10}
+
+
+class Pending:
+    """A started collective. ``wait()`` returns its result; call it once."""
+
+    __slots__ = ("_entry", "_finish")
+
+    def __init__(self, finish: Callable[[], Tensor], entry: log.Entry | None) -> None:
+        self._finish = finish
+        self._entry = entry
+
+    def wait(self) -> Tensor:
+        result = self._finish()
+        if self._entry is not None:
+            self._entry.done = True
+        return result
+
+
+class Ready(Pending):
+    """Nothing to wait for: the value was already here."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def wait(self) -> Tensor:
+        return self._value
+
+
+def is_recorded() -> bool:
+    """Whether tensor operations are being traced or recorded by a dispatch mode."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+
+
+def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False) -> Pending:
+    """Sum (or max) of ``x`` over the group, on every rank.
+
+    Args:
+        x: any shape, the same on all ranks.
+        owned: the caller gives ``x`` away; it may be overwritten with the result.
+    """
+    n = group.size
+    if n == 1:
+        return Ready(x)
+    entry = _note("all_reduce", x, group, 2 * (n - 1) / n * x.nbytes)
+    if is_recorded():
+        return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
+    if not (owned and x.is_contiguous()):
+        x = x.clone(memory_format=torch.contiguous_format)
+    if op == "sum" and x.device.type == "cpu" and x.nbytes <= _EXCHANGE_LIMIT.get(n, 0):
+        return _exchange(x, group, entry)
+    reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+    work = dist.all_reduce(x, reduce_op, group=group.process_group, async_op=True)
+    return _work_pending(work, x, entry)
+
+
+def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
+    """Concatenation over the group along ``dim``: [.., s, ..] per rank -> [.., n s, ..]."""
+    n = group.size
+    if n == 1:
+        return Ready(x)
+    entry = _note("all_gather", x, group, (n - 1) * x.nbytes)
+    x = x.contiguous()
+    flat = x.unsqueeze(0) if x.dim() == 0 else x
+    if is_recorded():
+        out = _functional.all_gather_into_tensor(flat, n, group.name)
+        return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
+    gathered = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
+    work = dist.all_gather_single(gathered, flat, group=group.process_group, async_op=True)
+    return _work_pending(work, gathered, entry, lambda out: _unstack(out, n, dim))
+
+
+def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
+    """Sum over the group, each rank keeping its part along ``dim``: [.., n s, ..] -> [.., s, ..].
+
+    Raises:
+        ValueError: when ``dim`` does not divide by the size of the group.
+    """
+    n = group.size
+    if n == 1:
+        return Ready(x)
+    dim %= x.dim()
+    entry = _note("reduce_scatter", x, group, (n - 1) / n * x.nbytes)
+    stacked = _stack_parts(x, n, dim, group)
+    if is_recorded():
+        out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
+        return _functional_pending(out, entry)
+    mine = x.new_empty(stacked.shape[1:])
+    work = dist.reduce_scatter_single(mine, stacked.flatten(0, 1), group=group.process_group, async_op=True)
+    return _work_pending(work, mine, entry)
+
+
+def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
+    """Exchange the dim that is sharded: split along ``split_dim``, receive parts along ``concat_dim``."""
+    n = group.size
+    if n == 1:
+        return Ready(x)
+    split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+    entry = _note("all_to_all", x, group, (n - 1) / n * x.nbytes)
+    stacked = _stack_parts(x, n, split_dim, group)
+    flat = stacked.flatten(0, 1)
+    if is_recorded():
+        parts = [flat.shape[0] // n] * n
+        out = _functional.all_to_all_single(flat, parts, parts, group.name)
+        return Pending(lambda: _unstack(_functional.wait_tensor(out), n, concat_dim), entry)
+    received = torch.empty_like(flat)
+    work = dist.all_to_all_single(received, flat, group=group.process_group, async_op=True)
+    return _work_pending(work, received, entry, lambda out: _unstack(out, n, concat_dim))
+
+
+def own_part(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """This rank's slice along ``dim``; no communication."""
+    if group.size == 1:
+        return x
+    size, rest = divmod(x.shape[dim], group.size)
+    if rest:
+        raise ValueError(_indivisible(x, dim, group))
+    return x.narrow(dim, group.index * size, size)
+
+
+def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry) -> Pending:
+    """All-reduce in one round: send ``x`` to every peer, add what they send, in rank order on every rank."""
+    process_group = group.process_group
+    assert process_group is not None
+    me, tag = group.index, entry.sequence
+    peers = [peer for peer in range(group.size) if peer != me]
+    incoming = {peer: torch.empty_like(x) for peer in peers}
+    works = [process_group.recv([incoming[peer]], peer, tag) for peer in peers]
+    works += [process_group.send([x], peer, tag) for peer in peers]
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        if group.size == 2:  # a + b is b + a to the last bit
+            return x.add_(incoming[peers[0]])
+        parts = [x if rank == me else incoming[rank] for rank in range(group.size)]
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total.add_(part)
+        return x.copy_(total)
+
+    return Pending(finish, entry)
+
+
+def _note(operation: str, x: Tensor, group: AxisGroup, sent: float) -> log.Entry:
+    axes = str(group)
+    for counter in accounting.listeners:
+        counter.add(operation, axes, x.dtype, sent)
+    return log.record(operation, axes, tuple(x.shape), x.dtype)
+
+
+def _functional_pending(out: Tensor, entry: log.Entry) -> Pending:
+    return Pending(lambda: _functional.wait_tensor(out), entry)
+
+
+def _work_pending(
+    work: dist.Work, out: Tensor, entry: log.Entry, shape: Callable[[Tensor], Tensor] | None = None
+) -> Pending:
+    def finish() -> Tensor:
+        work.wait()
+        return out if shape is None else shape(out)
+
+    return Pending(finish, entry)
+
+
+def _stack_parts(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
+    """[.., n s, ..] -> contiguous [n, .., s, ..]."""
+    if x.shape[dim] % n:
+        raise ValueError(_indivisible(x, dim, group))
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+
+
+def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
+    """[n s0, ..], as gathered along the first dim, to a concatenation along ``dim``."""
+    dim %= x.dim()
+    if dim == 0:
+        return x
+    parts = x.unflatten(0, (n, x.shape[0] // n))
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _indivisible(x: Tensor, dim: int, group: AxisGroup) -> str:
+    return (
+        f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} elements, which do not divide over the "
+        f"{group.size} ranks of axis {group}"
+    )

@@ -1,0 +1,103 @@
+"""The conjugate collectives: each forward movement with the backward movement its gradient needs.
+
+| forward | backward | the value goes from | to |
+|---|---|---|---|
+| gather | reduce_scatter | sharded | replicated, gradient partial |
+| gather | slice | sharded | the same on all ranks, gradient complete |
+| reduce_scatter | gather | partial sum | sharded |
+| sum | identity | partial sum | the same on all ranks, gradient complete |
+| sum | sum | partial sum | replicated, gradient partial |
+| identity | sum | the same on all ranks | replicated, gradient partial |
+| slice | gather | the same on all ranks | sharded |
+| slice | pad | replicated, gradient partial | sharded |
+| all_to_all | all_to_all | sharded along one dim | sharded along another |
+
+(The f and g of Megatron-LM, 1909.08053 section 3, are identity/sum and sum/identity.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.comm import collectives
+from colossus.comm.collectives import Pending, Ready
+from colossus.context.groups import AxisGroup
+
+
+def _sum(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    return collectives.all_reduce(x, group, owned=owned)
+
+
+def _gather(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    return collectives.all_gather(x, group, dim)
+
+
+def _reduce_scatter(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    return collectives.reduce_scatter(x, group, dim)
+
+
+def _all_to_all(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    return collectives.all_to_all(x, group, split_dim=to_dim, concat_dim=dim)
+
+
+def _slice(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    # a copy: a view would keep the whole tensor alive for as long as the part
+    return Ready(collectives.own_part(x, group, dim).contiguous())
+
+
+def _pad(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    shape = list(x.shape)
+    size = shape[dim]
+    shape[dim] = size * group.size
+    out = x.new_zeros(shape)
+    out.narrow(dim, group.index * size, size).copy_(x)
+    return Ready(out)
+
+
+def _identity(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
+    return Ready(x)
+
+
+_OPERATIONS: dict[str, Callable[[Tensor, AxisGroup, int, int, bool], Pending]] = {
+    "sum": _sum,
+    "gather": _gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "slice": _slice,
+    "pad": _pad,
+    "identity": _identity,
+}
+
+
+def start(operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False) -> Pending:
+    """Start one movement by name (see the table above). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
+    return _OPERATIONS[operation](x, group, dim, to_dim, owned)
+
+
+class _Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int
+    ) -> Tensor:
+        ctx.movement = backward, group, dim, to_dim
+        out = start(forward, x, group, dim, to_dim).wait()
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operation, group, dim, to_dim = ctx.movement
+        if operation == "all_to_all":
+            dim, to_dim = to_dim, dim
+        return start(operation, grads[0], group, dim, to_dim).wait(), None, None, None, None, None
+
+
+def conjugate(x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int = -1, to_dim: int = -1) -> Tensor:
+    """``forward`` applied to ``x``; its gradient is moved by ``backward``."""
+    if group.size == 1:
+        return x
+    dim, to_dim = dim % max(x.dim(), 1), to_dim % max(x.dim(), 1)
+    return _Conjugate.apply(x, forward, backward, group, dim, to_dim)

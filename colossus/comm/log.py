@@ -1,0 +1,74 @@
+"""The last collectives of this rank, kept in a bounded ring to be printed when something fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+class Entry:
+    """One collective: what, over which axes, on what, from where, and whether it has finished."""
+
+    __slots__ = ("axes", "done", "dtype", "operation", "sequence", "shape", "site", "started")
+
+    def __init__(
+        self, operation: str, axes: str, sequence: int, shape: tuple[int, ...], dtype: object, site: tuple[str, int]
+    ) -> None:
+        self.operation, self.axes, self.sequence = operation, axes, sequence
+        self.shape, self.dtype, self.site = shape, dtype, site
+        self.started = time.monotonic()
+        self.done = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        state = "done" if self.done else f"WAITING for {time.monotonic() - self.started:.1f} s"
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"#{self.sequence} {self.operation} over {self.axes} [{shape} {dtype}] at {_short(self.site)}: {state}"
+
+
+_entries: deque[Entry] = deque(maxlen=32)
+_sequence: dict[str, int] = {}
+
+
+def resize(size: int) -> None:
+    """Keep the last ``size`` collectives."""
+    global _entries
+    _entries = deque(_entries, maxlen=size)
+
+
+def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> Entry:
+    """Note that a collective starts. The sequence number counts per axis, so ranks can be compared."""
+    number = _sequence[axes] = _sequence.get(axes, 0) + 1
+    entry = Entry(operation, axes, number, shape, dtype, _call_site())
+    _entries.append(entry)
+    return entry
+
+
+def recent() -> list[str]:
+    """One line per collective, oldest first."""
+    return [str(entry) for entry in _entries]
+
+
+def clear() -> None:
+    _entries.clear()
+    _sequence.clear()
+
+
+def _call_site() -> tuple[str, int]:
+    """File and line of the first frame outside comm."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _short(site: tuple[str, int]) -> str:
+    name, line = site
+    if name.startswith(_PACKAGE):
+        name = "colossus" + name[len(_PACKAGE) :]
+    return f"{name}:{line}"

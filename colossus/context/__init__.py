@@ -1,0 +1,25 @@
+"""Processes, axes and groups: only this package knows global ranks."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colossus.context.grid import RankGrid, build_grid
+    from colossus.context.groups import AxisGroup
+    from colossus.context.parallel_context import ParallelContext, current_context
+    from colossus.context.rng import RngStreams
+
+__all__ = ["AxisGroup", "ParallelContext", "RankGrid", "RngStreams", "build_grid", "current_context"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "RankGrid": "grid",
+        "build_grid": "grid",
+        "AxisGroup": "groups",
+        "ParallelContext": "parallel_context",
+        "current_context": "parallel_context",
+        "RngStreams": "rng",
+    },
+)

@@ -1,0 +1,200 @@
+"""ParallelContext: the one object that knows ranks, axes, groups and devices."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from colossus.context.grid import Axes, RankGrid, build_grid
+from colossus.context.groups import AxisGroup
+from colossus.context.rng import RngStreams
+
+_stack: list[ParallelContext] = []
+
+
+class ParallelContext:
+    """One rank's view of the grid: its coordinates, a group for any axis or tuple of axes, its random streams.
+
+    Any number may be made and closed one after the other in one process. ``with context:`` makes it the one
+    that layers built inside take their axes from.
+
+    Args:
+        grid: who is where.
+        rank: this process's global rank.
+        device: where this rank computes.
+        seed: of the random streams.
+        timeout_seconds: of every collective.
+        backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
+        tensor_mode: name of the tensor mode whose layers are built under this context.
+        sequence_sharded: whether 1D shards activations between blocks by tokens.
+    """
+
+    def __init__(
+        self,
+        grid: RankGrid,
+        rank: int = 0,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        timeout_seconds: float = 120.0,
+        backend: str | None = None,
+        tensor_mode: str = "1d",
+        sequence_sharded: bool = False,
+    ) -> None:
+        self.grid = grid
+        self.rank = rank
+        self.device = torch.device(device)
+        self.tensor_mode = tensor_mode
+        self.sequence_sharded = sequence_sharded
+        self.rng = RngStreams(seed)
+        self.coordinates = grid.coordinates(rank)
+        self.timeout = timedelta(seconds=timeout_seconds)
+        self._groups: dict[tuple[str, ...], AxisGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        self._mesh: DeviceMesh | None = None
+        self._owns_world = False
+        self.closed = False
+        if grid.world_size > 1:
+            self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"))
+
+    @classmethod
+    def from_config(cls, config: Any, *, device: torch.device | str = "cpu") -> ParallelContext:
+        """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
+        parallel = config.parallel
+        return cls(
+            build_grid(parallel),
+            int(os.environ.get("RANK", "0")),
+            device=device,
+            seed=config.train.seed,
+            timeout_seconds=config.comm.timeout_seconds,
+            tensor_mode=parallel.tensor.mode,
+            sequence_sharded=parallel.tensor.sequence_sharded,
+        )
+
+    def _join(self, backend: str) -> None:
+        if not dist.is_initialized():
+            if "MASTER_ADDR" not in os.environ:
+                raise ValueError(
+                    f"this plan needs {self.grid.world_size} processes, but this one was started alone: start it "
+                    f"with `colossus launch`, torchrun or srun"
+                )
+            dist.init_process_group(
+                backend, rank=self.rank, world_size=self.grid.world_size, timeout=self.timeout
+            )
+            self._owns_world = True
+        if dist.get_world_size() != self.grid.world_size:
+            sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
+            raise ValueError(
+                f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running"
+            )
+        if dist.get_rank() != self.rank:
+            raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
+        shape = tuple(self.grid.sizes.values())
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
+
+    # -- axes ---------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self.grid.world_size
+
+    @property
+    def is_logging_rank(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The DeviceMesh over all atomic axes."""
+        if self._mesh is None:
+            raise ValueError("a plan with one process has no device mesh")
+        return self._mesh
+
+    def size(self, axes: Axes) -> int:
+        return self.grid.size(axes)
+
+    def index(self, axes: Axes) -> int:
+        """Position of this rank along an axis, a public name, or a tuple of them."""
+        return self.grid.index(self.rank, axes)
+
+    def neighbour(self, axes: Axes, offset: int = 1, *, wrap: bool = True) -> int | None:
+        return self.grid.neighbour(self.rank, self.grid.axes(axes), offset, wrap=wrap)  # type: ignore[arg-type]
+
+    def group(self, axes: Axes) -> AxisGroup:
+        """The group over these axes. The first call for a tuple of axes creates it: all of its ranks must ask."""
+        names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
+        held = self._groups.get(names)
+        if held is None:
+            held = self._groups[names] = self._make_group(names)
+        return held
+
+    def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
+        if self.closed:
+            raise ValueError("this ParallelContext is closed")
+        ranks = tuple(self.grid.group(self.rank, names))
+        process_group: dist.ProcessGroup | None = None
+        if len(ranks) > 1:
+            if ranks == tuple(range(self.world_size)):
+                process_group = dist.group.WORLD
+            elif len(names) == 1:
+                process_group = self.mesh.get_group(names[0])
+            else:
+                # group order must follow `names`, which may differ from rank order
+                process_group = dist.new_group(
+                    list(ranks), timeout=self.timeout, use_local_synchronization=True, sort_ranks=False
+                )
+                self._made.append(process_group)
+        return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Destroy every group this context made. Safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        if self in _stack:
+            _stack.remove(self)
+        if dist.is_initialized():
+            if self._owns_world:
+                dist.destroy_process_group()
+            else:
+                if self._mesh is not None:
+                    world = dist.group.WORLD
+                    axis_groups = [self._mesh.get_group(name) for name in self.grid.names]
+                    self._made.extend(group for group in axis_groups if group is not world)
+                for group in self._made:
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+        self._made.clear()
+        self._mesh = None
+
+    def __enter__(self) -> ParallelContext:
+        _stack.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self in _stack:
+            _stack.remove(self)
+
+    def __repr__(self) -> str:
+        at = ", ".join(f"{name} {self.coordinates[name]}/{size}" for name, size in self.grid.sizes.items())
+        return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
+
+
+_ALONE = RankGrid(
+    {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
+    {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
+)
+
+
+def current_context() -> ParallelContext:
+    """The innermost context entered with ``with``; outside any, one process without parallelism."""
+    return _stack[-1] if _stack else ParallelContext(_ALONE)

@@ -1,0 +1,26 @@
+"""What is where: layouts of tensors over mesh axes, and the algebra on them. `Layout` itself needs no torch."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colossus.layout.activation import Activation
+    from colossus.layout.layout import Layout
+    from colossus.layout.moves import Move, moves
+    from colossus.layout.redistribute import gather, redistribute, shard
+
+__all__ = ["Activation", "Layout", "Move", "gather", "moves", "redistribute", "shard"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Activation": "activation",
+        "Layout": "layout",
+        "Move": "moves",
+        "moves": "moves",
+        "gather": "redistribute",
+        "redistribute": "redistribute",
+        "shard": "redistribute",
+    },
+)

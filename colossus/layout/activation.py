@@ -1,0 +1,55 @@
+"""Layouts of activations by the role of a dim, whatever the number of dims.
+
+The batch is dim 0, the features the last dim, the tokens dim -2. A tensor with two dims has its samples in
+dim 0, which is batch and tokens at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from colossus.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Mesh axes that shard the batch, the tokens and the features of an activation. See `Layout` for the states."""
+
+    batch: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    partial: tuple[str, ...] = ()
+    grad_partial: tuple[str, ...] = ()
+
+    def at(self, ndim: int) -> Layout:
+        """The layout of a tensor with ``ndim`` dims (at least one)."""
+        return _layout(self, ndim)
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        return self.batch + self.tokens + self.features
+
+    def __str__(self) -> str:
+        parts = [
+            f"{role} over {','.join(axes)}"
+            for role, axes in (("batch", self.batch), ("tokens", self.tokens), ("features", self.features))
+            if axes
+        ]
+        if self.partial:
+            parts.append(f"partial over {','.join(self.partial)}")
+        if self.grad_partial:
+            parts.append(f"gradient partial over {','.join(self.grad_partial)}")
+        return "; ".join(parts) or "whole"
+
+
+@lru_cache(maxsize=1024)
+def _layout(activation: Activation, ndim: int) -> Layout:
+    dims: list[tuple[str, ...]] = [()] * ndim
+    dims[-1] = activation.features
+    if ndim == 2:
+        dims[0] = activation.batch + activation.tokens
+    elif ndim > 2:
+        dims[0] = activation.batch
+        dims[-2] = activation.tokens
+    return Layout(tuple(dims), activation.partial, activation.grad_partial)

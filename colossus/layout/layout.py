@@ -1,0 +1,127 @@
+"""Layout: which mesh axes shard which dim of a tensor, and over which axes its value or gradient is partial.
+
+Per axis a tensor is in one of four states:
+
+* *sharded*: a dim is split over the axis;
+* *partial*: the value is the sum over the axis of what the ranks hold;
+* *replicated*: all ranks hold the value, and the true gradient is the sum of their gradients (``grad_partial``);
+* *invariant* (an axis not named at all): all ranks hold the value and the complete gradient.
+
+The difference of the last two is that of "replicate" and "invariant" in Meta's spmd_types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Dims = tuple[tuple[str, ...], ...]
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sharding of one tensor.
+
+    Args:
+        dims: for each tensor dim the axes that shard it, outermost first; order matters.
+        partial: axes over which the value is a partial sum.
+        grad_partial: axes over which the value is replicated and the gradient is a partial sum.
+
+    Raises:
+        ValueError: when an axis is named twice.
+    """
+
+    dims: Dims
+    partial: tuple[str, ...] = ()
+    grad_partial: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial]
+        if len(set(named)) != len(named):
+            twice = sorted({axis for axis in named if named.count(axis) > 1})
+            raise ValueError(f"layout {self} names axis {', '.join(twice)} twice")
+
+    @classmethod
+    def whole(cls, ndim: int) -> Layout:
+        """The same on all ranks."""
+        return cls(((),) * ndim)
+
+    @classmethod
+    def sharded(cls, ndim: int, **dims: Sequence[str]) -> Layout:
+        """``Layout.sharded(2, d0=("row",))``: dim 0 over row."""
+        return cls(tuple(tuple(dims.get(f"d{index}", ())) for index in range(ndim)))
+
+    @cached_property
+    def shard_axes(self) -> tuple[str, ...]:
+        """Axes that shard some dim."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    def live(self, sizes: Mapping[str, int]) -> Layout:
+        """Without axes of one rank."""
+
+        def keep(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for axis in axes if sizes[axis] > 1)
+
+        return Layout(tuple(map(keep, self.dims)), keep(self.partial), keep(self.grad_partial))
+
+    # -- boxes --------------------------------------------------------------------------------------------
+
+    def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Number of parts of each dim."""
+        return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
+
+    def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the buffer a rank holds: ceil(dim / parts). Ranks at the end may fill it in part or not at all."""
+        self._check(shape)
+        return tuple(-(-size // parts) for size, parts in zip(shape, self.num_shards(sizes), strict=True))
+
+    def box(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Box:
+        """(start, stop) of every dim held at coordinates ``at``. Boxes may be uneven or empty.
+
+        All boxes of a layout are disjoint up to replication and cover the whole tensor.
+        """
+        box = []
+        for dim, size, chunk in zip(self.dims, shape, self.chunk(shape, sizes), strict=True):
+            index = 0
+            for axis in dim:
+                index = index * sizes[axis] + at[axis]
+            box.append((min(index * chunk, size), min((index + 1) * chunk, size)))
+        return tuple(box)
+
+    def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
+        """Whether every box is full."""
+        return all(size % parts == 0 for size, parts in zip(shape, self.num_shards(sizes), strict=True))
+
+    def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
+        """Whether this rank counts its box in a sum over ``axes``: the first of those that hold the same one."""
+        return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
+
+    def _check(self, shape: Sequence[int]) -> None:
+        if len(shape) != len(self.dims):
+            raise ValueError(f"layout {self} has {len(self.dims)} dims, the tensor has shape {tuple(shape)}")
+
+    def __str__(self) -> str:
+        dims = ", ".join("S(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)
+        text = f"[{dims}]"
+        if self.partial:
+            text += f" partial({','.join(self.partial)})"
+        if self.grad_partial:
+            text += f" gradient partial({','.join(self.grad_partial)})"
+        return text
+
+
+def gradient_axes(parameter: Layout, *uses: Layout) -> tuple[str, ...]:
+    """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
+
+    The gradient is a sum over everything the activations are split or partial over; where the parameter itself is
+    split along an axis, the rank's part of the sum is already all of it.
+    """
+    axes: list[str] = []
+    for use in uses:
+        for axis in (*use.shard_axes, *use.grad_partial):
+            if axis not in parameter.shard_axes and axis not in axes:
+                axes.append(axis)
+    return tuple(axes)

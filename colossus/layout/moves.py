@@ -1,0 +1,100 @@
+"""The moves that turn one layout into another, with the moves their gradients need. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from colossus.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Move:
+    """One conjugate collective: names as in `colossus.comm.conjugate`. ``to_dim`` only for all_to_all."""
+
+    forward: str
+    backward: str
+    axes: tuple[str, ...]
+    dim: int = -1
+    to_dim: int = -1
+
+    def __str__(self) -> str:
+        where = f" dim {self.dim}" + (f" to {self.to_dim}" if self.to_dim >= 0 else "") if self.dim >= 0 else ""
+        return f"{self.forward}/{self.backward} over {','.join(self.axes)}{where}"
+
+
+def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
+
+
+@lru_cache(maxsize=4096)
+def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """Moves from ``source`` to ``target``, in order; what leaves a dim goes first, what shards one goes last.
+
+    Raises:
+        ValueError: when the number of dims differs, or for the one change that has no meaning: a value whose
+            gradient is partial cannot become one whose gradient is complete without a reduction.
+    """
+    if len(source.dims) != len(target.dims):
+        raise ValueError(f"cannot go from {source} to {target}: the number of dims differs")
+    dims = [list(axes) for axes in source.dims]
+    partial, grad_partial = set(source.partial), set(source.grad_partial)
+    out: list[Move] = []
+
+    goal = {axis: index for index, axes in enumerate(target.dims) for axis in axes}
+    # 1. one axis, innermost here and next in order there: exchange the sharded dim
+    for index, axes in enumerate(dims):
+        while len(axes) > _common(tuple(axes), target.dims[index]):
+            axis, to_dim = axes[-1], goal.get(axes[-1])
+            if to_dim is None or to_dim == index or target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
+                break
+            out.append(Move("all_to_all", "all_to_all", (axis,), index, to_dim))
+            axes.pop()
+            dims[to_dim].append(axis)
+    # 2. gather what is sharded and shall not be, or not in this order
+    for index, axes in enumerate(dims):
+        keep = _common(tuple(axes), target.dims[index])
+        while len(axes) > keep:
+            complete = axes[-1] not in target.grad_partial
+            run = [axes.pop()]
+            while len(axes) > keep and (axes[-1] not in target.grad_partial) is complete:
+                run.insert(0, axes.pop())
+            out.append(Move("gather", "slice" if complete else "reduce_scatter", tuple(run), index))
+            if not complete:
+                grad_partial.update(run)
+    # 3. reduce partial sums, straight into a shard where the target has one
+    for index, axes in enumerate(dims):
+        for axis in target.dims[index][len(axes) :]:
+            if axis not in partial:
+                break
+            out.append(Move("reduce_scatter", "gather", (axis,), index))
+            partial.discard(axis)
+            axes.append(axis)
+    rest = tuple(axis for axis in source.partial if axis in partial and axis not in target.partial)
+    for kind in ("identity", "sum"):
+        run_axes = tuple(axis for axis in rest if (axis in target.grad_partial) is (kind == "sum"))
+        if run_axes:
+            out.append(Move("sum", kind, run_axes))
+            partial.difference_update(run_axes)
+            if kind == "sum":
+                grad_partial.update(run_axes)
+    # 4. shard what is replicated
+    for index, axes in enumerate(dims):
+        todo = target.dims[index][len(axes) :]
+        for axis in todo:
+            if axis in partial:
+                raise ValueError(f"cannot go from {source} to {target}: axis {axis} is a partial sum out of order")
+            out.append(Move("slice", "pad" if axis in grad_partial else "gather", (axis,), index))
+            grad_partial.discard(axis)
+            axes.append(axis)
+    # 5. from here on the gradient is partial
+    fresh = tuple(axis for axis in target.grad_partial if axis not in grad_partial)
+    if fresh:
+        out.append(Move("identity", "sum", fresh))
+        grad_partial.update(fresh)
+    if grad_partial != set(target.grad_partial) or partial != set(target.partial):
+        raise ValueError(f"cannot go from {source} to {target}: a gradient that is partial has to be reduced first")
+    return tuple(out)
