@@ -8,6 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The layouts an activation may have in a model.
+
+    Attributes:
+        user: what a user's ``forward`` sees: features whole, gradient complete.
+        outer: between blocks.
+        inner: between a column and a row linear, and inside attention.
+    """
+
+    user: Activation
+    outer: Activation
+    inner: Activation
+
+
+@dataclass(frozen=True)
+class MatmulTable:
+    """One row of the table of ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
+
+    What x is stored as before and y after belongs to the call: the moves between stored and used follow.
+
+    Attributes:
+        x: layout of x in the multiplication.
+        weight: stored layout of the weight.
+        weight_used: its layout in the multiplication.
+        y: layout of the product as made, possibly a partial sum.
+    """
+
+    x: Activation
+    weight: Layout
+    weight_used: Layout
+    y: Activation
 
 
 class TensorMode:
@@ -41,6 +79,24 @@ class TensorMode:
 
     @classmethod
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @classmethod
+    def regions(cls, door: Activation, *, sequence_sharded: bool) -> Regions:
+        """Layouts of the regions, given how the engine splits what enters the model at its door."""
+        raise NotImplementedError
+
+    @classmethod
+    def linear(cls, split: str, regions: Regions) -> MatmulTable:
+        """The table of a linear: ``split`` is ``column``, ``row`` or ``none`` (every rank the whole matmul).
+
+        An embedding is the ``column`` table read backwards: its ids are one-hot rows over the vocabulary.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def lone_split(cls, in_features: int, out_features: Sequence[int], size: int) -> str:
+        """How to split a linear that stands alone between two user layouts, by counted bytes."""
         raise NotImplementedError
 
 

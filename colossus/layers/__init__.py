@@ -1,0 +1,66 @@
+"""Drop-in layers. Each is written once; the tensor mode of the current context says how it is sharded."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+_NAMES = {
+    "Attention": "attention",
+    "Dropout": "dropout",
+    "Embedding": "embedding",
+    "GatedMLP": "mlp",
+    "LMHead": "head",
+    "LayerNorm": "norm",
+    "Linear": "linear",
+    "MLP": "mlp",
+    "PositionEmbedding": "embedding",
+    "RMSNorm": "norm",
+    "ShardedActivation": "sharded",
+    "TransformerBlock": "block",
+    "build": "build",
+    "checkpoint": "recompute",
+    "cross_entropy": "loss",
+    "full_state_dict": "state",
+    "load_full_state_dict": "state",
+    "to_outer": "sharded",
+    "to_user": "sharded",
+}
+
+if TYPE_CHECKING:
+    from colossus.layers.attention import Attention
+    from colossus.layers.block import TransformerBlock
+    from colossus.layers.build import build
+    from colossus.layers.dropout import Dropout
+    from colossus.layers.embedding import Embedding, PositionEmbedding
+    from colossus.layers.head import LMHead
+    from colossus.layers.linear import Linear
+    from colossus.layers.loss import cross_entropy
+    from colossus.layers.mlp import MLP, GatedMLP
+    from colossus.layers.norm import LayerNorm, RMSNorm
+    from colossus.layers.recompute import checkpoint
+    from colossus.layers.sharded import ShardedActivation, to_outer, to_user
+    from colossus.layers.state import full_state_dict, load_full_state_dict
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Dropout",
+    "Embedding",
+    "GatedMLP",
+    "LMHead",
+    "LayerNorm",
+    "Linear",
+    "PositionEmbedding",
+    "RMSNorm",
+    "ShardedActivation",
+    "TransformerBlock",
+    "build",
+    "checkpoint",
+    "cross_entropy",
+    "full_state_dict",
+    "load_full_state_dict",
+    "to_outer",
+    "to_user",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -1,0 +1,103 @@
+"""Initial values as functions of (key, full shape, box): the same whatever the plan, at the cost of the box alone.
+
+Element i of a tensor is word i of the Philox stream of its key (rows padded to whole counters of four words), so
+that any box is found by advancing the counter. Normals come by inverse CDF in float64: exact to the bit under any
+split, and without the infinities a float32 inverse CDF gives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from colossus.layout.layout import Box
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+_WORDS = 4  # 64-bit words per Philox counter
+_BLOCK_ROWS = 1 << 22  # elements drawn at a time, to bound the memory beside the result
+
+
+def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """``count`` words of the stream of ``key`` from word ``start``, a multiple of four."""
+    assert start % _WORDS == 0
+    generator = np.random.Philox(key=key)
+    generator.advance(start // _WORDS)
+    return generator.random_raw(count)
+
+
+def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
+    """Uniforms in (0, 1), the box of a tensor of ``shape``. The midpoints of 2^53 cells: never 0 or 1."""
+    if not shape:
+        return uniform_box(key, (1,), ((0, 1),)).reshape(())
+    out = np.empty([stop - start for start, stop in box])
+    if out.size == 0:
+        return out
+    width = shape[-1]
+    stride = -(-width // _WORDS) * _WORDS
+    first, last = box[-1]
+    flat = out.reshape(-1, last - first)
+    rows = _row_numbers(shape[:-1], box[:-1])
+    if last - first == width and rows.size == rows[-1] - rows[0] + 1:  # consecutive whole rows
+        step = max(1, _BLOCK_ROWS // stride)
+        for at in range(0, rows.size, step):
+            count = min(step, rows.size - at)
+            words = _raw(key, int(rows[at]) * stride, count * stride)
+            flat[at : at + count] = _to_unit(words.reshape(count, stride)[:, :width])
+        return out
+    begin = first // _WORDS * _WORDS
+    for at, row in enumerate(rows):
+        flat[at] = _to_unit(_raw(key, int(row) * stride + begin, last - begin)[first - begin :])
+    return out
+
+
+def _row_numbers(shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if not shape:
+        return np.zeros(1, dtype=np.int64)
+    points = itertools.product(*(range(*span) for span in box))
+    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
+    return np.fromiter((sum(p * s for p, s in zip(point, strides, strict=True)) for point in points), dtype=np.int64)
+
+
+def _to_unit(words: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
+    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float = 0.0
+
+    def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
+        return np.full([stop - start for start, stop in box], float(self.value))
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform in (-bound, bound)."""
+
+    bound: float
+
+    def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
+        return (uniform_box(key, shape, box) * 2.0 - 1.0) * self.bound
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with this standard deviation around ``mean``."""
+
+    std: float
+    mean: float = 0.0
+
+    def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
+        drawn = torch.special.ndtri(torch.from_numpy(uniform_box(key, shape, box)))
+        return (drawn * self.std + self.mean).numpy()
+
+
+def torch_linear(fan_in: int) -> Uniform:
+    """What ``torch.nn.Linear`` draws for weight and bias: uniform within 1/sqrt(full fan-in)."""
+    return Uniform(1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0)

@@ -1,0 +1,109 @@
+"""What every layer of this package shares: its context, the regions of its activations, and how it makes parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layers import deferred
+from colossus.layers.tensor_mode import Regions, TensorMode
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer, ParameterSpec, Piece, attach, local_rows
+from colossus.registry import TENSOR_MODES
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tensor mode of a context, with the regions it gives; axes of one rank are left out."""
+
+    context: ParallelContext
+    mode: type[TensorMode]
+    regions: Regions
+    tensor_size: int
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.context.grid.sizes
+
+
+_plans: WeakKeyDictionary[ParallelContext, Plan] = WeakKeyDictionary()
+
+
+def plan_of(context: ParallelContext) -> Plan:
+    """The plan of a context, made once."""
+    held = _plans.get(context)
+    if held is None:
+        held = _plans[context] = _make_plan(context)
+    return held
+
+
+def _make_plan(context: ParallelContext) -> Plan:
+    mode: type[TensorMode] = TENSOR_MODES.get(context.tensor_mode)
+    sizes = context.grid.sizes
+
+    def live(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if sizes[axis] > 1)
+
+    door = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
+    tensor_size = context.size("tensor")
+    if tensor_size == 1:
+        return Plan(context, mode, Regions(door, door, door), 1)
+    if not mode.has_layers:
+        raise ValueError(f"parallel.tensor.mode = {mode.name}: the layers do not run in this mode yet; 1d does")
+    return Plan(context, mode, mode.regions(door, sequence_sharded=context.sequence_sharded), tensor_size)
+
+
+class Layer(nn.Module):
+    """Base of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan = plan_of(current_context())
+        #: full name in the model, set when it is built; names random streams and errors
+        self.full_name = ""
+
+    @property
+    def context(self) -> ParallelContext:
+        return self.plan.context
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there is any tensor parallelism to do."""
+        return self.plan.tensor_size > 1
+
+    def make_parameter(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        layout: Layout,
+        init: Mapping[str, Initializer] | Initializer,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> nn.Parameter:
+        """A parameter holding the rank's part of one or more logical ones.
+
+        Args:
+            shapes: part name -> full shape; one part named "" when the parameter is not fused.
+            layout: of every part.
+            init: draws the initial values, for all parts or by part.
+        """
+        sizes = self.plan.sizes
+        full = [tuple(shape) for shape in shapes.values()]
+        rows = local_rows(full, [layout] * len(full), sizes)
+        pieces = tuple(
+            Piece(part, shape, layout, init[part] if isinstance(init, Mapping) else init, span)
+            for part, shape, span in zip(shapes, full, rows, strict=True)
+        )
+        local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
+        spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
+        return attach(nn.Parameter(deferred.allocate(local, spec, self.context, dtype)), spec)
+
+    @property
+    def title(self) -> str:
+        """How errors name this layer."""
+        return f"{self.full_name} ({type(self).__name__})" if self.full_name else type(self).__name__

@@ -1,0 +1,164 @@
+"""Linear, alone or in column/row pairs, with one output or several from one input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.layers.init import torch_linear
+from colossus.layers.layer import Layer
+from colossus.layers.matmul import MatmulPlan, make_plan, matmul
+from colossus.layers.sharded import move, unwrap, wrap
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer, spec_of
+
+SPLITS = (None, "column", "row")
+
+
+class Linear(Layer):
+    """``torch.nn.Linear`` whose weight may be split over the tensor ranks.
+
+    Alone (``split=None``) it takes and gives whole features, as torch's does, and is right anywhere in a model; how
+    its weight is split is chosen by counted bytes, and a linear that does not divide is computed whole on every rank.
+    A pair saves the traffic between its two: ``split="column"`` gives features that stay split, a
+    `ShardedActivation`, on which element-by-element functions work and which ``split="row"`` takes back.
+
+    Args:
+        in_features: size of the last dim of the input.
+        out_features: size of the last dim of the output; a mapping name -> size gives several outputs from one input,
+            each its own logical parameter (``weight`` of ``query``, ...), with one matmul.
+        bias: whether to add one.
+        split: None, ``"column"`` or ``"row"``.
+        init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
+
+    Shape:
+        input [.., in_features]; output [.., out_features], or a tuple of these. Between a pair the last dim is divided
+        by the number of tensor ranks.
+
+    Raises:
+        ValueError: when a pair's sizes do not divide over the tensor ranks.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        split: str | None = None,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        if split not in SPLITS:
+            raise ValueError(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
+        fused = not isinstance(out_features, int)
+        self.parts: dict[str, int] = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
+        self.in_features = in_features
+        self.out_features = sum(self.parts.values())
+        self.split = split
+        self.is_fused = fused
+        kind = self._kind()
+        self.table = self.plan.mode.linear(kind, self.plan.regions) if self.is_split else None
+        weight_layout = self.table.weight if self.table else Layout.whole(2)
+        features = () if self.table is None or self.table.y.partial else self.table.y.features
+        self.weight = self.make_parameter(
+            {part: (out, in_features) for part, out in self.parts.items()},
+            weight_layout,
+            init or torch_linear(in_features),
+            dtype=dtype,
+        )
+        self.bias = (
+            self.make_parameter(
+                {part: (out,) for part, out in self.parts.items()},
+                Layout((features,)),
+                bias_init or torch_linear(in_features),
+                dtype=dtype,
+            )
+            if bias
+            else None
+        )
+        ways = 1 if self.table is None else self.plan.context.size(features) if features else 1
+        self.local_parts = [out // ways for out in self.parts.values()]
+        self._matmul_plans: dict[tuple[Activation, Activation, int], MatmulPlan] = {}
+
+    def _kind(self) -> str:
+        """The table's name, sizes checked."""
+        ranks = self.plan.tensor_size
+        if not self.is_split:
+            return "none"
+        if self.split is None:
+            return self.plan.mode.lone_split(self.in_features, list(self.parts.values()), ranks)
+        wrong = {"in_features": self.in_features} if self.split == "row" else {
+            f"out_features{f' ({part})' if part else ''}": out for part, out in self.parts.items()
+        }  # fmt: skip
+        for what, size in wrong.items():
+            if size % ranks:
+                low, high = size // ranks * ranks, -(-size // ranks) * ranks
+                raise ValueError(
+                    f"Linear(split={self.split!r}): {what} = {size} does not divide over parallel.tensor.size = "
+                    f"{ranks}; use {f'{low} or ' if low else ''}{high}, or split=None"
+                )
+        return self.split
+
+    def forward(self, x: Tensor) -> Any:
+        if self.table is None:
+            self._record_plain()
+            return self._outputs(F.linear(x, self.weight, self.bias))
+        local, source, home = unwrap(x, self.plan)
+        target = self.plan.regions.inner if self.split == "column" else home
+        y = self.apply_local(local, source, target)
+        if not self.is_fused:
+            return wrap(y, target, home, self.plan)
+        return tuple(wrap(part, target, home, self.plan) for part in y)
+
+    def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
+        """The product on plain local tensors, from one activation layout to another: what blocks call."""
+        if self.table is None:
+            self._record_plain()
+            return self._outputs(F.linear(x, self.weight, self.bias))
+        key = (source, target, x.dim())
+        plan = self._matmul_plans.get(key)
+        if plan is None:
+            plan = self._matmul_plans[key] = self._make_plan(*key)
+        y = matmul(x, self.weight, self.bias, plan)
+        if not self.is_fused:
+            return y
+        made = self.table.y if plan.bias_as_made else target
+        return tuple(move(part, made, target, self.context) for part in self._outputs(y))
+
+    def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
+        assert self.table is not None
+        # parts of a fused output lie side by side on each rank: features may be moved only part by part
+        made = self.table.y if self.is_fused and not self.table.y.partial else target
+        plan = make_plan(self.table, source, made, ndim, self.context)
+        self._record(plan.weight_axes, plan.bias_axes)
+        return plan
+
+    def _record_plain(self) -> None:
+        spec = spec_of(self.weight)
+        if spec is not None and spec.gradient_axes is None:
+            axes = self.plan.regions.user.shard_axes
+            self._record(axes, axes)
+
+    def _record(self, weight_axes: tuple[str, ...], bias_axes: tuple[str, ...]) -> None:
+        for parameter, axes in ((self.weight, weight_axes), (self.bias, bias_axes)):
+            spec = spec_of(parameter) if parameter is not None else None
+            if spec is not None:
+                spec.record(axes)
+
+    def _outputs(self, y: Tensor) -> Any:
+        return torch.split(y, self.local_parts, dim=-1) if self.is_fused else y
+
+    def extra_repr(self) -> str:
+        parts = self.parts[""] if not self.is_fused else self.parts
+        where = f", weight {self.table.weight}" if self.table else ""
+        split = f", split={self.split!r}" if self.split else ""
+        return f"{self.in_features}, {parts}, bias={self.bias is not None}{split}{where}"

@@ -1,0 +1,147 @@
+"""Activations that are not whole on a rank, as a tensor type that refuses what would be wrong on a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.comm.conjugate import conjugate
+from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layers.layer import Plan, plan_of
+from colossus.layout.activation import Activation
+from colossus.layout.moves import moves
+
+
+class ShardedActivation(Tensor):
+    """A rank's part of an activation whose tokens or features are split over tensor ranks.
+
+    Our layers take and return it; element-by-element functions keep it; everything else raises in words, since on
+    a part of the features a plain norm, chunk, reshape or parameter gives the right shape and wrong numbers.
+
+    Attributes:
+        activation: how it is split.
+        home: the layout to which a row linear brings it back.
+        num_features: features of the whole, when the last part is padded (a vocabulary that does not divide).
+    """
+
+    activation: Activation
+    home: Activation
+    plan: Plan
+    num_features: int | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PASS or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedActivation))
+        name = getattr(func, "__name__", str(func))
+        if func not in _POINTWISE:
+            raise ValueError(_refusal(name, first))
+        for arg in (*args, *kwargs.values()):
+            if not isinstance(arg, Tensor) or arg is first:
+                continue
+            if isinstance(arg, ShardedActivation):
+                if arg.activation != first.activation:
+                    raise ValueError(
+                        f"{name}: one operand is split as ({first.activation}), the other as ({arg.activation}); bring "
+                        f"both to one layout with colossus.layers.to_user or to_outer"
+                    )
+            elif Tensor.dim(arg) > 0:
+                raise ValueError(
+                    f"{name}: a plain tensor of shape {tuple(arg.shape)} meets an activation that is split "
+                    f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        return wrap(out, first.activation, first.home, first.plan, first.num_features)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
+
+
+def _refusal(name: str, x: ShardedActivation) -> str:
+    hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
+    return (
+        f"{name} on an activation of which this rank holds a part ({x.activation}; local shape {tuple(x.shape)}) would "
+        f"give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and to element-by-element "
+        f"functions between a column and a row linear.{hint}"
+    )
+
+
+_POINTWISE: set[Any] = {
+    *(getattr(F, n) for n in ("gelu", "relu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "hardtanh",
+                              "hardswish", "mish", "logsigmoid", "selu", "celu", "relu6", "softsign")),
+    *(getattr(torch, n) for n in ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow", "abs",
+                                  "clamp", "relu", "sigmoid", "tanh", "log", "erf", "sin", "cos", "clone", "nan_to_num")),
+    *(getattr(Tensor, n) for n in ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__",
+                                   "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__neg__",
+                                   "__pow__", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "exp",
+                                   "relu", "relu_", "sigmoid", "tanh", "abs", "square", "sqrt", "pow", "clamp", "clone",
+                                   "contiguous", "detach", "float", "double", "half", "bfloat16", "to", "type")),
+}  # fmt: skip
+
+_PASS: set[Any] = {
+    *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",
+                                   "is_floating_point", "register_hook", "retain_grad", "requires_grad_", "data_ptr",
+                                   "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
+    torch.is_floating_point,
+    torch.is_tensor,
+}  # fmt: skip
+
+_RESHAPING: set[Any] = {getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data")}
+
+
+def wrap(
+    x: Tensor, activation: Activation, home: Activation, plan: Plan, num_features: int | None = None
+) -> Tensor:
+    """``x`` marked with how it is split; a tensor in the user layout stays plain."""
+    if activation == plan.regions.user:
+        return x
+    out = x.as_subclass(ShardedActivation)
+    out.activation, out.home, out.plan, out.num_features = activation, home, plan, num_features
+    return out
+
+
+def unwrap(x: Tensor, plan: Plan) -> tuple[Tensor, Activation, Activation]:
+    """The plain local tensor, how it is split, and its home. A plain tensor is in the user layout."""
+    if isinstance(x, ShardedActivation):
+        with torch._C.DisableTorchFunctionSubclass():
+            return x.as_subclass(Tensor), x.activation, x.home
+    return x, plan.regions.user, plan.regions.user
+
+
+def move(x: Tensor, source: Activation, target: Activation, context: ParallelContext) -> Tensor:
+    """A plain local tensor moved between two activation layouts, with the conjugate moves for its gradient."""
+    if source == target:
+        return x
+    for step in moves(source.at(x.dim()), target.at(x.dim())):
+        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
+    return x
+
+
+def to_user(x: Tensor) -> Tensor:
+    """The whole activation on every rank, gradient complete: plain torch is right on it."""
+    if not isinstance(x, ShardedActivation):
+        return x
+    plan, num_features = x.plan, x.num_features
+    local, activation, _ = unwrap(x, plan)
+    out = move(local, activation, plan.regions.user, plan.context)
+    return out if num_features is None or out.shape[-1] == num_features else out[..., :num_features]
+
+
+def to_outer(x: Tensor, plan: Plan | None = None) -> Tensor:
+    """The layout between blocks: enter it once before a stack of blocks, and they pass it on without gathering."""
+    plan = plan or (x.plan if isinstance(x, ShardedActivation) else plan_of(current_context()))
+    local, activation, _ = unwrap(x, plan)
+    outer = plan.regions.outer
+    return wrap(move(local, activation, outer, plan.context), outer, outer, plan)
+
