@@ -8,6 +8,8 @@ name the same key and therefore draw the same numbers again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ class RngStreams:
         self.seed = seed
         self.step = 0
         self.microbatch = 0
+        self._calls: dict[str, int] = {}
+        self._replaying = False
         self._named: dict[str, torch.Generator] = {}
 
     def key(self, stream: str, *parts: object) -> int:
@@ -37,6 +41,44 @@ class RngStreams:
         generator = torch.Generator(device)
         generator.manual_seed(hash_key(self.seed, stream, self.step, self.microbatch, *parts))
         return generator
+
+    def move_to(self, step: int, microbatch: int) -> None:
+        """Set the position: draws from here on belong to this microbatch of this step."""
+        self.step, self.microbatch = step, microbatch
+        self._calls.clear()
+
+    def next_call(self, name: str) -> int:
+        """How many times ``name`` has asked at this position. A recomputation must stand in `replay`.
+
+        Raises:
+            ValueError: in a recomputation that does not, when the answer would be a guess.
+        """
+        if torch._C._current_graph_task_id() == -1 or self._replaying:
+            count = self._calls.get(name, 0)
+            self._calls[name] = count + 1
+            return count
+        if self._calls.get(name, 0) > 1:
+            raise ValueError(
+                f"{name} draws random numbers {self._calls[name]} times in one forward pass and is recomputed by "
+                f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, or "
+                f"one module for each use"
+            )
+        return 0
+
+    def snapshot(self) -> tuple[int, int, dict[str, int]]:
+        return self.step, self.microbatch, dict(self._calls)
+
+    @contextmanager
+    def replay(self, position: tuple[int, int, dict[str, int]]) -> Iterator[None]:
+        """Repeat what was drawn from ``position`` (a snapshot) on: for recomputation."""
+        held, was = self.snapshot(), self._replaying
+        self.step, self.microbatch, self._calls = position[0], position[1], dict(position[2])
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self.step, self.microbatch, self._calls = held
+            self._replaying = was
 
     def named(self, name: str, *coordinates: object, device: torch.device | str = "cpu") -> torch.Generator:
         """A stateful generator kept under ``name``: the same on ranks that give the same coordinates."""

@@ -13,8 +13,8 @@ from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers import deferred
 from colossus.layers.tensor_mode import Regions, TensorMode
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout
-from colossus.layout.parameter import Initializer, ParameterSpec, Piece, attach, local_rows
+from colossus.layout.layout import Layout, gradient_axes
+from colossus.layout.parameter import Initializer, ParameterSpec, Piece, attach, local_rows, spec_of
 from colossus.registry import TENSOR_MODES
 
 
@@ -102,6 +102,13 @@ class Layer(nn.Module):
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
         spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
         return attach(nn.Parameter(deferred.allocate(local, spec, self.context, dtype)), spec)
+
+    def record_uses(self, activation: Activation, ndim: int) -> None:
+        """Note that this layer's own parameters meet an activation so laid out, element by element."""
+        for parameter in self.parameters(recurse=False):
+            spec = spec_of(parameter)
+            if spec is not None:
+                spec.record(gradient_axes(spec.layout, activation.at(ndim)))
 
     @property
     def title(self) -> str:

@@ -85,6 +85,8 @@ class Linear(Layer):
             if bias
             else None
         )
+        if self.table is None:
+            self._record(self.plan.regions.user.shard_axes, self.plan.regions.user.shard_axes)
         ways = 1 if self.table is None else self.plan.context.size(features) if features else 1
         self.local_parts = [out // ways for out in self.parts.values()]
         self._matmul_plans: dict[tuple[Activation, Activation, int], MatmulPlan] = {}
@@ -110,7 +112,6 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Any:
         if self.table is None:
-            self._record_plain()
             return self._outputs(F.linear(x, self.weight, self.bias))
         local, source, home = unwrap(x, self.plan)
         target = self.plan.regions.inner if self.split == "column" else home
@@ -122,7 +123,6 @@ class Linear(Layer):
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """The product on plain local tensors, from one activation layout to another: what blocks call."""
         if self.table is None:
-            self._record_plain()
             return self._outputs(F.linear(x, self.weight, self.bias))
         key = (source, target, x.dim())
         plan = self._matmul_plans.get(key)
@@ -141,12 +141,6 @@ class Linear(Layer):
         plan = make_plan(self.table, source, made, ndim, self.context)
         self._record(plan.weight_axes, plan.bias_axes)
         return plan
-
-    def _record_plain(self) -> None:
-        spec = spec_of(self.weight)
-        if spec is not None and spec.gradient_axes is None:
-            axes = self.plan.regions.user.shard_axes
-            self._record(axes, axes)
 
     def _record(self, weight_axes: tuple[str, ...], bias_axes: tuple[str, ...]) -> None:
         for parameter, axes in ((self.weight, weight_axes), (self.bias, bias_axes)):

@@ -1,0 +1,92 @@
+"""The ``colossus`` command. What needs torch is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from colossus import __version__
+from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
+from colossus.cli.show import render
+from colossus.config import Config, ConfigError, as_dict, as_source, load_config
+from colossus.registry import nearest
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: 0 done, 1 failed at run time, 2 wrong config or usage.
+
+    A run that a signal has stopped ends with 128 and the signal's number.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"colossus {__version__}")
+        return 0
+    command = words[0]
+    if command not in COMMANDS:
+        close = nearest(command, list(COMMANDS))
+        hint = f"; did you mean {close}?" if close else ";"
+        if command.endswith(".py"):
+            hint = f"; did you mean colossus launch {command}?"
+        print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        arguments = make_parser(command).parse_intermixed_args(words[1:])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    try:
+        return {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor}[command](arguments)
+    except ConfigError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has gone; nothing is left to say, also not at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    config = _load(arguments)
+    print(json.dumps(as_dict(config), indent=2) if arguments.json else as_source(config).rstrip())
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    print(render(_load(arguments), every_rank=arguments.all))
+    return 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    # It checks the config itself, before it imports torch: under torchrun and srun only rank 0 tells what is wrong.
+    command = importlib.import_module("colossus.launch.command")
+    code: int = command.run(
+        arguments.file,
+        arguments.overrides,
+        nproc=arguments.nproc,
+        run_dir=arguments.run_dir,
+        nnodes=arguments.nnodes,
+        rdzv_endpoint=arguments.rdzv_endpoint,
+        dry_run=arguments.dry_run,
+    )
+    return code
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    code: int = importlib.import_module("colossus.launch.doctor").run(nproc=arguments.nproc, json=arguments.json)
+    return code
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    return load_config(arguments.file, arguments.overrides, arguments.nproc or _world_size())
+
+
+def _world_size() -> int | None:
+    """Number of processes when torchrun has started us, else None."""
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) else None

@@ -1,0 +1,149 @@
+"""The arguments of every command, and help that teaches."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from colossus.registry import nearest
+
+OVERRIDES = """\
+overrides are section.key=value and win over the file:
+  train.steps=50  parallel.tensor=4  parallel.tensor.mode=2d  model.hidden_size=256
+"""
+
+SUMMARY = """\
+usage: colossus COMMAND ...
+
+Train large models on many processes, declared in a Python config file.
+
+commands:
+  launch FILE   train
+  config FILE   print the resolved config
+  show FILE     print which rank is where, without starting anything
+  doctor        test this machine: backend, cores, speed between ranks, ports
+
+options:
+  --version     print the version
+  -h, --help    print this; 'colossus COMMAND --help' tells more
+
+a first run:
+  colossus config configs/gpt_stdlib.py
+  colossus show configs/gpt_stdlib.py parallel.tensor=2
+  colossus launch configs/gpt_stdlib.py train.steps=50
+
+"""
+
+EXIT_CODES = "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 130 stopped by Ctrl-C\n"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser of one command; its errors say what to type instead."""
+
+    def __init__(self, command: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=f"colossus {command}",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        hint = ""
+        message = message.replace("required: FILE, section.key=value", "required: FILE")
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized arguments") and unknown:
+            option = unknown[0].partition("=")[0]
+            known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            close = nearest(option, known)
+            if "." in option:
+                hint = f"\n  overrides have no dashes: {unknown[0].lstrip('-')}"
+            elif close:
+                hint = f"\n  did you mean {close}?"
+        self.exit(2, f"{self.prog}: {message}{hint}\n  see {self.prog} --help\n")
+
+
+def whole(text: str) -> int:
+    """An argument that is a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value
+
+
+def make_parser(command: str) -> Parser:
+    """The parser of ``config``, ``show``, ``launch`` or ``doctor``."""
+    return {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor}[command]()
+
+
+COMMANDS = ("launch", "config", "show", "doctor")
+
+
+def _config() -> Parser:
+    parser = Parser(
+        "config",
+        "Print the resolved config: every key, with defaults and overrides. The output is a config file again,\n"
+        "unless the model or data is an object. Nothing is started.",
+        OVERRIDES + "\nexample:\n  colossus config configs/gpt_stdlib.py parallel.tensor=2 --nproc 8\n",
+    )
+    _file(parser)
+    _nproc(parser, "processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _show() -> Parser:
+    parser = Parser(
+        "show",
+        "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
+        "Works for any plan, of any size, in any tensor mode; nothing is started.",
+        OVERRIDES + "\nexample:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
+        "parallel.tensor.depth=2 --nproc 4096\n",
+    )
+    _file(parser)
+    _nproc(parser, "processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
+    parser.add_argument("--all", action="store_true", help="print every rank of a plan of more than 64")
+    return parser
+
+
+def _launch() -> Parser:
+    parser = Parser(
+        "launch",
+        "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
+        OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
+        "  colossus launch config.py train.steps=50 --run-dir runs/try\n"
+        "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
+        "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n" + EXIT_CODES,
+    )
+    _file(parser)
+    _nproc(parser, "processes on each node (default: the product of the sizes over the nodes)")
+    parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
+    parser.add_argument("--nnodes", type=whole, default=1, metavar="M", help="number of nodes (default: 1)")
+    parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    return parser
+
+
+def _doctor() -> Parser:
+    parser = Parser(
+        "doctor",
+        "Print versions, device, backend, cores, latency and bandwidth between ranks, and what will make trouble.",
+        EXIT_CODES,
+    )
+    _nproc(parser, "ranks to measure between (default: 2)")
+    parser.set_defaults(nproc=2)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _file(parser: Parser) -> None:
+    parser.add_argument("file", metavar="FILE", help="config file (Python)")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="override of a key of the file")
+
+
+def _nproc(parser: Parser, words: str) -> None:
+    parser.add_argument("--nproc", type=whole, metavar="N", help=words)

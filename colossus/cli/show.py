@@ -1,0 +1,111 @@
+"""``colossus show``: who is where, as text. Arithmetic only, so any plan of any size can be drawn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from colossus.config import Config, model_options
+from colossus.config.plans import arithmetic, world_size
+from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+
+MANY = 64
+ENDS = (16, 4)  # ranks printed from the start and from the end of a long table
+
+
+def render(config: Config, every_rank: bool = False) -> str:
+    """The plan of a resolved config: arithmetic, batch, parameters, groups by axis, and a table of the ranks."""
+    grid = build_grid(config.parallel)
+    parts = [_head(config, grid), _groups(grid), _table(grid, every_rank)]
+    return "\n\n".join(parts)
+
+
+def _head(config: Config, grid: RankGrid) -> str:
+    parallel = config.parallel
+    assert parallel.data is not None
+    total, tensor = world_size(parallel), parallel.tensor
+    kind = ""
+    if tensor.size > 1:
+        axes = " x ".join(f"{axis} {grid.sizes[axis]}" for axis in grid.public["tensor"])
+        kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
+    batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
+    each = batch // (parallel.data * microbatches)
+    lines = [
+        f"plan        {arithmetic(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
+        f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
+        f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
+        f"model       {_model(config)}",
+    ]
+    return "\n".join([str(config.name), *lines])
+
+
+def _model(config: Config) -> str:
+    if config.model is None:
+        return "none in the config"
+    kind = config.model.type
+    name = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
+    options = model_options(config)
+    if options is None:
+        return f"{name} (its parameters are known when it is built)"
+    text = f"{name}, {options.num_parameters():,} parameters"
+    parallel = config.parallel
+    per_rank = getattr(options, "num_parameters_per_rank", None)
+    exact = parallel.tensor.mode == "1d" and parallel.pipeline == 1 and parallel.zero < 3
+    if per_rank is not None and exact:
+        return f"{text}, {per_rank(parallel.tensor.size):,} on each rank"
+    parts = parallel.tensor.size * parallel.pipeline
+    return f"{text}, about {options.num_parameters() // parts:,} on each rank" if parts > 1 else text
+
+
+def _groups(grid: RankGrid) -> str:
+    """One line per axis with more than one rank: how many groups, and the first ones."""
+    names = [name for public in PUBLIC_NAMES for name in dict.fromkeys([public, *grid.public[public]])]
+    names = [name for name in names if grid.size(name) > 1]
+    if not names:
+        return "groups      none: one rank has no neighbours"
+    width = max(map(len, names))
+    lines = ["groups"]
+    for name in names:
+        groups = _first_groups(grid, name, 4)
+        count = grid.world_size // grid.size(name)
+        more = f"  ... {count} groups" if count > len(groups) else ""
+        lines.append(f"  {name:<{width}}  " + "  ".join(f"[{_ranks(group)}]" for group in groups) + more)
+    return "\n".join(lines)
+
+
+def _first_groups(grid: RankGrid, name: str, most: int) -> list[list[int]]:
+    """The groups along ``name`` in the order of their lowest ranks, at most ``most`` of them."""
+    groups: list[list[int]] = []
+    for rank in range(grid.world_size):
+        if grid.index(rank, name) == 0:
+            groups.append(grid.group(rank, name))
+            if len(groups) == most:
+                break
+    return groups
+
+
+def _ranks(group: Sequence[int]) -> str:
+    if len(group) <= 4:
+        return " ".join(map(str, group))
+    step = group[1] - group[0]
+    even = all(b - a == step for a, b in itertools.pairwise(group))
+    if even and step == 1:
+        return f"{group[0]}-{group[-1]}"
+    return f"{group[0]} {group[1]} .. {group[-1]}"
+
+
+def _table(grid: RankGrid, every_rank: bool) -> str:
+    ranks: list[int | None] = list(range(grid.world_size))
+    note = ""
+    if grid.world_size > MANY and not every_rank:
+        first, last = ENDS
+        ranks = [*ranks[:first], None, *ranks[-last:]]
+        note = f"\n({grid.world_size - first - last} ranks left out; --all prints them)"
+    header = ["rank", *grid.names]
+    rows = [
+        ["..."] * len(header) if rank is None else [str(rank), *map(str, grid.coordinates(rank).values())]
+        for rank in ranks
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(lines) + note

@@ -1,0 +1,19 @@
+"""The config file: its schema, how it is loaded, and whether its plan fits the processes and the model. No torch."""
+
+from colossus.config.errors import ConfigError
+from colossus.config.loading import load_config
+from colossus.config.plans import model_options, require_available, resolve_sizes
+from colossus.config.resolved import as_dict, as_source
+from colossus.config.schema import Config, Named
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Named",
+    "as_dict",
+    "as_source",
+    "load_config",
+    "model_options",
+    "require_available",
+    "resolve_sizes",
+]

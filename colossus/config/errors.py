@@ -1,0 +1,132 @@
+"""Config errors in words: one short line per problem, never a dump of the validator."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from colossus.registry import nearest
+
+#: the whole words for the validator's error types; ``{...}`` are filled from the error's context
+WORDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be True or False",
+    "string_type": "must be a string (in quotes)",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a tuple or a list",
+    "list_type": "must be a list",
+    "model_type": "must be a section, dict(...)",
+    "model_attributes_type": "must be a section, dict(...)",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be {expected}",
+}
+
+
+class ConfigError(ValueError):
+    """A config file, an override or a plan that cannot be used.
+
+    Attributes:
+        problems: one string per problem, each starting with the key it is about; further lines of a problem
+            are indented.
+        source: name of the config file, or None when the config was a dict.
+    """
+
+    def __init__(self, problems: str | Iterable[str], source: str | None = None) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.source = source
+        super().__init__(self.problems, source)
+
+    def __str__(self) -> str:
+        where = f"{self.source}: " if self.source else ""
+        if len(self.problems) == 1:
+            return where + self.problems[0]
+        listed = "\n".join("  " + problem.replace("\n", "\n  ") for problem in self.problems)
+        return f"{where}{len(self.problems)} problems\n{listed}"
+
+
+def explain(
+    error: ValidationError, root: type[BaseModel], prefix: str = "", elsewhere: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Full key path -> what is wrong with it, for every problem in ``error``.
+
+    Args:
+        root: the section class that was validated.
+        prefix: the key path of that section, empty for the whole file.
+        elsewhere: key -> full path of keys that other sections have, to point from a key in the wrong section.
+    """
+    problems: dict[str, str] = {}
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":
+            continue  # a follow-up of another key's problem, which is reported on its own
+        path = ".".join(filter(None, [prefix, *map(str, item["loc"])]))
+        if item["type"] == "extra_forbidden":
+            section = _section(root, item["loc"][:-1])
+            known = [*section.model_fields]
+            problems[path] = unknown_key(path, str(item["loc"][-1]), known, elsewhere)
+        elif item["type"] == "missing":
+            wanted = 'needs a type: dict(type="...", **options)' if item["loc"][-1] == "type" else "is missing"
+            problems[path] = wanted
+        elif item["type"] == "value_error":
+            problems[path] = str(item["ctx"]["error"])
+        else:
+            words = WORDS.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
+            limits = {key: f"{x:g}" if isinstance(x, float) else x for key, x in item.get("ctx", {}).items()}
+            problems[path] = f"{words.format(**limits)}, got {brief(item['input'])}"
+    return problems
+
+
+def unknown_key(path: str, key: str, known: list[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """What to say of a key that the section does not have: the nearest one, and all of them."""
+    section = path.rpartition(".")[0]
+    stem = f"{section}." if section else ""
+    close = nearest(key, known)
+    suggestion = (elsewhere or {}).get(key) or (stem + close if close else None)
+    hint = f"; did you mean {suggestion}?" if suggestion else ";"
+    return f"no such key{hint} known keys{' of ' + section if section else ''}: {', '.join(known)}"
+
+
+def brief(value: Any) -> str:
+    """``repr`` of a value, cut to one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def subsection(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as ``Train``, ``Model | None`` or ``Annotated[...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (subsection(inner) for inner in typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def paths_elsewhere(root: type[BaseModel]) -> dict[str, str]:
+    """Key -> its full path, for the keys that exactly one section has."""
+    paths: dict[str, list[str]] = {}
+
+    def walk(section: type[BaseModel], prefix: str) -> None:
+        for key, field in section.model_fields.items():
+            paths.setdefault(key, []).append(prefix + key)
+            inner = subsection(field.annotation)
+            if inner is not None:
+                walk(inner, f"{prefix}{key}.")
+
+    walk(root, "")
+    return {key: where[0] for key, where in paths.items() if len(where) == 1}
+
+
+def _section(root: type[BaseModel], path: Iterable[int | str]) -> type[BaseModel]:
+    section = root
+    for key in path:
+        inner = subsection(section.model_fields[str(key)].annotation)
+        assert inner is not None, f"{key} of {section.__name__} is no section"
+        section = inner
+    return section

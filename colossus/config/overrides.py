@@ -1,0 +1,104 @@
+"""``section.key=value`` on the command line: read, and laid over what the file says before it is validated."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from colossus.config.errors import ConfigError, brief, subsection
+from colossus.config.schema import Config, Named, SizedSection
+
+SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """``"train.steps=50"`` -> ``(["train", "steps"], 50)``. A value that is no Python literal is a string.
+
+    Raises:
+        ConfigError: when there is no ``=`` or the key is no dotted name.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} has no '=': {SYNTAX}")
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{text!r}: {key!r} is no key: {SYNTAX}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "2.5d" is a number with a strange suffix to the parser
+            return key.split("."), ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return key.split("."), value
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of ``values`` (sections of a file) with the overrides laid over it, later ones last.
+
+    Raises:
+        ConfigError: for text that is no override, and for keys inside of something that is no section.
+    """
+    out = _copy(values)
+    problems = []
+    for text in overrides:
+        try:
+            path, value = parse_override(text)
+            _set(out, path, value)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return out
+
+
+def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
+    here = out
+    section: type[BaseModel] | None = Config
+    for depth, key in enumerate(path[:-1]):
+        where = ".".join(path[: depth + 1])
+        field, inner = _field(section, key)
+        if inner is None and field is not None and where != "data":
+            raise ConfigError(f"{'.'.join(path)}: {where} is a single value and has no keys; write {where}=...")
+        here[key] = here = _as_section(here.get(key), inner or Named, where, path[-1])
+        section = inner
+    key = path[-1]
+    _, inner = _field(section, key)
+    size_only = inner is not None and issubclass(inner, SizedSection) and isinstance(value, int)
+    if size_only and not isinstance(value, bool) and isinstance(here.get(key), dict):
+        here[key]["size"] = value  # the mode that the file gives stays
+        return
+    here[key] = value
+
+
+def _field(section: type[BaseModel] | None, key: str) -> tuple[FieldInfo | None, type[BaseModel] | None]:
+    """The field of that key, and its section class when it is a section; None where the schema knows neither."""
+    field = section.model_fields.get(key) if section is not None else None
+    return field, subsection(field.annotation) if field is not None else None
+
+
+def _as_section(held: Any, section: type[BaseModel], where: str, key: str) -> dict[str, Any]:
+    if held is None:
+        return {}
+    if isinstance(held, dict):
+        return held
+    if isinstance(held, BaseModel):
+        return dict(held)
+    if issubclass(section, SizedSection) and isinstance(held, int):
+        return {"size": held}
+    if issubclass(section, Named) and isinstance(held, str):
+        return {"type": held}
+    name = getattr(held, "__qualname__", None) or brief(held)
+    raise ConfigError(
+        f"{where}.{key}: {where} is given as an object ({name}), which has no keys to override; "
+        f"write {where} = dict(type={getattr(held, '__name__', '...')}, {key}=...) in the config"
+    )
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested dicts; everything else is the same object."""
+    return {key: _copy(item) for key, item in value.items()} if isinstance(value, Mapping) else value

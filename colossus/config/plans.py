@@ -1,0 +1,257 @@
+"""Does the plan fit? Sizes against processes, model and batch, and names against the registries. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ValidationError
+
+from colossus import __version__
+from colossus.config.errors import ConfigError, explain
+from colossus.config.schema import Config, Named, Parallel
+from colossus.config.signatures import option_problems
+from colossus.registry import (
+    DATASETS,
+    HOOKS,
+    LR_SCHEDULES,
+    MODEL_OPTIONS,
+    MODELS,
+    OPTIMIZERS,
+    SCHEDULES,
+    STRATEGIES,
+    TENSOR_MODES,
+    Registry,
+)
+
+Sizes = tuple[int, int, int, int]
+
+
+class ModelOptions(Protocol):
+    """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys."""
+
+    def check(self, parallel: Parallel) -> list[str]:
+        """Problems of the sizes under this plan, one line each."""
+
+    def num_parameters(self) -> int: ...
+
+
+def check_names(config: Config) -> None:
+    """Every ``type`` is registered, or a callable, and takes the options it is given.
+
+    Raises:
+        ConfigError: with the nearest registered name, or the nearest option.
+    """
+    named: list[tuple[str, Any, Registry]] = [
+        ("model", config.model, MODELS),
+        ("data", config.data, DATASETS),
+        ("optimizer", config.optimizer, OPTIMIZERS),
+        ("lr_schedule", config.lr_schedule, LR_SCHEDULES),
+        ("schedule", config.schedule, SCHEDULES),
+        ("parallel.strategy", config.parallel.strategy, STRATEGIES),
+    ]
+    named += [(f"hooks.{number}", hook, HOOKS) for number, hook in enumerate(config.hooks)]
+    problems = []
+    for key, value, registry in named:
+        if not isinstance(value, Named):
+            continue
+        if isinstance(value.type, str) and value.type not in registry:
+            problems.append(f"{key}.type: {registry.missing(value.type)}")
+        elif not (registry is MODELS and value.type in MODEL_OPTIONS.names()):  # checked by their own class
+            problems += option_problems(key, value, registry)
+    mode = config.parallel.tensor.mode
+    if mode not in TENSOR_MODES:
+        problems.append(f"parallel.tensor.mode: {TENSOR_MODES.missing(mode)}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def model_options(config: Config) -> ModelOptions | None:
+    """The checked options of the model, or None for models that declare none (callables, a user's own).
+
+    Raises:
+        ConfigError: for unknown keys and wrong values, as ``model.<key>: ...``.
+    """
+    model = config.model
+    if model is None or not isinstance(model.type, str) or model.type not in MODEL_OPTIONS:
+        return None
+    options = MODEL_OPTIONS.get(model.type)
+    try:
+        built: ModelOptions = options(**model.options)
+    except ValidationError as error:
+        problems = explain(error, options, "model") if issubclass(options, BaseModel) else {"model": str(error)}
+        raise ConfigError(f"{path}: {words}" for path, words in problems.items()) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model: {error}") from error
+    return built
+
+
+def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
+    """The config with ``parallel.data`` a number, after checking that the plan fits.
+
+    ``parallel.data`` left out becomes what the other sizes leave of ``nproc``, or 1 when ``nproc`` is None.
+
+    Raises:
+        ConfigError: when the sizes do not multiply to ``nproc``, the tensor mode cannot be built from
+            ``tensor.size``, the model does not divide, or the global batch does not; shows the arithmetic and the
+            nearest plans that fit.
+    """
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
+    parallel = config.parallel
+    options = model_options(config)
+    others = parallel.pipeline * parallel.sequence.size * parallel.tensor.size
+    problems = _mode_problems(parallel)
+    if parallel.data is None:
+        fits = nproc is None or nproc % others == 0
+        resolved = parallel.model_copy(update={"data": nproc // others if nproc and fits else 1})
+        if not fits:
+            problems.append(f"parallel: {arithmetic(parallel)} = {others} does not divide {_processes(nproc)}")
+    else:
+        resolved = parallel
+        total = parallel.data * others
+        fits = nproc is None or total == nproc
+        if not fits:
+            problems.append(f"parallel: {arithmetic(parallel)} = {total}, but {_processes(nproc)}")
+    if options is not None:
+        problems += options.check(resolved)
+    if fits:  # otherwise the number of replicas is still open
+        problems += _batch_problems(config, resolved)
+    if problems:
+        processes = nproc or world_size(resolved)
+        raise ConfigError([*problems[:-1], problems[-1] + _suggestions(config, options, processes, fits)])
+    return config.model_copy(update={"parallel": resolved})
+
+
+def world_size(parallel: Parallel) -> int:
+    """Number of processes of a plan whose data size is known."""
+    assert parallel.data is not None
+    return parallel.data * parallel.pipeline * parallel.sequence.size * parallel.tensor.size
+
+
+def arithmetic(parallel: Parallel) -> str:
+    """``data 2 x pipeline 2 x tensor 4``: data when it is given, the others when they are not 1."""
+    sizes = {"pipeline": parallel.pipeline, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
+    factors = [] if parallel.data is None else [f"data {parallel.data}"]
+    return " x ".join(factors + [f"{name} {size}" for name, size in sizes.items() if size > 1]) or "1"
+
+
+def nearest_plans(config: Config, nproc: int, most: int = 4) -> list[str]:
+    """Plans for ``nproc`` processes that fit model and batch, nearest first, as the overrides to type.
+
+    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1.
+    """
+    return _plans(config, model_options(config), nproc, most)
+
+
+def require_available(config: Config) -> None:
+    """Refuse what can be declared and shown, but not trained yet.
+
+    Raises:
+        ConfigError: names each such key.
+    """
+    version = ".".join(__version__.split(".")[:2])
+    tail = f"not available in this version (colossus {version})"
+    parallel, mode = config.parallel, config.parallel.tensor.mode
+    problems = []
+    if not TENSOR_MODES.get(mode).has_layers:
+        problems.append(f"parallel.tensor.mode = {mode}: {mode.upper()} tensor parallelism is {tail}; mode 1d is")
+    for key, value, unset, words in (
+        ("parallel.pipeline", parallel.pipeline, 1, "pipeline parallelism is"),
+        ("parallel.sequence.size", parallel.sequence.size, 1, "sequence parallelism is"),
+        ("parallel.zero", parallel.zero, 0, "sharding of optimizer state, gradients or parameters is"),
+    ):
+        if value != unset:
+            problems.append(f"{key} = {value}: {words} {tail}; parallel.data and 1D parallel.tensor are")
+    checkpoint = config.checkpoint
+    for key in type(checkpoint).model_fields:
+        value = getattr(checkpoint, key)
+        if value not in (0, None):
+            problems.append(f"checkpoint.{key} = {value!r}: saving and resuming are {tail}; leave checkpoint out")
+    if problems:
+        raise ConfigError(problems, config.source)
+
+
+def _mode_problems(parallel: Parallel) -> list[str]:
+    tensor = parallel.tensor
+    mode = TENSOR_MODES.get(tensor.mode)
+    try:
+        mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
+    except ValueError as error:
+        return [f"parallel.tensor: {error}"]
+    if tensor.depth != 1 and "depth" not in mode.axes:
+        return [f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"]
+    return []
+
+
+def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
+    batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
+    assert parallel.data is not None
+    divisor = parallel.data * microbatches
+    if batch % divisor == 0:
+        return []
+    near = {batch // divisor * divisor, -(-batch // divisor) * divisor} - {0}
+    return [
+        f"train.global_batch_size = {batch} is not a multiple of data {parallel.data} x microbatches {microbatches} "
+        f"= {divisor}; nearest: {' or '.join(map(str, sorted(near)))}"
+    ]
+
+
+def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:
+    plans = _plans(config, options, nproc, 4)
+    if plans:
+        out = f"\n  nearest plans that fit {_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
+    else:
+        out = f"\n  no plan of these axes fits {_processes(nproc)}, this model and this batch"
+    if not fits and config.parallel.data is not None:
+        wanted = world_size(config.parallel)
+        out += f"\n  or keep the plan and start {_processes(wanted)} (--nproc {wanted})"
+    return out
+
+
+def _plans(config: Config, options: ModelOptions | None, nproc: int, most: int) -> list[str]:
+    parallel = config.parallel
+    now: Sizes = (parallel.data or 0, parallel.pipeline, parallel.sequence.size, parallel.tensor.size)
+    keys = ("parallel.data", "parallel.pipeline", "parallel.sequence.size", "parallel.tensor.size")
+
+    def distance(sizes: Sizes) -> tuple[float, int]:
+        # A derived data size (0) is free: it is not the user's choice.
+        ratios = [abs(math.log2(new / old)) for new, old in zip(sizes, now, strict=True) if old]
+        return round(sum(ratios), 9), sum(ratio > 0 for ratio in ratios)
+
+    found: list[str] = []
+    for sizes in sorted(_factorisations(nproc, now), key=distance):
+        if sizes == now or len(found) == most:
+            continue
+        data, pipeline, sequence, tensor = sizes
+        candidate = parallel.model_copy(
+            update={
+                "data": data,
+                "pipeline": pipeline,
+                "sequence": parallel.sequence.model_copy(update={"size": sequence}),
+                "tensor": parallel.tensor.model_copy(update={"size": tensor}),
+            }
+        )
+        if _mode_problems(candidate) or _batch_problems(config, candidate):
+            continue
+        if options is not None and options.check(candidate):
+            continue
+        changed = [f"{key}={new}" for key, new, old in zip(keys, sizes, now, strict=True) if old and new != old]
+        if changed:
+            found.append(" ".join(changed))
+    return found
+
+
+def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:
+    divisors = [n for n in range(1, nproc + 1) if nproc % n == 0]
+    for tensor in divisors:
+        for sequence in divisors if now[2] > 1 else [1]:
+            for pipeline in divisors if now[1] > 1 else [1]:
+                data, rest = divmod(nproc, tensor * sequence * pipeline)
+                if not rest:
+                    yield data, pipeline, sequence, tensor
+
+
+def _processes(count: int | None) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"

@@ -1,0 +1,65 @@
+"""A config as plain data, for ``config.json`` and for reading."""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from colossus.config.plans import model_options
+from colossus.config.schema import Config, Named
+
+WIDTH = 110
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The config as JSON-able data, with the defaults of the model's options filled in.
+
+    Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``.
+    """
+    out = _plain(config)
+    options = model_options(config)
+    if isinstance(options, BaseModel):
+        out["model"] = {"type": out["model"]["type"], **_plain(options)}
+    return out
+
+
+def as_source(config: Config) -> str:
+    """The config as a Python config file. Without callables and objects it can be loaded again."""
+    lines = [f"{key} = {_literal(value, len(key) + 3, '')}" for key, value in as_dict(config).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any, column: int, indent: str) -> str:
+    if not isinstance(value, dict) or not all(key.isidentifier() and not keyword.iskeyword(key) for key in value):
+        return repr(value)
+    flat = "dict(" + ", ".join(f"{key}={_literal(item, 0, '')}" for key, item in value.items()) + ")"
+    if column + len(indent) + len(flat) <= WIDTH and "\n" not in flat:
+        return flat
+    deeper = indent + "    "
+    lines = [f"{deeper}{key}={_literal(item, len(key) + 1, deeper)},\n" for key, item in value.items()]
+    return "dict(\n" + "".join(lines) + indent + ")"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Named):
+        return {key: _plain(item) for key, item in value.spec().items()}
+    if isinstance(value, BaseModel):
+        return {key: _plain(getattr(value, key)) for key in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return f"functools.partial({_plain(value.func)})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return f"<{type(value).__module__}:{type(value).__qualname__}>"

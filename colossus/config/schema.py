@@ -1,0 +1,259 @@
+"""What a config file may hold: every section, its keys, their defaults and their ranges. No torch.
+
+Sections are frozen; a changed config is a copy. Keys that nobody reads are errors, except the options of a named
+component (``dict(type="AdamW", weight_decay=0.1)``), which belong to the component.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+#: a tuple that may be written as a list
+Counts = Annotated[
+    tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+
+AXES = ("pipeline", "data", "sequence", "tensor")
+
+
+def drop_none(value: Any, *keys: str) -> Any:
+    """``value`` without those of ``keys`` that are None, so that their defaults apply."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if not (key in keys and item is None)}
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, types are not converted (a string is not a number)."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class SizedSection(Section):
+    """A section for which a bare number stands for its size."""
+
+    size: Count = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_number(cls, value: Any) -> Any:
+        return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _type(value: Any) -> Any:
+    if callable(value) or (isinstance(value, str) and value):
+        return value
+    raise ValueError(f"must be a registered name or a callable, got {value!r}")
+
+
+class Named(Section):
+    """Something of a registry: ``dict(type=name or callable, **options)``; a bare name or callable will do."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[Any, AfterValidator(_type)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_type(cls, value: Any) -> Any:
+        return {"type": value} if isinstance(value, str) or callable(value) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that the schema does not know: arguments of the component itself."""
+        return dict(self.model_extra or {})
+
+    def spec(self) -> dict[str, Any]:
+        """``dict(type=..., **everything else)`` as ``Registry.build`` takes it."""
+        return {**{key: getattr(self, key) for key in type(self).model_fields}, **self.options}
+
+
+class Strategy(Named):
+    """How the data axis keeps its replicas together."""
+
+    type: Annotated[Any, AfterValidator(_type)] = "all_reduce"
+
+
+class Optimizer(Named):
+    type: Annotated[Any, AfterValidator(_type)] = "AdamW"
+    lr: Positive = 3e-4
+
+
+class LRSchedule(Named):
+    type: Annotated[Any, AfterValidator(_type)] = "constant"
+    #: steps over which the learning rate rises linearly to ``optimizer.lr``
+    warmup_steps: CountOrZero = 0
+    #: the learning rate at the end, as a fraction of ``optimizer.lr``
+    min_ratio: Fraction = 0.0
+
+
+class Schedule(Named):
+    """The pipeline schedule; without a pipeline its microbatches are gradient accumulation."""
+
+    type: Annotated[Any, AfterValidator(_type)] = "1f1b"
+    microbatches: Count = 1
+
+
+def _mode(value: Any) -> Any:
+    # "1D" is how papers write it; names of a user's own modes keep their case
+    return value.lower() if isinstance(value, str) and value.lower() in ("1d", "2d", "2.5d", "3d") else value
+
+
+class Tensor(SizedSection):
+    mode: Annotated[str, BeforeValidator(_mode)] = "1d"
+    #: layers of a 2.5D grid
+    depth: Count = 1
+    #: ranks along each axis of the mode, for rectangles; their product is ``size``
+    shape: Counts | None = None
+    #: activations between blocks are split by tokens over the tensor ranks
+    sequence_sharded: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _size_of_shape(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "size" not in value and isinstance(value.get("shape"), (list, tuple)):
+            numbers = value["shape"]
+            if all(isinstance(number, int) and number >= 1 for number in numbers):
+                return {**value, "size": math.prod(numbers)}
+        return value
+
+
+class Sequence(SizedSection):
+    mode: str | None = None
+
+
+def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
+    if sorted(value) != sorted(AXES):
+        given = ", ".join(value) or "nothing"
+        raise ValueError(f"must name each of {', '.join(AXES)} once, outermost first, got {given}")
+    return value
+
+
+class Parallel(Section):
+    #: replicas; None is derived from the number of processes
+    data: Count | None = None
+    pipeline: Count = 1
+    tensor: Tensor = Tensor()
+    sequence: Sequence = Sequence()
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    strategy: Strategy = Strategy()
+    #: outermost first: the last axis has neighbouring ranks
+    rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
+
+
+class Train(Section):
+    steps: Count = 100
+    #: length of the learning-rate schedule
+    schedule_steps: Count = Field(default_factory=lambda values: values["steps"])
+    #: sequences per step, over all data ranks and microbatches
+    global_batch_size: Count = 32
+    precision: Literal["fp32", "fp64"] = "fp32"
+    clip_grad_norm: Positive | None = None
+    seed: CountOrZero = 0
+    log_every: Count = 10
+    #: steps between evaluations; 0 evaluates never
+    eval_every: CountOrZero = 0
+    eval_batches: Count = 10
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_default(cls, value: Any) -> Any:
+        return drop_none(value, "schedule_steps")
+
+
+class Comm(Section):
+    #: count calls and bytes of every collective
+    accounting: bool = False
+    #: collectives that each rank remembers for the report of a failure
+    log_size: CountOrZero = 32
+    timeout_seconds: Positive = 120.0
+    #: size of the buckets in which gradients are reduced
+    bucket_mb: Positive = 25.0
+
+
+class Checkpoint(Section):
+    #: steps between checkpoints; 0 saves never
+    every: CountOrZero = 0
+    #: None is a folder in the run folder
+    dir: str | None = None
+    #: "auto", a folder, or None
+    resume: str | None = None
+
+
+def _name(value: str | None) -> str | None:
+    if value is not None and (not value or "/" in value or value in (".", "..")):
+        raise ValueError(f"names the run folder, so it must be a plain file name, got {value!r}")
+    return value
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "type" not in value:
+            raise ValueError('needs a type: data = dict(type="PythonStdlib", **options), or a dataset object')
+        _type(value["type"])
+        return Named.model_validate(value)
+    if isinstance(value, str):
+        return Named.model_validate(value)
+    if isinstance(value, (ModuleType, int, float)):
+        raise ValueError(f"must be dict(type=..., **options), a dataset object or a callable, got {value!r}")
+    return value
+
+
+def _hook(value: Any) -> Any:
+    if isinstance(value, (dict, str)):
+        if not isinstance(value, str) and "type" not in value:
+            raise ValueError("needs a type: dict(type=..., **options), or a callable")
+        return Named.model_validate(value)
+    if isinstance(value, Named) or callable(value):
+        return value
+    raise ValueError(f"must be dict(type=..., **options) or a callable, got {value!r}")
+
+
+Hooks = Annotated[
+    tuple[Annotated[Any, AfterValidator(_hook)], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+
+
+class Config(Section):
+    """A whole config. ``load_config`` makes it; after that ``parallel.data`` is a number.
+
+    ``model`` is None when the model is handed to ``colossus.initialize``; ``data`` is a `Named`, or whatever
+    object or callable the file holds, or None.
+    """
+
+    name: Annotated[str | None, AfterValidator(_name)] = None
+    parallel: Parallel = Parallel()
+    model: Named | None = None
+    data: Annotated[Any, AfterValidator(_data)] = None
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: LRSchedule = LRSchedule()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
+    hooks: Hooks = ()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    _source: str | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> str | None:
+        """Name of the config file, for messages; None when the config was a dict."""
+        return self._source

@@ -1,0 +1,52 @@
+"""Datasets, the order in which samples are read, and the loaders the engine calls."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
+    from colossus.data.loader import Loader, Loaders, ValidationLoader, build_loaders
+    from colossus.data.sampler import sample_indices
+    from colossus.data.text import PythonStdlib, TextFolder
+    from colossus.data.tokens import TokenFile
+    from colossus.data.windows import BatchedDataset, TokenWindows, TooLittleData
+
+__all__ = [
+    "BatchedDataset",
+    "Loader",
+    "Loaders",
+    "PythonStdlib",
+    "TextFolder",
+    "TokenFile",
+    "TokenWindows",
+    "TooLittleData",
+    "ValidationLoader",
+    "batch_size_of",
+    "build_loaders",
+    "map_batch",
+    "sample_indices",
+    "slice_batch",
+    "split_microbatches",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "BatchedDataset": "windows",
+        "Loader": "loader",
+        "Loaders": "loader",
+        "PythonStdlib": "text",
+        "TextFolder": "text",
+        "TokenFile": "tokens",
+        "TokenWindows": "windows",
+        "TooLittleData": "windows",
+        "ValidationLoader": "loader",
+        "batch_size_of": "batch",
+        "build_loaders": "loader",
+        "map_batch": "batch",
+        "sample_indices": "sampler",
+        "slice_batch": "batch",
+        "split_microbatches": "batch",
+    },
+)

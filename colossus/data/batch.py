@@ -1,0 +1,130 @@
+"""What a batch is: any nest of dicts, tuples and lists of tensors whose dim 0 counts the samples.
+
+Beside tensors a batch may hold lists of other things with one entry per sample (file names, say), which are split as
+the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every part.
+numpy arrays count as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+Batch = Any
+
+
+def map_batch(fn: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
+    """The same nest with ``fn`` applied to each tensor; mappings become dicts, named tuples stay what they are."""
+    return _map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
+    """The batch with numpy arrays made tensors and everything on ``device`` (None: stay)."""
+
+    def place(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            leaf = torch.from_numpy(leaf)
+        if device is not None and isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf
+
+    return _map(place, batch)
+
+
+def batch_size_of(batch: Batch) -> int:
+    """The number of samples: size of dim 0, the same in all tensors.
+
+    Raises:
+        ValueError: no tensor with a dim 0 in the batch, or tensors that disagree (each is named with its shape).
+    """
+    shapes = [(path, tuple(leaf.shape)) for path, leaf in _arrays(batch)]
+    if not shapes:
+        raise ValueError(
+            f"cannot tell the batch size: no tensor with a dim 0 in a batch of type {type(batch).__name__}; "
+            f"a batch is a nest of dicts, tuples and lists of tensors"
+        )
+    sizes = {shape[0] for _, shape in shapes}
+    if len(sizes) > 1:
+        listing = ", ".join(f"{path} {list(shape)}" for path, shape in shapes)
+        raise ValueError(
+            f"cannot tell the batch size: tensors differ in dim 0 ({listing}); "
+            f"dim 0 must count the samples in every tensor"
+        )
+    return sizes.pop()
+
+
+def slice_batch(batch: Batch, start: int, stop: int) -> Batch:
+    """Samples ``start`` to ``stop`` (views, nothing is copied)."""
+    return _slice(batch, start, stop, batch_size_of(batch))
+
+
+def split_microbatches(batch: Batch, n: int) -> list[Batch]:
+    """``n`` microbatches of equal size, in order, as views.
+
+    Args:
+        batch: this rank's batch, ``b`` samples.
+
+    Returns:
+        ``n`` batches of ``b / n`` samples.
+
+    Raises:
+        ValueError: when ``b`` does not divide by ``n``.
+    """
+    size = batch_size_of(batch)
+    if n < 1 or size % n or not size:
+        raise ValueError(
+            f"a batch of {size} samples per data rank does not divide into {n} microbatches"
+            + (f" ({size} / {n} = {size / n:.2f})" if n > 0 else "")
+            + "; change train.global_batch_size or schedule.microbatches so that "
+            "global batch = data ranks x microbatches x samples per microbatch"
+        )
+    if n == 1:
+        return [batch]
+    part = size // n
+    return [_slice(batch, start, start + part, size) for start in range(0, size, part)]
+
+
+def _map(fn: Callable[[Any], Any], batch: Batch) -> Batch:
+    if isinstance(batch, Mapping):
+        return {key: _map(fn, value) for key, value in batch.items()}
+    if isinstance(batch, tuple):
+        return _tuple_like(batch, [_map(fn, value) for value in batch])
+    if isinstance(batch, list):
+        return [_map(fn, value) for value in batch]
+    return fn(batch)
+
+
+def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return batch[start:stop] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: _slice(value, start, stop, size) for key, value in batch.items()}
+    if isinstance(batch, list) and len(batch) == size and next(_arrays(batch), None) is None:
+        return batch[start:stop]
+    if isinstance(batch, tuple):
+        return _tuple_like(batch, [_slice(value, start, stop, size) for value in batch])
+    if isinstance(batch, list):
+        return [_slice(value, start, stop, size) for value in batch]
+    return batch
+
+
+def _tuple_like(original: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
+    if hasattr(original, "_fields"):
+        return type(original)(*values)
+    return tuple(values)
+
+
+def _arrays(batch: Batch, path: str = "batch") -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+    """Every tensor that has a dim 0, with the path that leads to it."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        if batch.ndim:
+            yield path, batch
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from _arrays(value, f"{path}[{key!r}]")
+    elif isinstance(batch, list | tuple):
+        for number, value in enumerate(batch):
+            yield from _arrays(value, f"{path}[{number}]")

@@ -1,0 +1,253 @@
+"""The loaders the engine reads: one for training, one for validation.
+
+All ranks of one model (one data rank) get the same whole batch; layers and loss take the box they need from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from colossus.data.batch import Batch, to_tensors
+from colossus.data.construct import Spec, make_source, parse
+from colossus.data.passes import ONE_PASS, EndOfPass
+from colossus.data.sampler import check_seed, local_batch_size
+from colossus.data.sources import MapSource, Part, Source
+from colossus.data.streams import StreamSource
+from colossus.data.windows import TooLittleData
+
+log = logging.getLogger("colossus.data")
+
+
+class Loader:
+    """Training batches of one data rank, without end for data that can start over.
+
+    Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the step only, so
+    `set_step` (or `load_state_dict`) continues a run exactly; data that cannot seek is read up to there.
+    """
+
+    def __init__(self, source: Source, *, part: Part, device: torch.device) -> None:
+        self.source = source
+        self.part = part
+        self.device = device
+
+    @property
+    def step(self) -> int:
+        """Number of the next batch."""
+        return self.source.step
+
+    def set_step(self, step: int) -> None:
+        """Make ``step`` the next one."""
+        if step < 0:
+            raise ValueError(f"step = {step} is negative")
+        self.source.seek(step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch = self.source.read()
+        except EndOfPass:
+            raise StopIteration from None
+        return to_tensors(batch, self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, with the state of the user's own loader or dataset when it keeps one.
+
+        It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
+        """
+        return {**self.source.state_dict(), **self._facts()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
+        for key, now in self._facts().items():
+            if state.get(key, now) != now:
+                log.warning(
+                    "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
+                    key, state[key], now,
+                )  # fmt: skip
+        self.source.load_state_dict(state)
+
+    def _facts(self) -> dict[str, int]:
+        facts = {"seed": self.part.seed, "global_batch_size": self.part.global_batch_size}
+        if isinstance(self.source, MapSource):
+            facts["num_samples"] = self.source.num_samples
+        return facts
+
+
+class ValidationLoader:
+    """Validation batches of one data rank: unshuffled, the same ones each time it is iterated.
+
+    Only whole global batches are read and what is left over is not. So every data rank has the same number of
+    batches of the same size, none is empty, and the validation loss is over the same samples under every plan.
+    """
+
+    def __init__(self, source: Source, *, part: Part, device: torch.device) -> None:
+        self.source = source
+        self.part = part
+        self.device = device
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches of one evaluation; None for a stream, whose length is not known."""
+        return self.source.num_steps if isinstance(self.source, MapSource) else None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.source.seek(0)
+        while True:
+            try:
+                batch = self.source.read()
+            except EndOfPass:
+                return
+            yield to_tensors(batch, self.device)
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What `build_loaders` returns.
+
+    Attributes:
+        train: training batches.
+        validation: None without validation data.
+        description: one or two lines for the log.
+        validation_missing: why there is no validation data, when there is none.
+    """
+
+    train: Loader
+    validation: ValidationLoader | None
+    description: str
+    validation_missing: str | None = None
+
+
+def build_loaders(
+    data: Any,
+    *,
+    seed: int,
+    global_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+    device: torch.device | str = "cpu",
+    eval_batch_size: int | None = None,
+) -> Loaders:
+    """Loaders for whatever a config holds under ``data``.
+
+    Args:
+        data: one of
+
+            * ``dict(type=name or callable, **options)`` or a name of `colossus.registry.DATASETS`;
+            * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `sample_indices`;
+            * an IterableDataset: every rank must see the same stream; each data rank keeps its part of each batch;
+            * a DataLoader, or any iterable of ready batches: taken as it is. Its batches hold ``global_batch_size``
+              samples (each data rank takes its slice), or that over ``data_size`` when its sampler is per rank;
+            * a callable that gives one of these. It gets those of the arguments below, and ``split``, that
+              it names; with ``split`` it is called for ``"train"`` and for ``"validation"``.
+
+            In the dict also: ``num_workers`` and ``collate_fn`` for datasets; ``per_rank=True`` for batches that
+            differ between data ranks; ``validation``: None or False for none, a dict of options in place of those
+            for training, or data of any kind above.
+        eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
+
+    Raises:
+        ValueError: sizes that do not divide, unknown names or options, data that cannot be read as stated.
+    """
+    check_seed(seed)
+    local_batch_size(global_batch_size, data_size)
+    eval_size = global_batch_size if eval_batch_size is None else eval_batch_size
+    local_batch_size(eval_size, data_size, "eval_batch_size")
+    if not 0 <= data_rank < data_size:
+        raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
+    device = torch.device(device)
+    facts = {
+        "seed": seed,
+        "global_batch_size": global_batch_size,
+        "data_rank": data_rank,
+        "data_size": data_size,
+        "seq_len": seq_len,
+        "vocab_size": vocab_size,
+    }
+    spec = parse(data)
+    train_part = Part(seed, global_batch_size, data_rank, data_size, endless=True)
+    train_data = spec.build({**facts, "split": "train"} if spec.takes_split else facts)
+    _check_vocabulary(train_data, vocab_size)
+    train = Loader(make_source(train_data, train_part, spec.reading), part=train_part, device=device)
+
+    eval_part = Part(seed, eval_size, data_rank, data_size, endless=False)
+    source, held, missing = _validation(spec, {**facts, "split": "validation"}, eval_part)
+    _check_vocabulary(held, vocab_size)
+    description = f"train: {_describe(train_data)}; validation: {missing or _describe(held)}"
+    if source is None:
+        return Loaders(train, None, description, missing)
+    return Loaders(train, ValidationLoader(source, part=eval_part, device=device), description)
+
+
+def _validation(spec: Spec, facts: dict[str, Any], part: Part) -> tuple[Source | None, Any, str | None]:
+    """Source and data for validation, or the reason why there is none.
+
+    Held-out data that the config did not ask for by name may turn out too small, then there is none;
+    data that it names must do.
+    """
+    said = spec.validation
+    if said is None or said is False:
+        return None, None, "none (data.validation says so)"
+    if said is not Spec.UNSAID:
+        chosen = _validation_spec(spec, said)
+        data = chosen.build(facts if chosen.takes_split else {**facts, "split": None})
+        source, missing = _whole_batches(data, part, chosen.reading)
+        if source is None:
+            raise ValueError(f"data.validation: {missing}")
+        return source, data, None
+    if not spec.takes_split:
+        return None, None, "none (give data.validation, or a type that takes split='validation')"
+    try:
+        data = spec.build(facts)
+    except TooLittleData as error:
+        return None, None, f"none ({error})"
+    source, missing = _whole_batches(data, part, spec.reading)
+    return source, data, f"none ({missing})" if missing else None
+
+
+def _validation_spec(spec: Spec, said: Any) -> Spec:
+    """``validation=dict(...)`` without a type: the training data's type and options, with these in their place."""
+    if isinstance(said, dict) and "type" not in said:
+        if spec.factory is None:
+            raise ValueError("data.validation needs a 'type': the training data was made by the config itself")
+        return parse({"type": spec.factory, **spec.options, **spec.reading, **said})
+    return parse(said)
+
+
+def _whole_batches(data: Any, part: Part, reading: dict[str, Any]) -> tuple[Source | None, str | None]:
+    source = make_source(data, part, reading)
+    if isinstance(source, MapSource) and not source.num_steps:
+        return None, (
+            f"{source.num_samples} samples do not fill one validation batch of {part.global_batch_size}; hold out more "
+            f"or lower the batch size"
+        )
+    if isinstance(source, StreamSource) and source.passes.once:
+        raise ValueError(f"data.validation: {source.passes.name} {ONE_PASS}, because every evaluation reads it anew")
+    return source, None
+
+
+def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
+    largest = getattr(data, "vocab_size", None)
+    if vocab_size is not None and isinstance(largest, int) and largest > vocab_size:
+        raise ValueError(
+            f"the data has token ids up to {largest - 1} (a vocabulary of {largest}), but model.vocab_size = "
+            f"{vocab_size}: set model.vocab_size to {largest} or more"
+        )
+
+
+def _describe(data: Any) -> str:
+    if callable(getattr(data, "describe", None)):
+        return str(data.describe())
+    name = type(data).__name__
+    try:
+        return f"{name} of length {len(data):,}"
+    except TypeError:
+        return name

@@ -1,0 +1,161 @@
+"""Sources that are read from the front: an iterable of samples (`SampleStream`) or of ready batches (`BatchStream`).
+
+Every rank reads the same stream and keeps its part, except where the batches are said to be per data rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import default_collate as torch_collate
+
+from colossus.data.batch import Batch, batch_size_of, slice_batch
+from colossus.data.passes import EndOfPass, Passes
+from colossus.data.rng import preserved_rng, seed_global_rng
+from colossus.data.sampler import derive_seeds
+from colossus.data.sources import Part, Source
+
+log = logging.getLogger("colossus.data")
+
+
+class StreamSource(Source):
+    """What `SampleStream` and `BatchStream` share: they reach a step by reading up to it."""
+
+    def __init__(self, passes: Passes, part: Part) -> None:
+        self.passes = passes
+        self.part = part
+
+    def seek(self, step: int) -> None:
+        if step < self.step or not self.part.endless:
+            self.passes.rewind()
+            self.step = 0
+        if step > self.step:
+            log.warning("%s cannot seek: reading %d batches to reach step %d", self.passes.name, step - self.step, step)
+        while self.step < step:
+            self.read()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "passes": self.passes.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "passes" not in state:  # saved when the data was of another kind
+            self.seek(state["step"])
+            return
+        self.passes.load_state_dict(state["passes"])
+        self.step = state["step"]
+
+
+class SampleStream(StreamSource):
+    """An IterableDataset: takes ``global_batch_size`` samples for each step, collates those of this data rank.
+
+    A batch that the end of a pass leaves incomplete is filled from the next pass; in validation it is dropped.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        part: Part,
+        *,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        samples: Any = dataset
+        if num_workers:
+            samples = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, num_workers=num_workers)
+        stateful = None if num_workers else dataset
+        super().__init__(Passes(samples, part.seed, name=type(dataset).__name__, stateful=stateful), part)
+        self._collate = collate_fn or torch_collate
+
+    def read(self) -> Batch:
+        mine = range(self.part.start, self.part.start + self.part.size)
+        samples = []
+        for number in range(self.part.global_batch_size):
+            sample = self.passes.read(wrap=self.part.endless)
+            if number in mine:
+                samples.append(sample)
+        with preserved_rng():
+            seed_global_rng(derive_seeds(self.part.seed, (self.step,))[0])
+            batch = self._collate(samples)
+        self.step += 1
+        return batch
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample
+
+
+class BatchStream(StreamSource):
+    """Ready batches. The first one tells what they are: of ``global_batch_size`` samples, then each data rank takes its
+    slice; or of that over the data ranks, then the user's sampler already gave this rank its own.
+
+    A shorter batch at the end of a pass is dropped (as ``drop_last=True`` does); anywhere else it is an error.
+    """
+
+    def __init__(self, batches: Any, part: Part, *, stateful: Any = None, per_rank: bool | None = None) -> None:
+        self.name = type(batches).__name__
+        stateful = batches if stateful is None else stateful
+        super().__init__(Passes(batches, part.seed, name=self.name, stateful=stateful), part)
+        self._per_rank = False if part.data_size == 1 else per_rank
+        self._told_of_short = False
+
+    def read(self) -> Batch:
+        while True:
+            batch = self.passes.read(wrap=self.part.endless)
+            size = batch_size_of(batch)
+            if self._per_rank is None:
+                self._per_rank = self._decide(size)
+            if size == (self.part.size if self._per_rank else self.part.global_batch_size):
+                break
+            self._drop_or_raise(size)
+        self.step += 1
+        if self._per_rank or self.part.data_size == 1:
+            return batch
+        return slice_batch(batch, self.part.start, self.part.start + self.part.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        # The first batch after a resume may be the short last one of a pass, which tells nothing.
+        return {**super().state_dict(), "per_rank": self._per_rank, "data_size": self.part.data_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._per_rank is None and state.get("data_size") == self.part.data_size:
+            self._per_rank = state["per_rank"]
+        super().load_state_dict(state)
+
+    def _decide(self, size: int) -> bool:
+        if size == self.part.global_batch_size:
+            return False
+        if size == self.part.size:
+            return True
+        raise ValueError(self._wrong_size(size))
+
+    def _drop_or_raise(self, size: int) -> None:
+        """Legal only as the last batch of a pass, and not as its only one."""
+        if self.passes.offset == 1:
+            raise ValueError(self._wrong_size(size))
+        try:
+            self.passes.read(wrap=False)
+        except EndOfPass:
+            if not self._told_of_short:
+                log.info("%s: the last batch of a pass has %d samples and is dropped", self.name, size)
+                self._told_of_short = True
+            if self.passes.ended or not self.part.endless:
+                raise
+            return
+        raise ValueError(self._wrong_size(size))
+
+    def _wrong_size(self, size: int) -> str:
+        part = self.part
+        if part.data_size == 1:
+            return (
+                f"{self.name} gave a batch of {size} samples, but {part.batch_key} = {part.global_batch_size}: "
+                f"set one of them to the other"
+            )
+        return (
+            f"{self.name} gave a batch of {size} samples, but {part.batch_key} = {part.global_batch_size} over "
+            f"{part.data_size} data ranks needs batches of {part.global_batch_size} (each data rank then takes its "
+            f"{part.global_batch_size} / {part.data_size} = {part.size}), or of {part.size} when the sampler already "
+            f"gives each data rank its own"
+        )

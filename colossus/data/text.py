@@ -1,0 +1,174 @@
+"""Text as bytes (vocabulary of 256): Python's own standard library, and a folder of files.
+
+Which files are held out for validation depends on a hash of their relative path only, so a file stays on its side when
+others come and go, and also from one Python version to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from colossus.data.windows import TokenWindows, TooLittleData, check_split
+
+_STDLIB_FRACTION = 0.05
+# Tests, and what other packages or the build of this Python put there: it differs between machines of one version.
+_LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
+
+
+class _File(NamedTuple):
+    name: str  # relative to the root, with "/" on every system
+    path: Path
+    size: int  # bytes to take
+
+
+class _TextWindows(TokenWindows):
+    """Bytes of one split of a list of files."""
+
+    def __init__(self, files: list[_File], seq_len: int, split: str, fraction: float, name: str) -> None:
+        check_split(split, fraction, name)
+        chosen, held_out = _one_split(files, fraction, split)
+        text = b"".join(_read(file) for file in chosen)
+        if held_out == "tail":
+            cut = len(text) - round(len(text) * fraction)
+            text = text[:cut] if split == "train" else text[cut:]
+        super().__init__(np.frombuffer(text, dtype=np.uint8), seq_len, name=f"{name} ({split})", vocab_size=256)
+        self.info = {
+            "split": split,
+            "bytes": len(text),
+            "files": len(chosen),
+            "sha256": hashlib.sha256(text).hexdigest(),
+            "held_out": held_out,
+        }
+        self.file_names = [file.name for file in chosen]
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}"
+
+
+class PythonStdlib(_TextWindows):
+    """The source of the running Python's standard library: real text on every machine, nothing to download.
+
+    The first ``max_bytes`` of all ``.py`` files sorted by relative path, tests and installed packages left out; about
+    5 % of the files are held out for validation. The text differs between Python versions: ``info`` records ``bytes``,
+    ``files``, ``sha256`` (of this split) and ``python``.
+
+    Args:
+        seq_len: bytes of a sample.
+        split: ``"train"`` or ``"validation"``.
+        max_bytes: bytes of both splits together.
+
+    Raises:
+        ValueError: a Python that ships without readable sources.
+        TooLittleData: ``max_bytes`` too small for a sample.
+    """
+
+    def __init__(self, seq_len: int, split: str = "train", max_bytes: int = 8_000_000) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = _stdlib_files(root)
+        if not files:
+            raise ValueError(
+                f"PythonStdlib: no .py file under {root}; this Python ships its standard library without source. "
+                f"Use another Python, or data = dict(type='TextFolder', path=...)"
+            )
+        super().__init__(_first_bytes(files, max_bytes), seq_len, split, _STDLIB_FRACTION, "PythonStdlib")
+        self.info["python"] = platform.python_version()
+
+    def describe(self) -> str:
+        return f"{super().describe()}, Python {self.info['python']}"
+
+
+class TextFolder(_TextWindows):
+    """All files of a folder that match a pattern, as bytes, in the order of their relative paths.
+
+    About ``validation_fraction`` of the files is held out. Where whole files cannot give a share within a factor
+    of three of that (one file, or a few of unlike size), the tail of the whole text is held out instead;
+    ``info["held_out"]`` says ``"files"`` or ``"tail"``.
+
+    Args:
+        path: the folder; ``~`` is understood.
+        seq_len: bytes of a sample.
+        pattern: which files, as in `pathlib.Path.glob`.
+        split: ``"train"`` or ``"validation"``.
+        validation_fraction: share of the bytes held out; 0 holds nothing out.
+
+    Raises:
+        ValueError: no such folder, or no file that matches.
+        TooLittleData: the text of this split is too short for one sample.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        seq_len: int,
+        pattern: str = "**/*.txt",
+        split: str = "train",
+        validation_fraction: float = 0.05,
+    ) -> None:
+        root = Path(path).expanduser()
+        if not root.is_dir():
+            what = "is a file, not a folder" if root.exists() else "does not exist"
+            raise ValueError(f"TextFolder: {str(path)!r} {what} (looked from {os.getcwd()}); set data.path to a folder")
+        matched = [(found.relative_to(root).as_posix(), found) for found in root.glob(pattern) if found.is_file()]
+        if not matched:
+            raise ValueError(
+                f"TextFolder: no file in {str(path)!r} matches {pattern!r}; set data.pattern (for example '**/*.md')"
+            )
+        files = [_File(name, found, found.stat().st_size) for name, found in sorted(matched)]
+        super().__init__(files, seq_len, split, validation_fraction, f"TextFolder {str(path)!r}")
+
+
+def _stdlib_files(root: Path) -> list[_File]:
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.startswith(_LEFT_OUT_PREFIXES)
+        ]
+        for name in names:
+            if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES):
+                path = Path(folder, name)
+                found.append(_File(path.relative_to(root).as_posix(), path, path.stat().st_size))
+    return sorted(found)
+
+
+def _first_bytes(files: list[_File], max_bytes: int) -> list[_File]:
+    out, left = [], max_bytes
+    for file in files:
+        if left <= 0:
+            break
+        out.append(file._replace(size=min(file.size, left)))
+        left -= file.size
+    return out
+
+
+def _one_split(files: list[_File], fraction: float, split: str) -> tuple[list[_File], str]:
+    """The files of a split and how it is held out; with "tail" all files, to be cut by the caller."""
+    held = [_fraction_of(file.name) < fraction for file in files]
+    share = sum(file.size for file, out in zip(files, held, strict=True) if out) / max(1, sum(f.size for f in files))
+    if fraction / 3 <= share <= 3 * fraction and share < 1:
+        return [file for file, out in zip(files, held, strict=True) if out == (split == "validation")], "files"
+    return files, "tail"
+
+
+def _fraction_of(name: str) -> float:
+    """A number in [0, 1) that belongs to the name."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2.0**64
+
+
+def _read(file: _File) -> bytes:
+    try:
+        with open(file.path, "rb") as stream:
+            return stream.read(file.size)
+    except OSError as error:
+        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
+
+
+__all__ = ["PythonStdlib", "TextFolder", "TooLittleData"]

@@ -1,0 +1,28 @@
+"""One train step: forward and backward by a schedule, gradients reduced by a strategy, clipped, applied."""
+
+from typing import TYPE_CHECKING
+
+from colossus._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
+    from colossus.engine.fit import FitSummary, fit
+    from colossus.engine.hooks import Hook
+    from colossus.engine.initialize import initialize
+    from colossus.engine.results import EvalResult, EvalSummary, StepResult
+
+__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "StepResult", "fit", "initialize"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Engine": "engine",
+        "EvalResult": "results",
+        "EvalSummary": "results",
+        "FitSummary": "fit",
+        "Hook": "hooks",
+        "StepResult": "results",
+        "fit": "fit",
+        "initialize": "initialize",
+    },
+)

@@ -1,0 +1,71 @@
+"""Flat buffers in which gradients are reduced together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.comm.collectives import Pending
+from colossus.context.groups import AxisGroup
+
+
+class Bucket:
+    """Gradients of some parameters side by side, and behind them one flag each: whether any rank used it.
+
+    A parameter that no rank used keeps ``grad = None``, so the optimizer leaves it alone as it would in one process; the
+    flags travel with the gradients and cost no call of their own.
+    """
+
+    def __init__(self, params: list[nn.Parameter], group: AxisGroup) -> None:
+        self.params = params
+        self.group = group
+        sizes = [param.numel() for param in params]
+        total = sum(sizes)
+        self.flat = torch.zeros(total + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.views = [
+            part.view(param.shape) for part, param in zip(self.flat[:total].split(sizes), params, strict=True)
+        ]
+        self.flags = self.flat[total:]
+        self._position = {id(param): index for index, param in enumerate(params)}
+        self._present: set[int] = set()
+        self._pending: Pending | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._present) == len(self.params)
+
+    def holds(self, param: nn.Parameter) -> bool:
+        """Whether the parameter's gradient of this step is in the bucket."""
+        return self._position[id(param)] in self._present
+
+    def take(self, param: nn.Parameter) -> None:
+        """Copy a finished gradient in, and let the parameter's ``grad`` be the place in the bucket."""
+        index = self._position[id(param)]
+        assert param.grad is not None
+        self.views[index].copy_(param.grad)
+        param.grad = self.views[index]
+        self._present.add(index)
+
+    def start(self) -> None:
+        """Start the reduction; parameters that are not here count as zero and unused."""
+        self.flags.fill_(1.0)
+        for index, view in enumerate(self.views):
+            if index not in self._present:
+                view.zero_()
+                self.flags[index] = 0.0
+        self._pending = collectives.all_reduce(self.flat, self.group, owned=True)
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        assert self._pending is not None
+        total = self._pending.wait()
+        if total is not self.flat:
+            self.flat.copy_(total)
+        complete = self.is_full
+        if not complete:
+            used = self.flags.tolist()
+            for param, view, flag in zip(self.params, self.views, used, strict=True):
+                param.grad = view if flag else None
+        self._present.clear()
+        self._pending = None

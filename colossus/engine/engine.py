@@ -1,0 +1,226 @@
+"""The engine: a model, its optimizer and its data under one parallel context, one train step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.config import Config
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.batch import split_microbatches
+from colossus.data.loader import Loaders
+from colossus.engine.gradient_norm import GradientNorm
+from colossus.engine.gradient_sync import AllReduce
+from colossus.engine.results import EvalResult, EvalSummary, StepResult
+from colossus.layers.layer import plan_of
+from colossus.registry import LR_SCHEDULES, SCHEDULES
+from colossus.schedule.executor import execute
+
+LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+
+
+class Engine:
+    """What `colossus.initialize` returns.
+
+    Attributes:
+        model: this rank's shards; call it as any module.
+        loader: training batches of this data rank, without end.
+        eval_loader: validation batches, or None.
+        context: ranks, axes, groups.
+        completed_steps: optimizer steps done.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: torch.optim.Optimizer,
+        strategy: AllReduce,
+        loaders: Loaders | None,
+    ) -> None:
+        self.config, self.context, self.model, self.loss_fn = config, context, model, loss_fn
+        self.optimizer, self.strategy, self.loaders = optimizer, strategy, loaders
+        self.device = context.device
+        self.completed_steps = 0
+        self._stop = False
+        self._norm = GradientNorm(model.parameters(), context)
+        self._batch_axes = plan_of(context).regions.user.shard_axes
+        # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop
+        self._step_group = context.group(tuple(a for a in context.grid.names if a in {*self._batch_axes, *self._norm.axes}))
+        self._counts_loss = all(context.coordinates[axis] == 0 for axis in self._norm.axes if axis not in self._batch_axes)
+        self._counts_norm = all(context.coordinates[axis] == 0 for axis in self._batch_axes if axis not in self._norm.axes)
+        self._actions = SCHEDULES.get(config.schedule.type)(1, config.schedule.microbatches)[0]
+        self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
+
+    # -- data ---------------------------------------------------------------------------------------------
+
+    @property
+    def loader(self) -> Any:
+        if self.loaders is None:
+            raise ValueError("this engine has no data: the config has no `data`, and none was given to initialize")
+        return self.loaders.train
+
+    @property
+    def eval_loader(self) -> Any:
+        return self.loaders.validation if self.loaders is not None else None
+
+    # -- training -----------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Any) -> StepResult:
+        """One optimizer step on this data rank's part of the global batch.
+
+        Args:
+            batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
+                ``schedule.microbatches`` along dim 0.
+
+        Returns:
+            Loss and gradient norm of the global batch, the same on all ranks.
+
+        Raises:
+            ValueError: when the batch does not divide, or the loss function does not return (sum, count).
+        """
+        microbatches = split_microbatches(batch, self.config.schedule.microbatches)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        totals = execute(
+            self._actions,
+            microbatches,
+            self._forward,
+            before_last_backward=self.strategy.arm,
+            reduce=self.strategy.finish,
+        )
+        numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
+        lr = self.lr_at(self.completed_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        self.optimizer.step()
+        self.completed_steps += 1
+        return StepResult(self.completed_steps, lr, numbers)
+
+    def _forward(self, index: int, microbatch: Any) -> tuple[Tensor, Tensor]:
+        self.context.rng.move_to(self.completed_steps, index)
+        return self._loss(self.model(model_input(microbatch)), microbatch)
+
+    def _loss(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        result = self.loss_fn(outputs, batch)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
+            raise ValueError(
+                f"the loss function returned {_describe(result)}; it must return (sum, count): the sum of the losses of "
+                f"all valid samples or tokens, and their number, so that the mean over the global batch does not "
+                f"depend on how it is split. For example: "
+                f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
+            )
+        total, count = result
+        if total.dim():
+            raise ValueError(f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar")
+        return total, torch.as_tensor(count, device=total.device)
+
+    def _reduce_numbers(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
+        """[loss sum, tokens, gradient norm, stop]; gradients divided by the tokens and clipped."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        square = self._norm.local_square(self.device)
+        numbers = torch.stack(
+            [
+                loss_sum if self._counts_loss else zero,
+                tokens if self._counts_loss else zero,
+                square if self._counts_norm else zero,
+                zero + float(self._stop),
+            ]
+        )
+        numbers = collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+        count = numbers[1].clamp(min=1.0)
+        norm = numbers[2].sqrt() / count
+        scale = 1.0 / count
+        limit = self.config.train.clip_grad_norm
+        if limit is not None:
+            scale = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
+        grads = self._norm.gradients()
+        if grads:
+            torch._foreach_mul_(grads, scale)
+        return torch.stack([numbers[0], numbers[1], norm, numbers[3]])
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        schedule, train = self.config.lr_schedule, self.config.train
+        peak = self.config.optimizer.lr
+        if step < schedule.warmup_steps:
+            return peak * (step + 1) / schedule.warmup_steps
+        length = max(1, train.schedule_steps - schedule.warmup_steps)
+        progress = min(1.0, (step - schedule.warmup_steps) / length)
+        return peak * self._lr_shape(progress, schedule.min_ratio, **schedule.options)
+
+    # -- evaluation ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def eval_step(self, batch: Any) -> EvalResult:
+        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
+        with self._evaluating():
+            loss_sum, tokens = self._loss(self.model(model_input(batch)), batch)
+            return self._reduce_evaluation(loss_sum.double(), tokens.double())
+
+    @torch.no_grad()
+    def evaluate(self) -> EvalSummary:
+        """Mean loss over at most ``train.eval_batches`` validation batches.
+
+        Raises:
+            ValueError: without validation data.
+        """
+        if self.eval_loader is None:
+            raise ValueError("there is no validation data to evaluate on")
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self._evaluating():
+            for index, batch in enumerate(self.eval_loader):
+                if index == self.config.train.eval_batches:
+                    break
+                part, count = self._loss(self.model(model_input(batch)), batch)
+                loss_sum += part
+                tokens += count
+            result = self._reduce_evaluation(loss_sum, tokens)
+        return EvalSummary(result.loss, result.tokens, self.completed_steps)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    def _reduce_evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
+        group = self.context.group(self._batch_axes)
+        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), group, owned=True).wait().tolist()
+        return EvalResult(numbers[0], round(numbers[1]))
+
+    # -- life ---------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Ask for an end after the next step; it travels with that step's all-reduce, so all ranks agree on it."""
+        self._stop = True
+
+    def close(self) -> None:
+        """Destroy the process groups."""
+        self.context.close()
+
+
+def model_input(batch: Any) -> Any:
+    """What the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself."""
+    if isinstance(batch, dict):
+        if "inputs" not in batch:
+            raise ValueError(f"a batch that is a dict needs the key 'inputs' for the model; it has {sorted(batch)}")
+        return batch["inputs"]
+    return batch[0] if isinstance(batch, (tuple, list)) else batch
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"one tensor of shape {tuple(result.shape)}"
+    return f"a {type(result).__name__}"

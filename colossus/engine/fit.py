@@ -1,0 +1,94 @@
+"""The training loop around ``engine.train_step``: how many steps, when to evaluate, when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from colossus.engine.hooks import Hook
+
+
+@dataclass(frozen=True)
+class FitSummary:
+    """What a call of ``fit`` did.
+
+    Attributes:
+        steps: optimizer steps completed since the beginning of the run.
+        reason: ``finished`` (``train.steps`` reached) or ``stopped`` (``engine.request_stop`` on any rank).
+        loss: training loss of the last step, None when no step ran.
+        validation_loss: of the last evaluation, None when there was none.
+    """
+
+    steps: int
+    reason: Literal["finished", "stopped"]
+    loss: float | None = None
+    validation_loss: float | None = None
+
+
+def evaluation_due(engine: Any, step: int) -> bool:
+    """Whether an evaluation follows step ``step``: every ``train.eval_every`` steps and after the last one.
+
+    Never when ``train.eval_every`` is 0 or there is no validation data.
+    """
+    train = engine.config.train
+    if engine.eval_loader is None or not train.eval_every:
+        return False
+    return bool(step == train.steps or step % train.eval_every == 0)
+
+
+def fit(engine: Any, hooks: Sequence[Hook] = ()) -> FitSummary:
+    """Train until ``train.steps`` or until a stop is requested, and say which it was.
+
+    Every rank calls this. A stop travels with the gradients' all-reduce, so all ranks leave the loop after
+    the same step; the evaluation due at that step is skipped then, because a stop should be quick.
+
+    Raises:
+        ValueError: when the loader ends although training has not.
+        Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
+    """
+    steps = engine.config.train.steps
+    completed = engine.completed_steps
+    loss = validation_loss = None
+    stopped = False
+    try:
+        for hook in hooks:
+            hook.on_train_start(engine)
+        batches = iter(engine.loader)
+        while completed < steps and not stopped:
+            for hook in hooks:
+                hook.on_step_start(engine)
+            result = engine.train_step(_next_batch(batches, completed, steps))
+            completed, loss, stopped = result.step, result.loss, result.stop_requested
+            for hook in hooks:
+                hook.on_step_end(engine, result)
+            if not stopped and evaluation_due(engine, completed):
+                summary = engine.evaluate()
+                validation_loss = summary.loss
+                for hook in hooks:
+                    hook.on_eval_end(engine, summary)
+        for hook in hooks:
+            hook.on_train_end(engine)
+    except BaseException as error:
+        _tell(engine, hooks, error)
+        raise
+    reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
+    return FitSummary(completed, reason, loss, validation_loss)
+
+
+def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise ValueError(
+            f"the data ended after {completed} of {steps} steps: let the loader start over at its end, "
+            f"or set train.steps={completed}"
+        ) from None
+
+
+def _tell(engine: Any, hooks: Sequence[Hook], error: BaseException) -> None:
+    for hook in hooks:
+        try:
+            hook.on_exception(engine, error)
+        except Exception as second:  # the first error is the one to report
+            error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")

@@ -1,0 +1,42 @@
+"""The global gradient norm, each element of each logical parameter counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.parameter import spec_of
+
+
+class GradientNorm:
+    """Sum of squares over the gradients this rank counts.
+
+    A part held by several ranks is counted by the first of them, so that the plain sum over ``axes`` is exact. The ranks
+    of one data index agree on all gradients, so the sum goes over the axes that shard parameters, and no further.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], context: ParallelContext) -> None:
+        self.params = [param for param in params if param.requires_grad]
+        sizes, at = context.grid.sizes, context.coordinates
+        specs = [spec_of(param) for param in self.params]
+        shard = {axis for spec in specs if spec is not None for axis in spec.layout.shard_axes if sizes[axis] > 1}
+        #: axes that shard some parameter
+        self.axes = tuple(axis for axis in context.grid.names if axis in shard)
+        self.counted = [
+            param
+            for param, spec in zip(self.params, specs, strict=True)
+            if (spec.layout.owns(sizes, at, self.axes) if spec else all(at[axis] == 0 for axis in self.axes))
+        ]
+
+    def local_square(self, device: torch.device) -> Tensor:
+        """Sum of squares of the counted gradients, float64 scalar."""
+        grads = [param.grad for param in self.counted if param.grad is not None]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+
+    def gradients(self) -> list[Tensor]:
+        return [param.grad for param in self.params if param.grad is not None]

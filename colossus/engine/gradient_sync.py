@@ -1,0 +1,111 @@
+"""Summing gradients over the axes their layouts name, overlapped with backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.buckets import Bucket
+from colossus.layers.layer import plan_of
+from colossus.layout.parameter import spec_of
+
+
+def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tuple[str, ...]:
+    """Axes over which this rank's gradient of a parameter is a partial sum: the one answer to that question.
+
+    Recorded by the layers at each use; a plain parameter is in the user layout, where the batch alone is split.
+    """
+    spec = spec_of(parameter)
+    recorded = spec.gradient_axes if spec is not None else None
+    axes = recorded if recorded is not None else plan_of(context).regions.user.shard_axes
+    live = {axis for axis in axes if context.grid.sizes[axis] > 1}
+    return tuple(axis for axis in context.grid.names if axis in live)
+
+
+class AllReduce:
+    """The exact data-parallel strategy: one all-reduce per bucket of gradients, in the order backward fills them.
+
+    Buckets start in the same order on all ranks, whatever order their gradients appear in (as torch's DDP does,
+    2006.15704), and only for the last microbatch of a step.
+    """
+
+    exact = True
+
+    def __init__(self, model: nn.Module, context: ParallelContext, bucket_mb: float) -> None:
+        self.model = model
+        self.context = context
+        self.bucket_bytes = int(bucket_mb * 2**20)
+        self.buckets: list[Bucket] | None = None
+        self._of: dict[int, int] = {}
+        self._next = 0
+        self._armed = False
+
+    def arm(self) -> None:
+        """The next backward is the last of the step: reduce what it finishes."""
+        if self.buckets is None:
+            self._make_buckets()
+        self._next = 0
+        self._armed = True
+
+    def finish(self) -> None:
+        """Wait until every gradient is summed."""
+        assert self.buckets is not None
+        self._armed = False
+        for bucket in self.buckets[self._next :]:
+            # gradients of earlier microbatches may be there although the last one did not use the parameter
+            for param in bucket.params:
+                if param.grad is not None and not bucket.holds(param):
+                    bucket.take(param)
+            bucket.start()
+        for bucket in self.buckets:
+            bucket.finish()
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        if not self._armed:
+            return
+        assert self.buckets is not None
+        self.buckets[self._of[id(param)]].take(param)
+        while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+            self.buckets[self._next].start()
+            self._next += 1
+
+    def _make_buckets(self) -> None:
+        self.buckets = []
+        for params, axes in self._groups():
+            for chunk in _chunks(params, self.bucket_bytes):
+                bucket = Bucket(chunk, self.context.group(axes))
+                for param in chunk:
+                    self._of[id(param)] = len(self.buckets)
+                    param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[arg-type]
+                self.buckets.append(bucket)
+        # in the order in which backward reaches the end of each
+        order = {id(param): index for index, param in enumerate(reversed(list(self.model.parameters())))}
+        self.buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
+        self._of = {id(param): index for index, bucket in enumerate(self.buckets) for param in bucket.params}
+
+    def _groups(self) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...]]]:
+        """Trainable parameters in the order of backward, by axes and dtype; those without axes need nothing."""
+        groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
+        for param in reversed(list(self.model.parameters())):
+            if param.requires_grad:
+                axes = gradient_sum_axes(param, self.context)
+                if axes:
+                    groups.setdefault((axes, param.dtype), []).append(param)
+        for (axes, _), params in groups.items():
+            yield params, axes
+
+
+def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    chunk: list[nn.Parameter] = []
+    size = 0
+    for param in params:
+        if chunk and size + param.nbytes > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(param)
+        size += param.nbytes
+    if chunk:
+        yield chunk

@@ -1,0 +1,120 @@
+"""From a config to an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossus.comm import log
+from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
+from colossus.context.parallel_context import ParallelContext
+from colossus.data.loader import Loaders, build_loaders
+from colossus.engine.engine import Engine, LossFunction
+from colossus.layers.build import build
+from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def initialize(
+    config: Config | Mapping[str, Any] | str | Path,
+    model: Callable[[], nn.Module] | None = None,
+    loss_fn: LossFunction | None = None,
+    data: Any = None,
+) -> Engine:
+    """Join the other ranks, build this rank's part of the model, its optimizer and its data.
+
+    Args:
+        config: a config, a dict of its sections, or the path of a config file.
+        model: a class or function without arguments that builds the model; by default the config's.
+        loss_fn: (outputs, batch) -> (sum, count), in the user layout; by default the model's own ``loss``.
+        data: takes the place of the config's ``data``.
+
+    Raises:
+        ValueError: for a config that does not fit the processes or the model, with the arithmetic.
+    """
+    nproc = int(os.environ.get("WORLD_SIZE", "1"))
+    if not isinstance(config, Config):
+        config = load_config(config, nproc=nproc)
+    config = resolve_sizes(config, nproc)
+    require_available(config)
+    if model is None and config.model is None:
+        raise ValueError("no model: give the config a `model`, or pass model= to colossus.initialize")
+    if isinstance(model, nn.Module):
+        raise ValueError(
+            "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
+            "makes its own part only"
+        )
+    log.resize(config.comm.log_size)
+    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    try:
+        return _assemble(config, context, model, loss_fn, data)
+    except BaseException:
+        context.close()
+        raise
+
+
+def _assemble(
+    config: Config,
+    context: ParallelContext,
+    model: Callable[[], nn.Module] | None,
+    loss_fn: LossFunction | None,
+    data: Any,
+) -> Engine:
+    torch.manual_seed(config.train.seed)
+    spec = config.model
+    factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
+    module = build(factory, context, dtype=DTYPES[config.train.precision])
+    loss = loss_fn or getattr(module, "loss", None)
+    if loss is None:
+        raise ValueError(
+            f"{type(module).__name__} has no method loss(outputs, batch), and no loss_fn was given: pass "
+            f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
+        )
+    params = [param for param in module.parameters() if param.requires_grad]
+    if not params:
+        raise ValueError(f"{type(module).__name__} has no parameter to train")
+    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params)
+    strategy = STRATEGIES.build(
+        config.parallel.strategy.spec(), model=module, context=context, bucket_mb=config.comm.bucket_mb
+    )
+    held = data if data is not None else config.data
+    loaders = _load(config, context, held) if held is not None else None
+    return Engine(config, context, module, loss, optimizer, strategy, loaders)
+
+
+def _load(config: Config, context: ParallelContext, data: Any) -> Loaders:
+    options = model_options(config)
+    return build_loaders(
+        data.spec() if hasattr(data, "spec") else data,
+        seed=config.train.seed,
+        global_batch_size=config.train.global_batch_size,
+        data_rank=context.index("data"),
+        data_size=context.size("data"),
+        seq_len=getattr(options, "seq_len", None),
+        vocab_size=getattr(options, "vocab_size", None),
+        device=context.device,
+    )
+
+
+def pick_device(wanted: str) -> torch.device:
+    """``auto`` is CUDA when there is any, one device per local rank.
+
+    Raises:
+        ValueError: when CUDA is asked for and absent, or there are fewer devices than local ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise ValueError(f"local rank {local} has no CUDA device: this machine has {count}; use --nproc {count} or fewer")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device

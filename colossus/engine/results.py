@@ -1,0 +1,75 @@
+"""What the engine answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+class StepResult:
+    """Result of one optimizer step; the same on all ranks.
+
+    The numbers stay on the device until they are read, so that a loop that does not look at them does not wait.
+
+    Attributes:
+        step: number of optimizer steps done, this one included.
+        lr: learning rate of this step.
+    """
+
+    def __init__(self, step: int, lr: float, numbers: Tensor) -> None:
+        self.step = step
+        self.lr = lr
+        self._device_numbers = numbers
+        self._read: list[float] | None = None
+
+    @property
+    def _numbers(self) -> list[float]:
+        if self._read is None:
+            self._read = self._device_numbers.tolist()
+        return self._read
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens of the global batch."""
+        return round(self._numbers[1])
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per valid token of the global batch, before the step."""
+        loss_sum, tokens = self._numbers[:2]
+        return loss_sum / tokens if tokens else float("nan")
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping, each element counted once."""
+        return self._numbers[2]
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a rank asked to stop; all ranks see it at the same step."""
+        return self._numbers[3] > 0
+
+    def __repr__(self) -> str:
+        return f"StepResult(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens})"
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Sums over the global batch of one evaluation step."""
+
+    loss_sum: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.tokens if self.tokens else float("nan")
+
+
+@dataclass(frozen=True)
+class EvalSummary:
+    """Mean loss per valid token over an evaluation."""
+
+    loss: float
+    tokens: int
+    step: int

@@ -1,0 +1,164 @@
+"""One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
+
+Elastic does the work (rendezvous, environment of each rank, monitoring). What is ours here: who exited by
+himself before the others were told to stop, short times between a stop signal and SIGKILL, and silence, since
+``causes`` prints one block instead of elastic's log and traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from colossus.launch.causes import RankExit
+from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
+
+KILL_SECONDS = GRACE_SECONDS + 0.5
+"""From the stop signal to SIGKILL: workers end themselves before, unless they cannot run at all."""
+
+
+@dataclass
+class Outcome:
+    """How this node's ranks ended.
+
+    Attributes:
+        exits: global rank -> how its process ended.
+        signum: the signal the launcher itself received, None when the ranks ended otherwise.
+        world_size: of the whole run.
+        folder: the run folder all nodes agreed on.
+    """
+
+    folder: Path
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    signum: int | None = None
+    world_size: int = 0
+
+
+def run_workers(
+    config_path: str, overrides: list[str], *, local_ranks: int, folder: Path, nodes: int = 1, endpoint: str | None = None
+) -> Outcome:
+    """Start ``local_ranks`` workers on this node and wait until all have ended.
+
+    Args:
+        folder: the run folder proposed by this node; the first node's wins.
+        endpoint: ``host:port`` where the nodes meet; needed when there are several.
+
+    Raises:
+        RuntimeError: when the nodes do not meet (elastic's RendezvousError).
+    """
+    _silence_elastic()
+    parameters = RendezvousParameters(
+        backend="c10d",
+        # port 0: the kernel picks a free one
+        endpoint=endpoint or "127.0.0.1:0",
+        run_id="colossus",
+        min_nodes=nodes,
+        max_nodes=nodes,
+        local_addr="127.0.0.1" if nodes == 1 else None,
+    )
+    handler = get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        role="colossus",
+        local_world_size=local_ranks,
+        entrypoint=sys.executable,
+        args=(),
+        rdzv_handler=handler,
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    agent = _Agent(spec, config_path, overrides, folder)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
+    )
+    try:
+        agent.run()
+    except SignalException as stop:
+        agent.outcome.signum = int(stop.sigval)
+    finally:
+        agent.end_all()
+        handler.shutdown()
+    return agent.outcome
+
+
+class _Agent(LocalElasticAgent):
+    def __init__(self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path) -> None:
+        # standard output and error of the workers go where ours go
+        super().__init__(
+            spec, DefaultLogsSpecs(log_dir=os.devnull), exit_barrier_timeout=60, shutdown_timeout=round(KILL_SECONDS)
+        )
+        self._config_path, self._overrides = config_path, overrides
+        self.outcome = Outcome(folder)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.outcome.folder = self._agree_on_folder(worker_group)
+        self.outcome.world_size = worker_group.workers[0].world_size
+        # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
+        mine = [self._config_path, "--run-dir", str(self.outcome.folder), "--", *self._overrides]
+        worker_group.spec.args = tuple(["-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in mine)])
+        ids = super()._start_workers(worker_group)
+        context: Any = self._pcontext
+        # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
+        # would die of the signal before their rank has finished its step.
+        context.close = lambda death_sig=None, timeout=0: self.end_all(death_sig or signal.SIGTERM)
+        return ids
+
+    def _agree_on_folder(self, worker_group: WorkerGroup) -> Path:
+        store = worker_group.store
+        if worker_group.group_world_size == 1 or store is None:
+            return self.outcome.folder
+        if worker_group.group_rank == 0:
+            store.set("colossus/run_dir", str(self.outcome.folder.resolve()))
+        return Path(store.get("colossus/run_dir").decode())
+
+    def end_all(self, signum: int = signal.SIGTERM) -> None:
+        """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Note how each ended."""
+        context: Any = self._pcontext
+        if context is None:
+            return
+        workers = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        processes = {
+            rank: context.subprocess_handlers[local].proc
+            for rank, local in workers.items()
+            if local in context.subprocess_handlers and rank not in self.outcome.exits
+        }
+        for rank, process in list(processes.items()):
+            code = process.poll()
+            if code is not None:
+                self.outcome.exits[rank] = RankExit(code)
+                del processes[rank]
+        if not processes:
+            return
+        # whoever waits here should not be interrupted by a second Ctrl-C: it is over in seconds anyway
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        for process in processes.values():
+            process.send_signal(signum)
+        deadline = time.monotonic() + KILL_SECONDS
+        for rank, process in processes.items():
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            self.outcome.exits[rank] = RankExit(process.returncode, after_stop=True)
+
+
+def _silence_elastic() -> None:
+    # torch's loggers set their own levels, so only cutting them off above works
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False

@@ -1,0 +1,225 @@
+"""From what the ranks left behind to one block that names the rank that failed first. No torch.
+
+When one rank dies its neighbours fail within milliseconds with ``Connection closed by peer``, so the first
+exit a launcher sees is often a victim's. The order here goes by what kind of end it was, then by time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from colossus.launch.failure import FailureRecord
+from colossus.launch.stop import STOP_SIGNALS, exit_code
+
+WIDTH = 100
+CauseKind = Literal["error", "death", "stuck", "communication"]
+_ORDER: tuple[CauseKind, ...] = ("error", "death", "stuck", "communication")
+_STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for signum in STOP_SIGNALS}
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank's process ended.
+
+    Attributes:
+        code: exit code; negative is the number of the signal that killed it.
+        after_stop: the launcher had told it to stop before it ended.
+    """
+
+    code: int
+    after_stop: bool = False
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One rank's failure, and of which kind it is."""
+
+    rank: int
+    kind: CauseKind
+    record: FailureRecord | None
+    exit: RankExit | None
+
+
+def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:
+    """Every rank that failed, the most likely culprit first.
+
+    Own exceptions come first (earliest first), then processes that died by themselves (signals, exits without
+    a word), then ranks that had to be ended by force, then communication errors.
+    """
+    by_rank = {record.rank: record for record in records}
+    causes = []
+    for rank in sorted({*by_rank, *exits}):
+        record, ended = by_rank.get(rank), exits.get(rank)
+        kind = _kind(record, ended)
+        if kind is not None:
+            causes.append(Cause(rank, kind, record, ended))
+    return sorted(causes, key=_urgency)
+
+
+def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | None:
+    if record is not None:
+        if record.kind in ("error", "config"):
+            # an error after the stop signal is most often the stop itself (a loader's process is gone, ...)
+            return "error" if record.after_signal is None else "communication"
+        return "stuck" if record.kind == "stuck" else "communication"
+    if ended is None or ended.code == 0 or ended.code in _STOP_CODES:
+        return None
+    if ended.after_stop:
+        # SIGKILL is how the launcher ends a rank that answers nothing; any other signal is the rank's own
+        if ended.code == -signal.SIGKILL:
+            return "stuck"
+        return "death" if ended.code < 0 else None
+    return "death"
+
+
+def _urgency(cause: Cause) -> tuple[int, float, int]:
+    time = cause.record.time if cause.record is not None else 0.0
+    return _ORDER.index(cause.kind), time, cause.rank
+
+
+def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> int | None:
+    """The exit code of a run that a signal to some rank stopped cleanly, None when anything failed."""
+    codes = [ended.code for ended in exits.values() if ended.code in _STOP_CODES]
+    if not codes or rank_causes(records, exits):
+        return None
+    return abs(codes[0]) if codes[0] > 0 else exit_code(-codes[0])
+
+
+def block(causes: list[Cause], world_size: int, folder: Path | None = None) -> str:
+    """The one block a user reads after a failed run."""
+    assert causes, "a block needs something that failed"
+    first = causes[0]
+    title = f" run failed: rank {first.rank}{_at_step(first.record)} "
+    lines = ["", title.center(WIDTH, "="), f"{_who(first)} {_what(first)}"]
+    if first.record is not None and first.record.traceback:
+        lines += ["", *_indent(first.record.traceback)]
+    if first.record is not None and first.record.collectives:
+        lines += ["", f"last collectives of rank {first.rank} (newest last):"]
+        lines += [f"  {line}" for line in first.record.collectives[-8:]]
+    lines += ["", *_others(causes, world_size)]
+    if folder is not None:
+        lines.append(f"run folder: {folder}")
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def elsewhere(cause: Cause, folder: Path | None) -> str:
+    """What the launcher of a node says when the culprit ran on another node, whose launcher prints the block."""
+    where = f"; records: {folder / 'failures'}" if folder else ""
+    return f"run failed: {_who(cause)} {_what(cause)}; the ranks here stopped because of it{where}"
+
+
+def one_line(record: FailureRecord, folder: Path | None) -> str:
+    """What a rank that is not the culprit says when no launcher of ours collects the records."""
+    reason = next(iter(record.message.strip().splitlines()), record.type)
+    where = f"; its record: {folder / 'failures' / f'rank{record.rank}.json'}" if folder else ""
+    if record.kind == "communication":
+        return f"rank {record.rank} stopped because another rank went away ({_cut(reason)}){where}"
+    return f"rank {record.rank} failed too: {record.type}: {_cut(reason)}{where}"
+
+
+def _who(cause: Cause) -> str:
+    if cause.record is None:
+        return f"rank {cause.rank}"
+    at = ", ".join(f"{axis} {index}" for axis, index in cause.record.coordinates.items())
+    return f"rank {cause.rank} (host {cause.record.host}{'; ' + at if at else ''})"
+
+
+def _what(cause: Cause) -> str:
+    if cause.kind == "death":
+        assert cause.exit is not None
+        return _death(cause.exit.code)
+    if cause.kind == "stuck":
+        told = cause.record.message if cause.record else "answered no signal and had to be killed"
+        return f"{told}: it was busy or stopped while the other ranks failed or waited. Where it was:"
+    assert cause.record is not None
+    if cause.kind == "communication":
+        if cause.record.after_signal is None:
+            hint = "no rank failed by itself; this is the earliest communication error"
+            hint += " (a rank too slow for comm.timeout_seconds?)" if cause.record.is_timeout else " (network?)"
+            return f"raised {cause.record.type}; {hint}"
+        return f"raised {cause.record.type} after it had been told to stop"
+    return f"raised {cause.record.type}"
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code} without an exception (os._exit or a native library?)"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hints = {
+        "SIGKILL": "out of memory is the most likely reason (see `dmesg`), or somebody killed it",
+        "SIGABRT": "a native library gave up; a collective whose shapes or dtypes differ between ranks does this",
+        "SIGSEGV": "a crash in native code; run with PYTHONFAULTHANDLER=1 to see where",
+        "SIGBUS": "often a full /dev/shm: see `colossus doctor`",
+    }
+    hint = f": {hints[name]}" if name in hints else ""
+    return f"was killed by {name}{hint}"
+
+
+def _others(causes: list[Cause], world_size: int) -> list[str]:
+    first, rest = causes[0], {cause.rank: cause for cause in causes[1:]}
+    lines, victims, same = [], [], []
+    for rank in range(world_size):
+        if rank == first.rank:
+            continue
+        cause = rest.get(rank)
+        if cause is None or cause.kind == "communication":
+            victims.append(rank)
+        elif cause.record and first.record and _says(cause.record) == _says(first.record):
+            same.append(rank)
+        elif cause.kind == "death":
+            lines.append(f"rank {rank} also failed: it {_what(cause)}")
+        elif cause.kind == "stuck":
+            lines.append(f"rank {rank} did not stop by itself and was ended.")
+        else:
+            assert cause.record is not None
+            lines.append(f"rank {rank} also failed: {cause.record.type}: {_cut(cause.record.message)}")
+    if same:
+        lines.insert(0, f"{_ranks(same)} raised the same error.")
+    if victims:
+        verb = "went away" if first.kind != "stuck" else "did not answer"
+        lines.append(f"{_ranks(victims)} stopped because rank {first.rank} {verb}.")
+    return lines
+
+
+def _says(record: FailureRecord) -> tuple[str, str]:
+    return record.type, record.message
+
+
+def _ranks(ranks: list[int]) -> str:
+    """``rank 0``, ``ranks 0, 2, 3``, and ranges when there are many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [
+        f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run))
+        for run in runs
+    ]
+    return "ranks " + ", ".join(words)
+
+
+def _at_step(record: FailureRecord | None) -> str:
+    if record is None:
+        return ""
+    return f" at step {record.step}" if record.step is not None else " before the first step"
+
+
+def _indent(text: str) -> list[str]:
+    return [f"  {line}" for line in text.rstrip().splitlines()]
+
+
+def _cut(text: str, most: int = 160) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,0 +1,205 @@
+"""``colossus launch``: check the config, start the processes or join those that exist, report the end. No torch
+until the config is known to be right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from colossus.config import ConfigError, load_config, require_available
+from colossus.context.grid import build_grid
+from colossus.launch import causes, failure, machine, run_folder, slurm
+from colossus.launch.dry_run import describe
+from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
+from colossus.launch.worker import run_worker, stopped_line
+
+DONE, FAILED, USAGE = 0, 1, 2
+
+
+def run(
+    config_path: str,
+    overrides: list[str],
+    *,
+    nproc: int | None = None,
+    run_dir: str | None = None,
+    nnodes: int = 1,
+    rdzv_endpoint: str | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Run a config file's training.
+
+    Args:
+        nproc: processes on each node; by default the product of the plan's sizes, shared out over the nodes.
+        run_dir: the run folder, by default ``runs/<name>-<time>``.
+        nnodes: nodes, on each of which this command is given.
+        rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
+        dry_run: print what would be started and start nothing.
+
+    Returns:
+        0 done, 1 failed at run time, 2 config or usage; 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
+    """
+    try:
+        joined = worker_variables(os.environ)
+        if joined is not None:
+            return _join(config_path, overrides, joined, nproc, run_dir, dry_run)
+        if nnodes < 1:
+            raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
+        config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
+        require_available(config)
+        world_size = build_grid(config.parallel).world_size
+        local_ranks = _local_ranks(world_size, nnodes, rdzv_endpoint)
+        folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
+        run_folder.check_unused(folder)
+        if dry_run:
+            print(describe(config, folder, local_ranks, nnodes))
+            return DONE
+        run_folder.claim(folder)
+        failure.clear(folder)
+    except ConfigError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return USAGE
+    return _launch(config_path, overrides, local_ranks, folder, nnodes, rdzv_endpoint)
+
+
+def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """torch's variables when torchrun or srun has started this process as one of the ranks, else None.
+
+    Raises:
+        ConfigError: when SLURM's variables cannot be understood.
+    """
+    if all(name in environ for name in slurm.RANK_VARIABLES):
+        return {name: environ[name] for name in (*slurm.RANK_VARIABLES, "LOCAL_WORLD_SIZE") if name in environ}
+    if slurm.is_task(environ):
+        try:
+            return slurm.torch_variables(environ)
+        except ValueError as error:
+            raise ConfigError(f"srun: {error}") from None
+    return None
+
+
+def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
+    if nnodes > 1 and not endpoint:
+        raise ConfigError(
+            f"--nnodes {nnodes} needs --rdzv-endpoint host:port, the same on every node: a host among them, "
+            f"by a name that all can resolve, and a free port there"
+        )
+    if world_size % nnodes:
+        raise ConfigError(
+            f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
+            f"change the plan, or start the ranks with torchrun"
+        )
+    return world_size // nnodes
+
+
+def _join(
+    config_path: str, overrides: list[str], joined: dict[str, str], nproc: int | None, run_dir: str | None, dry_run: bool
+) -> int:
+    """Be the rank that torchrun or srun has made of this process."""
+    world_size = int(joined["WORLD_SIZE"])
+    try:
+        if nproc is not None and str(nproc) not in (joined["WORLD_SIZE"], joined.get("LOCAL_WORLD_SIZE")):
+            raise ConfigError(
+                f"--nproc {nproc}, but this process is one of {world_size} that torchrun or srun has started: "
+                f"leave --nproc out"
+            )
+        config = load_config(config_path, overrides, world_size)
+        require_available(config)
+        if dry_run:
+            if joined["RANK"] == "0":
+                print(describe(config, Path(run_dir) if run_dir else None, world_size, 1))
+            return DONE
+    except ConfigError as error:
+        if joined["RANK"] == "0":
+            print(f"colossus: {error}", file=sys.stderr)
+        return USAGE
+    os.environ.update(joined)
+    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
+    return run_worker(config_path, overrides, run_dir=run_dir)
+
+
+def _launch(
+    config_path: str, overrides: list[str], local_ranks: int, folder: Path, nnodes: int, endpoint: str | None
+) -> int:
+    _prepare_environment(local_ranks, nnodes)
+    with _stop_raises():
+        try:
+            # torch comes in here: everything above answers without it
+            from colossus.launch.agent import run_workers
+
+            outcome = run_workers(
+                config_path, overrides, local_ranks=local_ranks, folder=folder, nodes=nnodes, endpoint=endpoint
+            )
+        except _Stopped as stop:
+            print(stopped_line(folder, stop.signum))
+            return exit_code(stop.signum)
+        except (OSError, RuntimeError) as error:
+            where = f" at {endpoint}" if endpoint else ""
+            print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
+            return FAILED
+    if outcome.signum is not None:
+        print(stopped_line(outcome.folder, outcome.signum))
+        return exit_code(outcome.signum)
+    return _report(outcome.folder, outcome.exits, outcome.world_size)
+
+
+def _report(folder: Path, exits: Mapping[int, causes.RankExit], world_size: int) -> int:
+    if all(ended.code == 0 for ended in exits.values()):
+        return DONE
+    records = failure.read_all(folder)
+    stopped = causes.was_only_stopped(records, exits)
+    if stopped is not None:
+        print(stopped_line(folder, stopped - 128))
+        return stopped
+    found = causes.rank_causes(records, exits)
+    if found and found[0].record is not None and found[0].record.kind == "config":
+        print(f"colossus: {found[0].record.message}", file=sys.stderr)
+        return USAGE
+    if found and (found[0].rank in exits or len(exits) == world_size):
+        print(causes.block(found, world_size, folder), file=sys.stderr)
+    elif found:
+        print(causes.elsewhere(found[0], folder), file=sys.stderr)
+    else:
+        print(f"colossus: the run ended with exit codes {exits} and no record in {folder}", file=sys.stderr)
+    return FAILED
+
+
+def _prepare_environment(local_ranks: int, nnodes: int) -> None:
+    """What the workers inherit, unless the user has set it."""
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(local_ranks)))
+    # a print of a rank that is killed later should not be lost in a buffer
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    loopback = machine.loopback_interface()
+    if nnodes == 1 and loopback is not None:
+        # a host name that resolves to an address which is not this machine's makes gloo fail
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+class _Stopped(BaseException):
+    """A stop signal came before elastic had taken them over."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@contextmanager
+def _stop_raises() -> Iterator[None]:
+    """From here to the start of the workers a stop signal raises; afterwards the handlers are as before."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise _Stopped(signum)
+
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    for signum, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, stop)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,52 @@
+"""What ``colossus launch --dry-run`` prints: everything that is known before a process is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from colossus.config import Config, model_options
+from colossus.context.grid import PUBLIC_NAMES, build_grid
+from colossus.launch.machine import threads_per_rank, usable_cores
+
+
+def describe(config: Config, folder: Path | None, local_ranks: int, nnodes: int) -> str:
+    """The plan, processes, device, model and batch as aligned lines."""
+    parallel, train = config.parallel, config.train
+    grid = build_grid(parallel)
+    sizes = [(name, grid.size(name)) for name in parallel.rank_order if name in PUBLIC_NAMES]
+    product = " x ".join(f"{name} {size}" for name, size in sizes)
+    mode = f" (tensor mode {parallel.tensor.mode})" if parallel.tensor.size > 1 else ""
+    where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    rows = {
+        "plan": f"{product} = {grid.world_size} processes{mode}",
+        "processes": f"{local_ranks}{where}, {threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here",
+        "device": _device(config),
+        "parameters": _parameters(config),
+        "batch": _batch(config),
+        "steps": f"{train.steps}, {train.precision}, seed {train.seed}",
+        "run folder": str(folder) if folder is not None else "chosen by rank 0",
+    }
+    return "\n".join(["nothing was started (--dry-run)", *(f"{key:<11} {value}" for key, value in rows.items())])
+
+
+def _device(config: Config) -> str:
+    import torch
+
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
+
+
+def _parameters(config: Config) -> str:
+    options = model_options(config)
+    if options is None:
+        return "not known before the model is built"
+    total = options.num_parameters()
+    shards = config.parallel.tensor.size * config.parallel.pipeline
+    share = f", about {total // shards:,} on each rank" if shards > 1 else " on each rank"
+    return f"{total:,}{share}"
+
+
+def _batch(config: Config) -> str:
+    batch, data, microbatches = config.train.global_batch_size, config.parallel.data or 1, config.schedule.microbatches
+    each = batch // data // microbatches
+    return f"{batch} sequences per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"

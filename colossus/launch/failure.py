@@ -1,0 +1,145 @@
+"""What one rank writes down when it fails: ``failures/rank<N>.json`` in the run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from colossus.config import ConfigError
+
+Kind = Literal["error", "config", "communication", "stuck"]
+
+FOLDER = "failures"
+
+# What torch's backends say when the other side is gone or silent. A rank that raises this is a victim.
+_COMMUNICATION_WORDS = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "connectFullMesh failed",
+    "Timed out waiting",
+    "Socket Timeout",
+    "Broken pipe",
+    "recvValue failed",
+    "sendBytes failed",
+    "failed to recv, got 0 bytes",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "Watchdog caught collective operation timeout",
+)
+_TIMEOUT_WORDS = ("timeout", "timed out")
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """One rank's account of its end.
+
+    Attributes:
+        kind: ``error`` is this rank's own; ``config`` a mistake in the config found late; ``communication`` a
+            collective that failed because of another rank; ``stuck`` was ended by force, with the stack it had.
+        step: the step that was running, counted from 1; None before training.
+        coordinates: axis name -> coordinate of the rank.
+        collectives: the rank's last collectives, oldest first.
+        after_signal: number of the stop signal that came before the failure, if any.
+        time: seconds since the epoch.
+    """
+
+    rank: int
+    kind: Kind
+    type: str
+    message: str
+    traceback: str
+    step: int | None = None
+    host: str = field(default_factory=socket.gethostname)
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    collectives: Sequence[str] = ()
+    after_signal: int | None = None
+    time: float = field(default_factory=time.time)
+
+    @property
+    def is_timeout(self) -> bool:
+        return any(word in self.message.lower() for word in _TIMEOUT_WORDS)
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Whose fault it was, as far as the error tells; a communication error anywhere in its causes decides."""
+    if isinstance(error, ConfigError):
+        return "config"
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
+        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_WORDS):
+            return "communication"
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "error"
+
+
+def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
+    """The record of an exception; ``details`` are further fields. Frames of this package are left out."""
+    return FailureRecord(rank, kind_of(error), type(error).__name__, str(error), _users_traceback(error), **details)
+
+
+def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:
+    """The record of a rank whose thread ``thread_id`` did not come back within ``seconds`` of a stop signal."""
+    frame = sys._current_frames().get(thread_id)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    message = f"did not reach the end of its step within {seconds:g} s and was ended"
+    return FailureRecord(rank, "stuck", "Stuck", message, stack, **details)
+
+
+def write(folder: Path, record: FailureRecord) -> Path:
+    """Write the record below the run folder; readers see all of it or nothing."""
+    target = folder / FOLDER / f"rank{record.rank}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(json.dumps(asdict(record), indent=2) + "\n")
+    draft.replace(target)
+    return target
+
+
+def read_all(folder: Path) -> list[FailureRecord]:
+    """Every readable record below the run folder, by rank."""
+    records = []
+    for path in sorted((folder / FOLDER).glob("rank*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            records.append(FailureRecord(**json.loads(path.read_text())))
+    return sorted(records, key=lambda record: record.rank)
+
+
+def clear(folder: Path) -> None:
+    """Remove the records of an earlier attempt in the same folder."""
+    for path in (folder / FOLDER).glob("rank*.json"):
+        path.unlink(missing_ok=True)
+
+
+def is_first_to_tell(folder: Path | None) -> bool:
+    """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
+    if folder is None:
+        return True
+    try:
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        os.close(os.open(folder / FOLDER / "told", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _users_traceback(error: BaseException) -> str:
+    here = str(Path(__file__).parent)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here) and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

@@ -1,0 +1,193 @@
+"""The worker process: ``python -m colossus.launch.worker CONFIG [--run-dir DIR] -- [section.key=value ...]``.
+
+One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
+itself runs ``run_worker`` in their process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from colossus.config import Config, ConfigError, Named, load_config
+from colossus.launch import causes, failure, run_folder
+from colossus.launch.stop import GRACE_SECONDS, LAUNCHER_PID, StopSignals, exit_code
+from colossus.registry import HOOKS
+
+
+@dataclass
+class _Run:
+    """What this rank knows of its run so far, for the case that it fails."""
+
+    rank: int
+    stop: StopSignals
+    folder: Path | None
+    has_launcher: bool
+    engine: Any = None
+    hooks: list[Any] = field(default_factory=list)
+    step: int | None = None
+
+    def details(self) -> dict[str, Any]:
+        """The fields of a failure record that do not come from the error."""
+        log = sys.modules.get("colossus.comm.log")  # not loaded: then there was no collective either
+        return {
+            "step": self.step,
+            "coordinates": dict(self.engine.context.coordinates) if self.engine is not None else {},
+            "collectives": log.recent() if log is not None else [],
+            "after_signal": self.stop.received,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
+    parser.add_argument("config")
+    parser.add_argument("--run-dir")
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args(arguments)
+    return run_worker(given.config, given.overrides, run_dir=given.run_dir)
+
+
+def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | None) -> int:
+    """Train in this process as the rank the environment says. Main thread only.
+
+    Returns:
+        The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
+        ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
+    """
+    launcher = os.environ.get(LAUNCHER_PID)
+    stop = StopSignals(parent=int(launcher) if launcher else None)
+    stop.install()
+    folder = Path(run_dir) if run_dir is not None else None
+    run = _Run(int(os.environ["RANK"]), stop, folder, has_launcher=launcher is not None)
+    try:
+        code = _train(run, load_config(config_path, overrides, int(os.environ["WORLD_SIZE"])))
+    except BaseException as error:
+        code = _fail(run, error)
+        _flush()
+        os._exit(code)
+    return code
+
+
+def _train(run: _Run, config: Config) -> int:
+    # torch comes in here, after the signals are ours: it takes seconds to import
+    from colossus.engine.fit import fit
+    from colossus.engine.initialize import initialize
+    from colossus.launch.display import make_display
+    from colossus.launch.metrics import Metrics
+
+    engine = run.engine = initialize(config, run_dir=run.folder)
+    folder = run.folder if run.has_launcher else _agree_on_folder(run, engine)
+    assert folder is not None
+    run.folder = folder
+    metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
+    if engine.context.is_logging_rank:
+        run_folder.write_start(folder, config, getattr(engine, "dataset", None))
+    own = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
+    run.hooks = [_steps_of(run), metrics, display, *own]
+
+    thread = threading.get_ident()
+    run.stop.before_hard_end(metrics.flush)
+    run.stop.before_hard_end(display.close)
+    run.stop.before_hard_end(
+        lambda: _write(run, failure.of_stuck_rank(thread, GRACE_SECONDS, run.rank, **run.details()))
+    )
+    run.stop.ready(engine.request_stop)
+
+    summary = fit(engine, run.hooks)
+    engine.close()
+    if summary.reason == "finished":
+        return 0
+    if not run.has_launcher and engine.context.is_logging_rank:
+        print(stopped_line(folder, run.stop.received), flush=True)
+    return exit_code(run.stop.received) if run.stop.received is not None else 0
+
+
+def stopped_line(folder: Path, signum: int | None) -> str:
+    """One line on where a stopped run is: read from its metrics, so that it is also true after a hard end."""
+    row = run_folder.last_metrics(folder)
+    by = f"by {signal.Signals(signum).name} " if signum else ""
+    if row is None:
+        return f"stopped {by}before the first step was complete; run folder {folder}"
+    return f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
+
+
+def _steps_of(run: _Run) -> Any:
+    from colossus.engine.hooks import Hook
+
+    class Steps(Hook):
+        """Keeps the number of the step that is running."""
+
+        def on_step_start(self, engine: Any) -> None:
+            run.step = engine.completed_steps + 1
+
+    return Steps()
+
+
+def _agree_on_folder(run: _Run, engine: Any) -> Path:
+    """Without our launcher nobody has chosen the folder: rank 0 does, and tells the others.
+
+    Raises:
+        ConfigError: on every rank, when the folder belongs to another run.
+    """
+    from torch import distributed as dist
+
+    chosen: list[Any] = [None, None]
+    if engine.context.rank == 0:
+        folder = run.folder or run_folder.default_folder(engine.config.name)
+        try:
+            run_folder.claim(folder)
+            failure.clear(folder)
+        except ConfigError as error:
+            chosen[1] = error.problems
+        chosen[0] = str(folder.resolve() if run.folder is None else folder)
+    if engine.context.world_size > 1:
+        device = engine.device if engine.device.type == "cuda" else None
+        dist.broadcast_object_list(chosen, src=0, device=device)
+    if chosen[1] is not None:
+        raise ConfigError(chosen[1])
+    return Path(chosen[0])
+
+
+def _fail(run: _Run, error: BaseException) -> int:
+    """Write this rank's record; print only what nobody else will. Returns the exit code."""
+    record = failure.of_exception(error, run.rank, **run.details())
+    _write(run, record)
+    if run.stop.received is not None:
+        return exit_code(run.stop.received)
+    if record.kind == "config":
+        if not run.has_launcher and run.rank == 0:
+            print(f"colossus: {record.message}", file=sys.stderr)
+        return 2
+    if not run.has_launcher:
+        if record.kind == "error" and failure.is_first_to_tell(run.folder):
+            cause = causes.Cause(run.rank, "error", record, None)
+            print(causes.block([cause], int(os.environ["WORLD_SIZE"]), run.folder), file=sys.stderr)
+        else:
+            print(causes.one_line(record, run.folder), file=sys.stderr)
+    return 1
+
+
+def _write(run: _Run, record: failure.FailureRecord) -> None:
+    if run.folder is not None:
+        try:
+            failure.write(run.folder, record)
+        except OSError as error:
+            print(f"rank {run.rank}: no failure record ({error}):\n{record.traceback}", file=sys.stderr)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

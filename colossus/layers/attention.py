@@ -1,0 +1,107 @@
+"""Multi-head attention on torch's scaled_dot_product_attention, heads split over the tensor ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.layers.dropout import Dropout
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.layers.rotary import Rotary
+from colossus.layers.sharded import unwrap, wrap
+from colossus.layout.activation import Activation
+from colossus.layout.parameter import Initializer
+
+
+class Attention(Layer):
+    """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
+
+    Shape:
+        input and output [batch, tokens, hidden_size]; each tensor rank computes num_heads / ranks heads.
+        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; whole on every rank,
+        its heads dim 1.
+
+    Raises:
+        ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        bias: bool = True,
+        *,
+        causal: bool = True,
+        dropout: float = 0.0,
+        rotary: bool = False,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv = num_kv_heads or num_heads
+        ranks = self.plan.tensor_size
+        if hidden_size % num_heads:
+            raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads} heads")
+        if num_heads % kv:
+            raise ValueError(f"Attention: num_heads = {num_heads} is not a multiple of num_kv_heads = {kv}")
+        for what, heads in (("num_heads", num_heads), ("num_kv_heads", kv)):
+            if heads % ranks:
+                fewer = (
+                    " There are fewer key/value heads than tensor ranks: ranks would have to hold copies, which this "
+                    "version does not do; use more num_kv_heads or fewer ranks." if heads < ranks else ""
+                )
+                raise ValueError(
+                    f"Attention: {what} = {heads} does not divide over parallel.tensor.size = {ranks}: heads are "
+                    f"split whole.{fewer}"
+                )
+        self.head_dim = hidden_size // num_heads
+        self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
+        sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
+        self.qkv = Linear(hidden_size, sizes, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+        self.rotary = Rotary(self.head_dim) if rotary else None
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        local, source, home = unwrap(x, self.plan)
+        return wrap(self.apply_local(local, source, home, mask), home, home, self.plan)
+
+    def apply_local(self, x: Tensor, source: Activation, target: Activation, mask: Tensor | None = None) -> Tensor:
+        inner = self.plan.regions.inner
+        query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        mixed = self._attend(query, key, value, self._local_mask(mask), inner)
+        return self.out.apply_local(mixed.transpose(-3, -2).flatten(-2), inner, target)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+
+    def _local_mask(self, mask: Tensor | None) -> Tensor | None:
+        if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 or not self.is_split:
+            return mask
+        count = self.num_heads // self.plan.tensor_size
+        return mask.narrow(-3, self.context.index("tensor") * count, count)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
+        grouped = self.num_kv_heads != self.num_heads
+        causal = self.causal and mask is None
+        if mask is not None and self.causal:
+            tokens = query.shape[-2]
+            past = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
+            mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, float("-inf"))
+        rate = self.dropout.p if self.training else 0.0
+        if rate == 0.0:
+            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+        # torch's attention draws its mask from the global generator: lend it one that is keyed like our own dropout
+        generator = self.dropout.generator(torch.device("cpu"), inner)
+        devices = [query.device] if query.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(generator.initial_seed())
+            return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)

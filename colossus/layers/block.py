@@ -1,0 +1,91 @@
+"""The pre-norm transformer block."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from colossus.layers.attention import Attention
+from colossus.layers.dropout import Dropout
+from colossus.layers.layer import Layer
+from colossus.layers.mlp import MLP, GatedMLP
+from colossus.layers.norm import LayerNorm, RMSNorm
+from colossus.layers.recompute import checkpoint
+from colossus.layers.sharded import unwrap, wrap
+from colossus.layout.activation import Activation
+from colossus.layout.parameter import Initializer
+
+
+def make_norm(kind: str, hidden_size: int, bias: bool) -> LayerNorm | RMSNorm:
+    """``layernorm`` or ``rmsnorm``."""
+    if kind == "layernorm":
+        return LayerNorm(hidden_size, bias=bias)
+    if kind == "rmsnorm":
+        return RMSNorm(hidden_size, eps=1e-6)
+    raise ValueError(f"norm = {kind!r}: use 'layernorm' or 'rmsnorm'")
+
+
+class TransformerBlock(Layer):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Input and output [batch, tokens, hidden_size], in the layout in which x comes: a plain tensor gives a plain tensor;
+    within ``to_outer`` ... ``to_user`` tokens stay split where the mode splits them.
+
+    Args:
+        activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective``
+            (keep matmuls, attention and collectives, recompute the rest).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        ffn_size: int | None = None,
+        *,
+        bias: bool = True,
+        causal: bool = True,
+        norm: str = "layernorm",
+        mlp: str = "gelu",
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        rotary: bool = False,
+        activation_checkpoint: str = "none",
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        draws = {"init": init, "out_init": out_init, "bias_init": bias_init}
+        self.activation_checkpoint = activation_checkpoint
+        self.attention_norm = make_norm(norm, hidden_size, bias)
+        self.attention = Attention(
+            hidden_size, num_heads, num_kv_heads, bias,
+            causal=causal, dropout=attention_dropout, rotary=rotary, **draws,
+        )  # fmt: skip
+        self.mlp_norm = make_norm(norm, hidden_size, bias)
+        self.mlp: nn.Module
+        if mlp == "gelu":
+            self.mlp = MLP(hidden_size, ffn_size, bias, **draws)
+        elif mlp == "swiglu":
+            self.mlp = GatedMLP(hidden_size, ffn_size or 4 * hidden_size, bias, **draws)
+        else:
+            raise ValueError(f"mlp = {mlp!r}: use 'gelu' or 'swiglu'")
+        self.attention_dropout = Dropout(dropout)
+        self.mlp_dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        local, activation, home = unwrap(x, self.plan)
+        if self.activation_checkpoint != "none" and self.training:
+            local = checkpoint(
+                self.apply_local, local, activation, mask, context=self.context, kind=self.activation_checkpoint
+            )
+        else:
+            local = self.apply_local(local, activation, mask)
+        return wrap(local, activation, home, self.plan)
+
+    def apply_local(self, x: Tensor, at: Activation, mask: Tensor | None = None) -> Tensor:
+        """The block on a plain local tensor that is laid out, and stays, as ``at``."""
+        mixed = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask)
+        x = x + self.attention_dropout.apply_local(mixed, at)
+        grown = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
+        return x + self.mlp_dropout.apply_local(grown, at)

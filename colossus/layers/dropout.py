@@ -1,0 +1,49 @@
+"""Dropout whose mask is a function of what it is for, not of when it is drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colossus.layers.layer import Layer
+from colossus.layers.sharded import ShardedActivation, unwrap, wrap
+from colossus.layout.activation import Activation
+
+
+class Dropout(Layer):
+    """``torch.nn.Dropout``, exact under parallelism.
+
+    The mask depends on the seed, the step, the microbatch, the module's name, how often it was called in this forward
+    pass, and the rank's place on the axes that split its input. Ranks that hold the same values draw the same mask,
+    ranks that hold different parts draw different ones, and recomputation draws the same again.
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"Dropout: p = {p} is not in [0, 1)")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        local, activation, home = unwrap(x, self.plan)
+        num_features = x.num_features if isinstance(x, ShardedActivation) else None
+        return wrap(self.apply_local(local, activation), activation, home, self.plan, num_features)
+
+    def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        mask = torch.empty_like(x, dtype=torch.bool, requires_grad=False)
+        mask.bernoulli_(1.0 - self.p, generator=self.generator(x.device, activation))
+        return x * mask * (1.0 / (1.0 - self.p))
+
+    def generator(self, device: torch.device, activation: Activation) -> torch.Generator:
+        rng = self.context.rng
+        at = self.context.coordinates
+        place = [f"{axis}={at[axis]}" for axis in activation.shard_axes]
+        call = rng.next_call(self.full_name)
+        return rng.at_position("dropout", device, self.full_name, call, *place)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

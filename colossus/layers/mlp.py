@@ -1,0 +1,76 @@
+"""The two-layer perceptrons of a transformer: a column linear, an element-by-element function, a row linear."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.layers.sharded import unwrap, wrap
+from colossus.layout.activation import Activation
+from colossus.layout.parameter import Initializer
+
+
+class _Pair(Layer):
+    up: Linear
+    down: Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        local, source, home = unwrap(x, self.plan)
+        return wrap(self.apply_local(local, source, home), home, home, self.plan)
+
+    def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
+        inner = self.plan.regions.inner
+        return self.down.apply_local(self._hidden(self.up.apply_local(x, source, inner)), inner, target)
+
+    def _hidden(self, made: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MLP(_Pair):
+    """down(gelu(up(x))). Input and output [.., hidden_size]; ``ffn_size`` is split over the tensor ranks."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int | None = None,
+        bias: bool = True,
+        *,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        ffn_size = ffn_size or 4 * hidden_size
+        self.up = Linear(hidden_size, ffn_size, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+
+    def _hidden(self, made: Tensor) -> Tensor:
+        return F.gelu(made)
+
+
+class GatedMLP(_Pair):
+    """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        bias: bool = False,
+        *,
+        init: Initializer | None = None,
+        out_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        both = {"gate": ffn_size, "value": ffn_size}
+        self.up = Linear(hidden_size, both, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+
+    def _hidden(self, made: Tensor) -> Tensor:
+        gate, value = made
+        return F.silu(gate) * value

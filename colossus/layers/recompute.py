@@ -1,0 +1,61 @@
+"""Activation checkpointing that repeats the random draws of the first pass, full or selective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from colossus.context.parallel_context import ParallelContext
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+#: what ``selective`` keeps: results that cost a matmul, an attention or a trip over the network
+SAVED = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.wait_tensor.default,
+}
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, context: ParallelContext, kind: str = "full") -> Any:
+    """``function(*args)`` whose activations are computed again in backward instead of kept.
+
+    Args:
+        function: of plain local tensors.
+        context: whose random streams the recomputation repeats.
+        kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    if kind not in ("full", "selective"):
+        raise ValueError(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
+    rng = context.rng
+    position = rng.snapshot()
+
+    def run(*inputs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return function(*inputs)
+        with rng.replay(position):
+            return function(*inputs)
+
+    options: dict[str, Any] = {}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **options)

@@ -1,0 +1,80 @@
+"""A GPT: pre-norm transformer decoder with learned or rotary positions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from colossus.layers.block import TransformerBlock, make_norm
+from colossus.layers.dropout import Dropout
+from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.head import LMHead
+from colossus.layers.init import Constant, Normal
+from colossus.layers.layer import plan_of
+from colossus.layers.loss import cross_entropy
+from colossus.layers.sharded import wrap
+from colossus.context.parallel_context import current_context
+from colossus.models.options import GPTOptions
+from colossus.registry import MODELS
+
+
+@MODELS.register("GPT")
+class GPT(nn.Module):
+    """Decoder-only language model; options as in `GPTOptions`.
+
+    Weights start normal with standard deviation 0.02, those that write to the residual stream with 0.02 / sqrt(2 L)
+    (GPT-2).
+
+    Shape:
+        ids [batch, tokens] (whole on every tensor rank); logits [batch, tokens, vocab_size], split over the tensor ranks
+        where there are any (``colossus.layers.to_user`` makes them whole).
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        o = self.options = GPTOptions(**options)
+        self.plan = plan_of(current_context())
+        small = Normal(0.02)
+        into_residual = Normal(0.02 / math.sqrt(2 * o.num_layers))
+        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=small)
+        self.positions = PositionEmbedding(o.seq_len, o.hidden_size) if o.positions == "learned" else None
+        self.dropout = Dropout(o.dropout)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                o.hidden_size,
+                o.num_heads,
+                o.num_kv_heads,
+                o.ffn_hidden_size,
+                bias=o.bias,
+                norm=o.norm,
+                mlp=o.mlp,
+                dropout=o.dropout,
+                attention_dropout=o.attention_dropout,
+                rotary=o.positions == "rotary",
+                activation_checkpoint=o.activation_checkpoint,
+                init=small,
+                out_init=into_residual,
+                bias_init=Constant(0.0),
+            )
+            for _ in range(o.num_layers)
+        )
+        self.norm = make_norm(o.norm, o.hidden_size, o.bias)
+        tied = self.embedding if o.tie_embeddings else None
+        self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=small)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        outer = self.plan.regions.outer
+        x = self.embedding.apply_local(ids, outer)
+        if self.positions is not None:
+            x = self.positions.apply_local(x, outer)
+        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
+        o = self.options
+        return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)

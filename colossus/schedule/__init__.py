@@ -1,0 +1,1 @@
+"""What runs when: schedules as lists of actions, and what executes them."""

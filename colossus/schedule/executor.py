@@ -1,0 +1,67 @@
+"""Runs a schedule's actions on this rank's stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.schedule.actions import Action
+
+#: microbatch -> (sum of losses, number of valid tokens)
+Loss = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Totals:
+    """Sums over the microbatches of a step on this rank, not yet over ranks."""
+
+    loss_sum: Tensor
+    tokens: Tensor
+
+
+def execute(
+    actions: Sequence[Action],
+    microbatches: Sequence[Any],
+    forward: Callable[[int, Any], Loss],
+    *,
+    before_last_backward: Callable[[], None],
+    reduce: Callable[[], None],
+) -> Totals:
+    """Run the actions of one step.
+
+    The loss of a microbatch is backpropagated as its sum: no rank and no microbatch knows the number of valid tokens
+    of the global batch before all are through, so gradients are sums here and are divided once, when they have been
+    reduced. This is the one place that decides how a loss is scaled.
+
+    Args:
+        forward: runs the model on a microbatch; returns (sum, count).
+        before_last_backward: called before the backward that completes the gradients, so that their reduction can
+            overlap with it.
+        reduce: finishes the reduction of the gradients.
+    """
+    alive: dict[int, Tensor] = {}
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    remaining = sum(action.kind == "backward" for action in actions)
+    for action in actions:
+        if action.kind == "forward":
+            loss, count = forward(action.microbatch, microbatches[action.microbatch])
+            alive[action.microbatch] = loss
+            sums.append(loss.detach())
+            counts.append(count)
+        elif action.kind == "backward":
+            remaining -= 1
+            if remaining == 0:
+                before_last_backward()
+            alive.pop(action.microbatch).backward()
+        else:
+            reduce()
+    return Totals(_total(sums), _total(counts))
+
+
+def _total(values: list[Tensor]) -> Tensor:
+    return values[0].double() if len(values) == 1 else torch.stack([value.double() for value in values]).sum()

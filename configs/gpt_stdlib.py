@@ -1,0 +1,13 @@
+"""A small byte-level GPT on the source of the Python standard library: data 2 x tensor 2 on 4 processes.
+
+    colossus launch configs/gpt_stdlib.py
+
+Any plan trains the same model: try parallel.tensor=1 parallel.data=4, or parallel.tensor=4 parallel.data=1.
+"""
+
+parallel = dict(data=2, tensor=dict(mode="1d", size=2))
+model = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=4, vocab_size=256, seq_len=128)
+data = dict(type="PythonStdlib")
+optimizer = dict(type="AdamW", lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+lr_schedule = dict(type="cosine", warmup_steps=50, min_ratio=0.05)
+train = dict(steps=1000, global_batch_size=32, clip_grad_norm=1.0, eval_every=250, eval_batches=40, seed=0)
