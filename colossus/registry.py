@@ -31,9 +31,7 @@ def nearest(name: str, known: list[str]) -> str | None:
 class Registry:
     """A table of one kind of thing (models, tensor modes, datasets, ...) by name."""
 
-    def __init__(
-        self, kind: str, builtin: Mapping[str, str] | None = None, *, package: str | None = None
-    ) -> None:
+    def __init__(self, kind: str, builtin: Mapping[str, str] | None = None, *, package: str | None = None) -> None:
         self.kind = kind
         self._builtin = dict(builtin or {})
         self._package = package
@@ -107,9 +105,7 @@ class Registry:
             return spec(**extra)
         arguments = dict(spec)
         if "type" not in arguments:
-            raise ValueError(
-                f"a {self.kind} needs a 'type': dict(type=..., **options); known: {self.names()}"
-            )
+            raise ValueError(f"a {self.kind} needs a 'type': dict(type=..., **options); known: {self.names()}")
         kind = arguments.pop("type")
         factory = kind if callable(kind) else self.get(kind)
         return factory(**arguments, **extra)

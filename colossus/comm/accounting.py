@@ -21,7 +21,7 @@ class Tally:
     bytes: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Counter:
     """Calls and bytes sent by this rank, by (operation, axes, dtype)."""
 

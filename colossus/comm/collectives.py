@@ -19,6 +19,8 @@ from colossus.context.groups import AxisGroup
 
 _functional = torch.ops._c10d_functional
 
+_TAGS = 1 << 30  # c10d takes 31 bits
+
 # A direct exchange sends (n-1) S in one round instead of 2 (n-1)/n S in 2 (n-1) rounds. Largest tensor, in bytes,
 # for which one round was the faster on gloo (2 cores; benchmarks/collectives.py repeats the measurement).
 _EXCHANGE_LIMIT = {2: 8 << 20, 3: 32 << 10, 4: 32 << 10, 8: 4 << 10}
@@ -84,9 +86,9 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
+    flat = (x.unsqueeze(0) if x.dim() == 0 else x).contiguous()
+    dim = _dim(flat, dim)
     entry = _note("all_gather", x, group, (n - 1) * x.nbytes)
-    x = x.contiguous()
-    flat = x.unsqueeze(0) if x.dim() == 0 else x
     if is_recorded():
         out = _functional.all_gather_into_tensor(flat, n, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
@@ -104,9 +106,8 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
-    dim %= x.dim()
-    entry = _note("reduce_scatter", x, group, (n - 1) / n * x.nbytes)
     stacked = _stack_parts(x, n, dim, group)
+    entry = _note("reduce_scatter", x, group, (n - 1) / n * x.nbytes)
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return _functional_pending(out, entry)
@@ -116,14 +117,17 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
-    """Exchange the dim that is sharded: split along ``split_dim``, receive parts along ``concat_dim``."""
+    """Exchange the dim that is sharded: split along ``split_dim``, receive parts along ``concat_dim``.
+
+    Raises:
+        ValueError: when ``split_dim`` does not divide by the size of the group.
+    """
     n = group.size
     if n == 1:
         return Ready(x)
-    split_dim, concat_dim = split_dim % x.dim(), concat_dim % x.dim()
+    concat_dim = _dim(x, concat_dim)
+    flat = _stack_parts(x, n, split_dim, group).flatten(0, 1)
     entry = _note("all_to_all", x, group, (n - 1) / n * x.nbytes)
-    stacked = _stack_parts(x, n, split_dim, group)
-    flat = stacked.flatten(0, 1)
     if is_recorded():
         parts = [flat.shape[0] // n] * n
         out = _functional.all_to_all_single(flat, parts, parts, group.name)
@@ -137,6 +141,7 @@ def own_part(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """This rank's slice along ``dim``; no communication."""
     if group.size == 1:
         return x
+    dim = _dim(x, dim)
     size, rest = divmod(x.shape[dim], group.size)
     if rest:
         raise ValueError(_indivisible(x, dim, group))
@@ -147,7 +152,7 @@ def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry) -> Pending:
     """All-reduce in one round: send ``x`` to every peer, add what they send, in rank order on every rank."""
     process_group = group.process_group
     assert process_group is not None
-    me, tag = group.index, entry.sequence
+    me, tag = group.index, next(group.tags) % _TAGS
     peers = [peer for peer in range(group.size) if peer != me]
     incoming = {peer: torch.empty_like(x) for peer in peers}
     works = [process_group.recv([incoming[peer]], peer, tag) for peer in peers]
@@ -190,6 +195,7 @@ def _work_pending(
 
 def _stack_parts(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
     """[.., n s, ..] -> contiguous [n, .., s, ..]."""
+    dim = _dim(x, dim)
     if x.shape[dim] % n:
         raise ValueError(_indivisible(x, dim, group))
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
@@ -197,11 +203,16 @@ def _stack_parts(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
 
 def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
     """[n s0, ..], as gathered along the first dim, to a concatenation along ``dim``."""
-    dim %= x.dim()
     if dim == 0:
         return x
     parts = x.unflatten(0, (n, x.shape[0] // n))
     return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
+    return dim % x.dim()
 
 
 def _indivisible(x: Tensor, dim: int, group: AxisGroup) -> str:

@@ -46,7 +46,7 @@ def _all_to_all(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool)
 
 def _slice(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
     # a copy: a view would keep the whole tensor alive for as long as the part
-    return Ready(collectives.own_part(x, group, dim).contiguous())
+    return Ready(collectives.own_part(x, group, dim).clone(memory_format=torch.contiguous_format))
 
 
 def _pad(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
@@ -88,6 +88,7 @@ class _Conjugate(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         operation, group, dim, to_dim = ctx.movement
         if operation == "all_to_all":
@@ -99,5 +100,4 @@ def conjugate(x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int
     """``forward`` applied to ``x``; its gradient is moved by ``backward``."""
     if group.size == 1:
         return x
-    dim, to_dim = dim % max(x.dim(), 1), to_dim % max(x.dim(), 1)
     return _Conjugate.apply(x, forward, backward, group, dim, to_dim)

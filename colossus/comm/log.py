@@ -7,8 +7,11 @@ import time
 from collections import deque
 from pathlib import Path
 
+import torch
+
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class Entry:
@@ -60,9 +63,9 @@ def clear() -> None:
 
 
 def _call_site() -> tuple[str, int]:
-    """File and line of the first frame outside comm."""
+    """File and line of the first frame outside comm and torch (autograd calls us through torch)."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

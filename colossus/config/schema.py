@@ -17,9 +17,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 #: a tuple that may be written as a list
-Counts = Annotated[
-    tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
 AXES = ("pipeline", "data", "sequence", "tensor")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,12 +21,14 @@ class AxisGroup:
         ranks: global ranks in group order.
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
+        tags: numbers for point-to-point rounds, counted alike on all ranks of the group.
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
+    tags: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @property
     def size(self) -> int:
@@ -39,3 +46,47 @@ class AxisGroup:
 
     def __str__(self) -> str:
         return "x".join(self.axes) if self.axes else "self"
+
+
+_stores: dict[tuple[str | None, str | None], tuple[dist.Store, Iterator[int]]] = {}
+
+
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """A part of the launcher's store that no earlier world of this process has written to.
+
+    Without it a world made after another finds the addresses of the one destroyed ("Connection refused").
+    """
+    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if place not in _stores:
+        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+        _stores[place] = store, itertools.count()
+    store, worlds = _stores[place]
+    return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
+
+
+def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group whose members are in the order of ``ranks``; only they need to call.
+
+    ``dist.new_group`` would number it by the groups this process made before, so that ranks with another history wait
+    for each other for ever, and a group made again finds the addresses of the one destroyed before.
+
+    Args:
+        ranks: global ranks.
+        index: place of this process in them.
+        name: the same on all of them, and never used before in this world.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), index, list(ranks), backend, store, c10d.GroupName(name), timeout=timeout, group_desc=name
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def limit_waiting(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Collectives of this group fail after ``timeout``."""
+    if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
+        c10d._set_pg_timeout(timeout, group)

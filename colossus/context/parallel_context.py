@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 from types import TracebackType
@@ -12,10 +13,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.context.grid import Axes, RankGrid, build_grid
-from colossus.context.groups import AxisGroup
+from colossus.context.groups import AxisGroup, fresh_store, limit_waiting, new_process_group
 from colossus.context.rng import RngStreams
 
 _stack: list[ParallelContext] = []
+_serial = itertools.count()
 
 
 class ParallelContext:
@@ -58,6 +60,7 @@ class ParallelContext:
         self._groups: dict[tuple[str, ...], AxisGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
+        self._serial = next(_serial)
         self._owns_world = False
         self.closed = False
         if grid.world_size > 1:
@@ -84,9 +87,9 @@ class ParallelContext:
                     f"this plan needs {self.grid.world_size} processes, but this one was started alone: start it "
                     f"with `colossus launch`, torchrun or srun"
                 )
-            dist.init_process_group(
-                backend, rank=self.rank, world_size=self.grid.world_size, timeout=self.timeout
-            )
+            size = self.grid.world_size
+            store = fresh_store(self.rank, size, self.timeout)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
             sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
@@ -97,6 +100,8 @@ class ParallelContext:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
+        for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
+            limit_waiting(group, self.timeout)
 
     # -- axes ---------------------------------------------------------------------------------------------
 
@@ -144,12 +149,17 @@ class ParallelContext:
             elif len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
-                # group order must follow `names`, which may differ from rank order
-                process_group = dist.new_group(
-                    list(ranks), timeout=self.timeout, use_local_synchronization=True, sort_ranks=False
-                )
+                name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+                process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
                 self._made.append(process_group)
         return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
+
+    def _axis_groups(self) -> list[dist.ProcessGroup]:
+        """The mesh's own groups, without the world where an axis spans all ranks."""
+        if self._mesh is None:
+            return []
+        groups = [self._mesh.get_group(name) for name in self.grid.names]
+        return [group for group in groups if group is not dist.group.WORLD]
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -164,11 +174,7 @@ class ParallelContext:
             if self._owns_world:
                 dist.destroy_process_group()
             else:
-                if self._mesh is not None:
-                    world = dist.group.WORLD
-                    axis_groups = [self._mesh.get_group(name) for name in self.grid.names]
-                    self._made.extend(group for group in axis_groups if group is not world)
-                for group in self._made:
+                for group in (*self._made, *self._axis_groups()):
                     dist.destroy_process_group(group)
         self._groups.clear()
         self._made.clear()

@@ -60,8 +60,8 @@ class RngStreams:
         if self._calls.get(name, 0) > 1:
             raise ValueError(
                 f"{name} draws random numbers {self._calls[name]} times in one forward pass and is recomputed by "
-                f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, or "
-                f"one module for each use"
+                f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, "
+                f"or one module for each use"
             )
         return 0
 
@@ -93,11 +93,13 @@ class RngStreams:
             "seed": self.seed,
             "step": self.step,
             "microbatch": self.microbatch,
+            "calls": dict(self._calls),
             "named": {name: (str(g.device), g.get_state()) for name, g in self._named.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.seed, self.step, self.microbatch = state["seed"], state["step"], state["microbatch"]
+        self._calls = dict(state["calls"])
         self._named = {}
         for name, (device, value) in state["named"].items():
             self._named[name] = torch.Generator(device)

@@ -103,6 +103,11 @@ class ValidationLoader:
             try:
                 batch = self.source.read()
             except EndOfPass:
+                if not self.source.step:
+                    raise ValueError(
+                        f"data.validation gave less than one whole batch of {self.part.global_batch_size} samples; "
+                        f"give more, or lower the batch size"
+                    ) from None
                 return
             yield to_tensors(batch, self.device)
 

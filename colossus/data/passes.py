@@ -106,7 +106,7 @@ class Passes:
             raise ValueError(
                 f"{self.name} gave nothing: the data is empty, or it is an iterator already read to its end"
             )
-        self.ended = self.once or not self.offset
+        self.ended = not self.offset  # an iterator that is not to be had again
         self.epoch += 1
         self.offset = 0
         self._iterator = None

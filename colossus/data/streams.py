@@ -29,7 +29,7 @@ class StreamSource(Source):
         self.part = part
 
     def seek(self, step: int) -> None:
-        if step < self.step or not self.part.endless:
+        if step < self.step:
             self.passes.rewind()
             self.step = 0
         if step > self.step:
@@ -141,7 +141,7 @@ class BatchStream(StreamSource):
             if not self._told_of_short:
                 log.info("%s: the last batch of a pass has %d samples and is dropped", self.name, size)
                 self._told_of_short = True
-            if self.passes.ended or not self.part.endless:
+            if not self.part.endless:
                 raise
             return
         raise ValueError(self._wrong_size(size))

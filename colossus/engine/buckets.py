@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
@@ -13,8 +13,8 @@ from colossus.context.groups import AxisGroup
 class Bucket:
     """Gradients of some parameters side by side, and behind them one flag each: whether any rank used it.
 
-    A parameter that no rank used keeps ``grad = None``, so the optimizer leaves it alone as it would in one process; the
-    flags travel with the gradients and cost no call of their own.
+    A parameter that no rank used keeps ``grad = None``, so the optimizer leaves it alone as it would in one process;
+    the flags travel with the gradients and cost no call of their own.
     """
 
     def __init__(self, params: list[nn.Parameter], group: AxisGroup) -> None:

@@ -53,9 +53,10 @@ class Engine:
         self._norm = GradientNorm(model.parameters(), context)
         self._batch_axes = plan_of(context).regions.user.shard_axes
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop
-        self._step_group = context.group(tuple(a for a in context.grid.names if a in {*self._batch_axes, *self._norm.axes}))
-        self._counts_loss = all(context.coordinates[axis] == 0 for axis in self._norm.axes if axis not in self._batch_axes)
-        self._counts_norm = all(context.coordinates[axis] == 0 for axis in self._batch_axes if axis not in self._norm.axes)
+        loss_axes, norm_axes, at = set(self._batch_axes), set(self._norm.axes), context.coordinates
+        self._step_group = context.group(tuple(axis for axis in context.grid.names if axis in loss_axes | norm_axes))
+        self._counts_loss = all(at[axis] == 0 for axis in norm_axes - loss_axes)
+        self._counts_norm = all(at[axis] == 0 for axis in loss_axes - norm_axes)
         self._actions = SCHEDULES.get(config.schedule.type)(1, config.schedule.microbatches)[0]
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
 
@@ -112,8 +113,8 @@ class Engine:
         result = self.loss_fn(outputs, batch)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
             raise ValueError(
-                f"the loss function returned {_describe(result)}; it must return (sum, count): the sum of the losses of "
-                f"all valid samples or tokens, and their number, so that the mean over the global batch does not "
+                f"the loss function returned {_describe(result)}; it must return (sum, count): the sum of the losses "
+                f"of all valid samples or tokens, and their number, so that the mean over the global batch does not "
                 f"depend on how it is split. For example: "
                 f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
             )

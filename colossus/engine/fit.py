@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from colossus.engine.hooks import Hook
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class FitSummary:
     validation_loss: float | None = None
 
 
-def evaluation_due(engine: Any, step: int) -> bool:
+def evaluation_due(engine: Engine, step: int) -> bool:
     """Whether an evaluation follows step ``step``: every ``train.eval_every`` steps and after the last one.
 
     Never when ``train.eval_every`` is 0 or there is no validation data.
@@ -37,7 +40,7 @@ def evaluation_due(engine: Any, step: int) -> bool:
     return bool(step == train.steps or step % train.eval_every == 0)
 
 
-def fit(engine: Any, hooks: Sequence[Hook] = ()) -> FitSummary:
+def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     """Train until ``train.steps`` or until a stop is requested, and say which it was.
 
     Every rank calls this. A stop travels with the gradients' all-reduce, so all ranks leave the loop after
@@ -86,7 +89,7 @@ def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:
         ) from None
 
 
-def _tell(engine: Any, hooks: Sequence[Hook], error: BaseException) -> None:
+def _tell(engine: Engine, hooks: Sequence[Hook], error: BaseException) -> None:
     for hook in hooks:
         try:
             hook.on_exception(engine, error)

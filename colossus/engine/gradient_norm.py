@@ -14,8 +14,8 @@ from colossus.layout.parameter import spec_of
 class GradientNorm:
     """Sum of squares over the gradients this rank counts.
 
-    A part held by several ranks is counted by the first of them, so that the plain sum over ``axes`` is exact. The ranks
-    of one data index agree on all gradients, so the sum goes over the axes that shard parameters, and no further.
+    A part held by several ranks is counted by the first of them, so that the plain sum over ``axes`` is exact. The
+    ranks of one data index agree on all gradients, so the sum goes over the axes that shard parameters, and no further.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], context: ParallelContext) -> None:

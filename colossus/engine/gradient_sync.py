@@ -79,7 +79,7 @@ class AllReduce:
                 bucket = Bucket(chunk, self.context.group(axes))
                 for param in chunk:
                     self._of[id(param)] = len(self.buckets)
-                    param.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[arg-type]
+                    param.register_post_accumulate_grad_hook(self._on_gradient)
                 self.buckets.append(bucket)
         # in the order in which backward reaches the end of each
         order = {id(param): index for index, param in enumerate(reversed(list(self.model.parameters())))}

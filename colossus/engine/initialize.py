@@ -114,7 +114,7 @@ def pick_device(wanted: str) -> torch.device:
         raise ValueError("device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
-        raise ValueError(f"local rank {local} has no CUDA device: this machine has {count}; use --nproc {count} or fewer")
+        raise ValueError(f"local rank {local} has no CUDA device: there are {count}; use --nproc {count} or fewer")
     device = torch.device("cuda", local)
     torch.cuda.set_device(device)
     return device

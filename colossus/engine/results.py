@@ -51,7 +51,8 @@ class StepResult:
         return self._numbers[3] > 0
 
     def __repr__(self) -> str:
-        return f"StepResult(step={self.step}, loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens})"
+        numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"
+        return f"StepResult(step={self.step}, {numbers})"
 
 
 @dataclass(frozen=True)

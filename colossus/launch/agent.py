@@ -19,10 +19,11 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from colossus.launch import run_folder
 from colossus.launch.causes import RankExit
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
@@ -37,18 +38,22 @@ class Outcome:
     Attributes:
         exits: global rank -> how its process ended.
         signum: the signal the launcher itself received, None when the ranks ended otherwise.
-        world_size: of the whole run.
         folder: the run folder all nodes agreed on.
     """
 
     folder: Path
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
-    world_size: int = 0
 
 
 def run_workers(
-    config_path: str, overrides: list[str], *, local_ranks: int, folder: Path, nodes: int = 1, endpoint: str | None = None
+    config_path: str,
+    overrides: list[str],
+    *,
+    local_ranks: int,
+    folder: Path,
+    nodes: int = 1,
+    endpoint: str | None = None,
 ) -> Outcome:
     """Start ``local_ranks`` workers on this node and wait until all have ended.
 
@@ -88,31 +93,44 @@ def run_workers(
     except SignalException as stop:
         agent.outcome.signum = int(stop.sigval)
     finally:
-        agent.end_all()
         handler.shutdown()
     return agent.outcome
 
 
+class _Terminal(LogsSpecs):
+    """Standard output and error of the workers go where ours go; no files, and no threads that read them."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        ours = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=ours, stderrs=ours, error_files=dict.fromkeys(envs, os.devnull))
+
+
 class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path) -> None:
-        # standard output and error of the workers go where ours go
-        super().__init__(
-            spec, DefaultLogsSpecs(log_dir=os.devnull), exit_barrier_timeout=60, shutdown_timeout=round(KILL_SECONDS)
-        )
+        super().__init__(spec, _Terminal(), exit_barrier_timeout=60)
         self._config_path, self._overrides = config_path, overrides
         self.outcome = Outcome(folder)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.outcome.folder = self._agree_on_folder(worker_group)
-        self.outcome.world_size = worker_group.workers[0].world_size
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        mine = [self._config_path, "--run-dir", str(self.outcome.folder), "--", *self._overrides]
-        worker_group.spec.args = tuple(["-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in mine)])
+        mine = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]
+        worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in mine))
         ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
         # would die of the signal before their rank has finished its step.
-        context.close = lambda death_sig=None, timeout=0: self.end_all(death_sig or signal.SIGTERM)
+        elastic_close = context.close
+
+        def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            self.end_all(death_sig or signal.SIGTERM)
+            elastic_close(death_sig, 1)  # nobody is left to signal; it frees what it holds
+
+        context.close = close
         return ids
 
     def _agree_on_folder(self, worker_group: WorkerGroup) -> Path:
@@ -120,6 +138,7 @@ class _Agent(LocalElasticAgent):
         if worker_group.group_world_size == 1 or store is None:
             return self.outcome.folder
         if worker_group.group_rank == 0:
+            run_folder.prepare(self.outcome.folder)
             store.set("colossus/run_dir", str(self.outcome.folder.resolve()))
         return Path(store.get("colossus/run_dir").decode())
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from colossus.context.grid import RankGrid
 from colossus.launch.failure import FailureRecord
 from colossus.launch.stop import STOP_SIGNALS, exit_code
 
@@ -89,28 +90,34 @@ def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankE
     return abs(codes[0]) if codes[0] > 0 else exit_code(-codes[0])
 
 
-def block(causes: list[Cause], world_size: int, folder: Path | None = None) -> str:
-    """The one block a user reads after a failed run."""
+def block(causes: list[Cause], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
+    """The one block a user reads after a failed run.
+
+    Args:
+        causes: of ``rank_causes``.
+        folder: the run folder, to be named.
+        others: say what became of the other ranks, too.
+    """
     assert causes, "a block needs something that failed"
     first = causes[0]
-    title = f" run failed: rank {first.rank}{_at_step(first.record)} "
-    lines = ["", title.center(WIDTH, "="), f"{_who(first)} {_what(first)}"]
+    title = f" run failed: rank {first.rank}{_at_step(causes)} "
+    lines = ["", title.center(WIDTH, "="), f"{_who(first, grid)} {_what(first)}"]
     if first.record is not None and first.record.traceback:
         lines += ["", *_indent(first.record.traceback)]
     if first.record is not None and first.record.collectives:
         lines += ["", f"last collectives of rank {first.rank} (newest last):"]
         lines += [f"  {line}" for line in first.record.collectives[-8:]]
-    lines += ["", *_others(causes, world_size)]
+    lines += ["", *(_others(causes, grid.world_size) if others else [])]
     if folder is not None:
         lines.append(f"run folder: {folder}")
     lines.append("=" * WIDTH)
     return "\n".join(lines)
 
 
-def elsewhere(cause: Cause, folder: Path | None) -> str:
+def elsewhere(cause: Cause, grid: RankGrid, folder: Path | None) -> str:
     """What the launcher of a node says when the culprit ran on another node, whose launcher prints the block."""
     where = f"; records: {folder / 'failures'}" if folder else ""
-    return f"run failed: {_who(cause)} {_what(cause)}; the ranks here stopped because of it{where}"
+    return f"run failed: {_who(cause, grid)} {_what(cause)}; the ranks here stopped because of it{where}"
 
 
 def one_line(record: FailureRecord, folder: Path | None) -> str:
@@ -122,11 +129,11 @@ def one_line(record: FailureRecord, folder: Path | None) -> str:
     return f"rank {record.rank} failed too: {record.type}: {_cut(reason)}{where}"
 
 
-def _who(cause: Cause) -> str:
-    if cause.record is None:
-        return f"rank {cause.rank}"
-    at = ", ".join(f"{axis} {index}" for axis, index in cause.record.coordinates.items())
-    return f"rank {cause.rank} (host {cause.record.host}{'; ' + at if at else ''})"
+def _who(cause: Cause, grid: RankGrid) -> str:
+    at = [f"{axis} {index}" for axis, index in grid.coordinates(cause.rank).items() if grid.sizes[axis] > 1]
+    host = [f"host {cause.record.host}"] if cause.record is not None else []
+    inside = "; ".join([*host, ", ".join(at)] if at else host)
+    return f"rank {cause.rank} ({inside})" if inside else f"rank {cause.rank}"
 
 
 def _what(cause: Cause) -> str:
@@ -134,8 +141,10 @@ def _what(cause: Cause) -> str:
         assert cause.exit is not None
         return _death(cause.exit.code)
     if cause.kind == "stuck":
-        told = cause.record.message if cause.record else "answered no signal and had to be killed"
-        return f"{told}: it was busy or stopped while the other ranks failed or waited. Where it was:"
+        reason = "it was busy or stopped while the other ranks waited for it"
+        if cause.record is None:
+            return f"answered no signal and had to be killed: {reason}"
+        return f"{cause.record.message}: {reason}, here:"
     assert cause.record is not None
     if cause.kind == "communication":
         if cause.record.after_signal is None:
@@ -203,17 +212,18 @@ def _ranks(ranks: list[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = [
-        f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run))
-        for run in runs
-    ]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
     return "ranks " + ", ".join(words)
 
 
-def _at_step(record: FailureRecord | None) -> str:
-    if record is None:
-        return ""
-    return f" at step {record.step}" if record.step is not None else " before the first step"
+def _at_step(causes: list[Cause]) -> str:
+    if causes[0].record is not None:
+        step = causes[0].record.step
+    else:  # it left no record, but the ranks that waited for it were at the same step
+        step = next((cause.record.step for cause in causes if cause.record is not None), None)
+        if step is None:
+            return ""
+    return f" at step {step}" if step is not None else " before the first step"
 
 
 def _indent(text: str) -> list[str]:

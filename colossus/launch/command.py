@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from colossus.config import ConfigError, load_config, require_available
-from colossus.context.grid import build_grid
+from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, machine, run_folder, slurm
 from colossus.launch.dry_run import describe
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
@@ -50,19 +50,19 @@ def run(
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
         require_available(config)
-        world_size = build_grid(config.parallel).world_size
-        local_ranks = _local_ranks(world_size, nnodes, rdzv_endpoint)
+        grid = build_grid(config.parallel)
+        local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
         folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
         run_folder.check_unused(folder)
         if dry_run:
             print(describe(config, folder, local_ranks, nnodes))
             return DONE
-        run_folder.claim(folder)
-        failure.clear(folder)
+        if nnodes == 1:  # else the first node's folder is everybody's, and it is made there
+            run_folder.prepare(folder)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    return _launch(config_path, overrides, local_ranks, folder, nnodes, rdzv_endpoint)
+    return _launch(config_path, overrides, grid, local_ranks, folder, nnodes, rdzv_endpoint)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -96,7 +96,12 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
 
 
 def _join(
-    config_path: str, overrides: list[str], joined: dict[str, str], nproc: int | None, run_dir: str | None, dry_run: bool
+    config_path: str,
+    overrides: list[str],
+    joined: dict[str, str],
+    nproc: int | None,
+    run_dir: str | None,
+    dry_run: bool,
 ) -> int:
     """Be the rank that torchrun or srun has made of this process."""
     world_size = int(joined["WORLD_SIZE"])
@@ -122,7 +127,13 @@ def _join(
 
 
 def _launch(
-    config_path: str, overrides: list[str], local_ranks: int, folder: Path, nnodes: int, endpoint: str | None
+    config_path: str,
+    overrides: list[str],
+    grid: RankGrid,
+    local_ranks: int,
+    folder: Path,
+    nnodes: int,
+    endpoint: str | None,
 ) -> int:
     _prepare_environment(local_ranks, nnodes)
     with _stop_raises():
@@ -143,11 +154,11 @@ def _launch(
     if outcome.signum is not None:
         print(stopped_line(outcome.folder, outcome.signum))
         return exit_code(outcome.signum)
-    return _report(outcome.folder, outcome.exits, outcome.world_size)
+    return _report(outcome.folder, outcome.exits, grid)
 
 
-def _report(folder: Path, exits: Mapping[int, causes.RankExit], world_size: int) -> int:
-    if all(ended.code == 0 for ended in exits.values()):
+def _report(folder: Path, exits: Mapping[int, causes.RankExit], grid: RankGrid) -> int:
+    if exits and all(ended.code == 0 for ended in exits.values()):
         return DONE
     records = failure.read_all(folder)
     stopped = causes.was_only_stopped(records, exits)
@@ -158,10 +169,10 @@ def _report(folder: Path, exits: Mapping[int, causes.RankExit], world_size: int)
     if found and found[0].record is not None and found[0].record.kind == "config":
         print(f"colossus: {found[0].record.message}", file=sys.stderr)
         return USAGE
-    if found and (found[0].rank in exits or len(exits) == world_size):
-        print(causes.block(found, world_size, folder), file=sys.stderr)
+    if found and (found[0].rank in exits or len(exits) == grid.world_size):
+        print(causes.block(found, grid, folder), file=sys.stderr)
     elif found:
-        print(causes.elsewhere(found[0], folder), file=sys.stderr)
+        print(causes.elsewhere(found[0], grid, folder), file=sys.stderr)
     else:
         print(f"colossus: the run ended with exit codes {exits} and no record in {folder}", file=sys.stderr)
     return FAILED

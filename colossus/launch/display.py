@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from colossus.config import model_options
-from colossus.engine.hooks import EvaluationLike, Hook, StepLike
+from colossus.engine.engine import Engine
+from colossus.engine.hooks import Hook
+from colossus.engine.results import EvalSummary, StepResult
 from colossus.launch.machine import gigabytes
 from colossus.launch.metrics import StepTimer, peak_memory_bytes
 from colossus.launch.mfu import device_peak, flops_per_token
@@ -35,7 +37,7 @@ class Display(Hook):
         self.folder, self.stream = folder, stream
         self.total = 0
         self.shown = False
-        self.result: StepLike | None = None
+        self.result: StepResult | None = None
         self.validation_loss: float | None = None
         self.tokens, self.seconds = 0.0, 0.0
         self._timer = StepTimer()
@@ -43,20 +45,37 @@ class Display(Hook):
         self._flops = 0.0
         self._peak: float | None = None
 
-    def on_train_start(self, engine: Any) -> None:
+    def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
         self.total = engine.config.train.steps
         self._began = time.monotonic()
-        options = model_options(engine.config) if engine.config.model is not None else None
+        options = model_options(engine.config)
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision)
             self._peak = peak * engine.context.world_size if peak else None
             self._flops = flops_per_token(options)
 
-    def on_step_start(self, engine: Any) -> None:
+        if self.shown:
+            self.stream.write("\n".join(self.heading(engine)) + "\n")
+            self.stream.flush()
+
+    def heading(self, engine: Engine) -> list[str]:
+        """What is about to run, in two or three lines."""
+        grid = engine.context.grid
+        sizes = " x ".join(f"{name} {size}" for name, size in grid.sizes.items() if size > 1) or "no parallelism"
+        options = model_options(engine.config)
+        size = f", {options.num_parameters():,} parameters" if options is not None else ""
+        lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
+        if engine.loaders is not None:
+            lines.append(engine.loaders.description)
+            if engine.config.train.eval_every and engine.loaders.validation_missing:
+                lines.append(f"no validation: {engine.loaders.validation_missing}")
+        return lines
+
+    def on_step_start(self, engine: Engine) -> None:
         self._timer.start()
 
-    def on_step_end(self, engine: Any, result: StepLike) -> None:
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
         self.seconds += self._timer.stop()
         self.tokens += result.tokens
         self.result = result
@@ -64,21 +83,21 @@ class Display(Hook):
         if self.shown:
             self.show_step(engine)
 
-    def on_eval_end(self, engine: Any, summary: EvaluationLike) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation_loss = summary.loss
         if self.shown:
             self.show_evaluation()
 
-    def on_train_end(self, engine: Any) -> None:
+    def on_train_end(self, engine: Engine) -> None:
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
             self.stream.write(self.summary() + "\n")
             self.stream.flush()
 
-    def on_exception(self, engine: Any, error: BaseException) -> None:
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
 
-    def show_step(self, engine: Any) -> None: ...
+    def show_step(self, engine: Engine) -> None: ...
 
     def show_evaluation(self) -> None: ...
 
@@ -114,15 +133,17 @@ class Display(Hook):
     def summary(self) -> str:
         """The line that ends a complete run."""
         assert self.result is not None
-        took = _clock(time.monotonic() - self._began)
-        validation = f", validation loss {self.validation_loss:.4f}" if self.validation_loss is not None else ""
-        return f"done: {self.result.step} steps in {took}, loss {self.result.loss:.4f}{validation}; run folder {self.folder}"
+        words = [f"done: {self.result.step} steps in {_clock(time.monotonic() - self._began)}"]
+        words.append(f"loss {self.result.loss:.4f}")
+        if self.validation_loss is not None:
+            words.append(f"validation loss {self.validation_loss:.4f}")
+        return f"{', '.join(words)}; run folder {self.folder}"
 
 
 class PlainDisplay(Display):
     """One line every ``train.log_every`` steps, after the first step and after the last, and one per evaluation."""
 
-    def show_step(self, engine: Any) -> None:
+    def show_step(self, engine: Engine) -> None:
         assert self.result is not None
         step = self.result.step
         if step not in (1, self.total) and step % engine.config.train.log_every and not self.result.stop_requested:
@@ -158,14 +179,14 @@ class LiveDisplay(Display):
             expand=True,
         )
 
-    def on_train_start(self, engine: Any) -> None:
+    def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
         if self.shown:
             self._task = self._progress.add_task("train", total=self.total)
             self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
             self._live.start()
 
-    def show_step(self, engine: Any) -> None:
+    def show_step(self, engine: Engine) -> None:
         assert self.result is not None
         self._redraw()
         # an average that forgets: about the last twenty steps

@@ -17,9 +17,10 @@ def describe(config: Config, folder: Path | None, local_ranks: int, nnodes: int)
     product = " x ".join(f"{name} {size}" for name, size in sizes)
     mode = f" (tensor mode {parallel.tensor.mode})" if parallel.tensor.size > 1 else ""
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    threads = f"{threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here"
     rows = {
         "plan": f"{product} = {grid.world_size} processes{mode}",
-        "processes": f"{local_ranks}{where}, {threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here",
+        "processes": f"{local_ranks}{where}, {threads}",
         "device": _device(config),
         "parameters": _parameters(config),
         "batch": _batch(config),

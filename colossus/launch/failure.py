@@ -92,8 +92,10 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> FailureReco
 
 def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:
     """The record of a rank whose thread ``thread_id`` did not come back within ``seconds`` of a stop signal."""
-    frame = sys._current_frames().get(thread_id)
-    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
+    while any(_is_ours(frame.filename) for frame in frames):
+        frames.pop(0)
+    stack = "".join(traceback.format_list(frames))
     message = f"did not reach the end of its step within {seconds:g} s and was ended"
     return FailureRecord(rank, "stuck", "Stuck", message, stack, **details)
 
@@ -121,6 +123,7 @@ def clear(folder: Path) -> None:
     """Remove the records of an earlier attempt in the same folder."""
     for path in (folder / FOLDER).glob("rank*.json"):
         path.unlink(missing_ok=True)
+    (folder / FOLDER / "told").unlink(missing_ok=True)
 
 
 def is_first_to_tell(folder: Path | None) -> bool:
@@ -137,9 +140,12 @@ def is_first_to_tell(folder: Path | None) -> bool:
     return True
 
 
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(str(Path(__file__).parent))
+
+
 def _users_traceback(error: BaseException) -> str:
-    here = str(Path(__file__).parent)
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here) and trace.tb_next is not None:
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))

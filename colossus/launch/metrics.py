@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
-from colossus.engine.hooks import EvaluationLike, Hook, StepLike
+from colossus.engine.hooks import Hook
+from colossus.engine.results import EvalSummary, StepResult
 from colossus.launch.machine import peak_resident_bytes
 
 
@@ -56,16 +58,16 @@ class Metrics(Hook):
         self._timer = StepTimer()
         self._lock = threading.Lock()
 
-    def on_train_start(self, engine: Any) -> None:
+    def on_train_start(self, engine: Engine) -> None:
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._timer.start()
 
-    def on_step_start(self, engine: Any) -> None:
+    def on_step_start(self, engine: Engine) -> None:
         self._timer.start()
 
-    def on_step_end(self, engine: Any, result: StepLike) -> None:
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
         seconds = self._timer.stop()
         self._row = {
             "step": result.step,
@@ -78,18 +80,18 @@ class Metrics(Hook):
             "memory_bytes": peak_memory_bytes(engine.device),
             "time": time.time(),
         }
-        if result.stop_requested or not evaluation_due(engine, result.step):
+        if not evaluation_due(engine, result.step):
             self.flush()
 
-    def on_eval_end(self, engine: Any, summary: EvaluationLike) -> None:
+    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         if self._row is not None:
             self._row["validation_loss"] = summary.loss
         self.flush()
 
-    def on_train_end(self, engine: Any) -> None:
+    def on_train_end(self, engine: Engine) -> None:
         self.flush()
 
-    def on_exception(self, engine: Any, error: BaseException) -> None:
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.flush()
 
     def flush(self) -> None:

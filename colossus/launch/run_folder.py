@@ -12,6 +12,7 @@ from typing import Any
 
 import colossus
 from colossus.config import Config, ConfigError, as_dict
+from colossus.launch import failure
 
 METRICS = "metrics.jsonl"
 
@@ -42,8 +43,8 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def claim(folder: Path) -> None:
-    """Check the folder and make it.
+def prepare(folder: Path) -> None:
+    """Check the folder, make it, and remove failure records of an attempt that never wrote metrics.
 
     Raises:
         ConfigError: when it belongs to another run or cannot be made.
@@ -53,17 +54,18 @@ def claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
+    failure.clear(folder)
 
 
-def write_start(folder: Path, config: Config, dataset: Any = None) -> None:
+def write_start(folder: Path, config: Config, data: str | None = None) -> None:
     """Write ``config.json`` (resolved) and ``versions.json``. On the logging rank."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", as_dict(config))
-    _write_json(folder / "versions.json", versions(dataset))
+    _write_json(folder / "versions.json", versions(data))
 
 
-def versions(dataset: Any = None) -> dict[str, Any]:
-    """What ran: versions, platform, the git commit of the working folder, and what the data says of itself."""
+def versions(data: str | None = None) -> dict[str, Any]:
+    """What ran: versions, platform, the git commit of the working folder, and how the data describes itself."""
     import torch
 
     found: dict[str, Any] = {
@@ -76,9 +78,8 @@ def versions(dataset: Any = None) -> dict[str, Any]:
     }
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    info = getattr(dataset, "info", None)
-    if info is not None:
-        found["data"] = info() if callable(info) else info
+    if data is not None:
+        found["data"] = data
     return found
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 GRACE_SECONDS = 4.0
 """How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s."""
 
+LAST_WORDS_SECONDS = 0.3
+
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
 """Environment variable by which our launcher tells its workers whose children they are."""
 
@@ -86,10 +88,16 @@ class StopSignals:
 
     def _end(self) -> None:
         assert self.received is not None
+        # in a thread of their own: they may need a lock that the stuck thread holds
+        speaker = threading.Thread(target=self._speak, daemon=True)
+        speaker.start()
+        speaker.join(LAST_WORDS_SECONDS)
+        os._exit(exit_code(self.received))
+
+    def _speak(self) -> None:
         for call in self._last_words:
             with contextlib.suppress(Exception):
                 call()
-        os._exit(exit_code(self.received))
 
     def _forget(self) -> None:
         # a forked child (a data loader's worker) must not wake its parent through the inherited pipe

@@ -1,4 +1,4 @@
-"""The worker process: ``python -m colossus.launch.worker CONFIG [--run-dir DIR] -- [section.key=value ...]``.
+"""The worker process: ``python -m colossus.launch.worker [--run-dir DIR] CONFIG [section.key=value ...]``.
 
 One per rank. The launcher starts it with the variables torchrun would set; under torchrun and srun the command
 itself runs ``run_worker`` in their process.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config, ConfigError, Named, load_config
+from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, run_folder
 from colossus.launch.stop import GRACE_SECONDS, LAUNCHER_PID, StopSignals, exit_code
 from colossus.registry import HOOKS
@@ -31,6 +32,7 @@ class _Run:
     stop: StopSignals
     folder: Path | None
     has_launcher: bool
+    grid: RankGrid | None = None
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
     step: int | None = None
@@ -40,7 +42,7 @@ class _Run:
         log = sys.modules.get("colossus.comm.log")  # not loaded: then there was no collective either
         return {
             "step": self.step,
-            "coordinates": dict(self.engine.context.coordinates) if self.engine is not None else {},
+            "coordinates": self.grid.coordinates(self.rank) if self.grid is not None else {},
             "collectives": log.recent() if log is not None else [],
             "after_signal": self.stop.received,
         }
@@ -68,7 +70,9 @@ def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | Non
     folder = Path(run_dir) if run_dir is not None else None
     run = _Run(int(os.environ["RANK"]), stop, folder, has_launcher=launcher is not None)
     try:
-        code = _train(run, load_config(config_path, overrides, int(os.environ["WORLD_SIZE"])))
+        config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
+        run.grid = build_grid(config.parallel)
+        code = _train(run, config)
     except BaseException as error:
         code = _fail(run, error)
         _flush()
@@ -83,13 +87,13 @@ def _train(run: _Run, config: Config) -> int:
     from colossus.launch.display import make_display
     from colossus.launch.metrics import Metrics
 
-    engine = run.engine = initialize(config, run_dir=run.folder)
+    engine = run.engine = initialize(config)
     folder = run.folder if run.has_launcher else _agree_on_folder(run, engine)
     assert folder is not None
     run.folder = folder
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     if engine.context.is_logging_rank:
-        run_folder.write_start(folder, config, getattr(engine, "dataset", None))
+        run_folder.write_start(folder, config, engine.loaders.description if engine.loaders is not None else None)
     own = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     run.hooks = [_steps_of(run), metrics, display, *own]
 
@@ -143,8 +147,7 @@ def _agree_on_folder(run: _Run, engine: Any) -> Path:
     if engine.context.rank == 0:
         folder = run.folder or run_folder.default_folder(engine.config.name)
         try:
-            run_folder.claim(folder)
-            failure.clear(folder)
+            run_folder.prepare(folder)
         except ConfigError as error:
             chosen[1] = error.problems
         chosen[0] = str(folder.resolve() if run.folder is None else folder)
@@ -167,9 +170,9 @@ def _fail(run: _Run, error: BaseException) -> int:
             print(f"colossus: {record.message}", file=sys.stderr)
         return 2
     if not run.has_launcher:
-        if record.kind == "error" and failure.is_first_to_tell(run.folder):
-            cause = causes.Cause(run.rank, "error", record, None)
-            print(causes.block([cause], int(os.environ["WORLD_SIZE"]), run.folder), file=sys.stderr)
+        if record.kind == "error" and run.grid is not None and failure.is_first_to_tell(run.folder):
+            found = causes.rank_causes([record], {})
+            print(causes.block(found, run.grid, run.folder, others=False), file=sys.stderr)
         else:
             print(causes.one_line(record, run.folder), file=sys.stderr)
     return 1

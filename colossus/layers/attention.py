@@ -46,14 +46,16 @@ class Attention(Layer):
         kv = num_kv_heads or num_heads
         ranks = self.plan.tensor_size
         if hidden_size % num_heads:
-            raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads} heads")
+            raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads}")
         if num_heads % kv:
             raise ValueError(f"Attention: num_heads = {num_heads} is not a multiple of num_kv_heads = {kv}")
         for what, heads in (("num_heads", num_heads), ("num_kv_heads", kv)):
             if heads % ranks:
                 fewer = (
                     " There are fewer key/value heads than tensor ranks: ranks would have to hold copies, which this "
-                    "version does not do; use more num_kv_heads or fewer ranks." if heads < ranks else ""
+                    "version does not do; use more num_kv_heads or fewer ranks."
+                    if heads < ranks
+                    else ""
                 )
                 raise ValueError(
                     f"Attention: {what} = {heads} does not divide over parallel.tensor.size = {ranks}: heads are "

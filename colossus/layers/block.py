@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
@@ -55,7 +57,7 @@ class TransformerBlock(Layer):
         bias_init: Initializer | None = None,
     ) -> None:
         super().__init__()
-        draws = {"init": init, "out_init": out_init, "bias_init": bias_init}
+        draws: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
         self.activation_checkpoint = activation_checkpoint
         self.attention_norm = make_norm(norm, hidden_size, bias)
         self.attention = Attention(

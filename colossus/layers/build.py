@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers import deferred
 from colossus.layers.layer import Layer
-from colossus.layout.parameter import attach, spec_of
+from colossus.layers.recorder import Recorder
+from colossus.layout.parameter import ParameterSpec, spec_of
 
 
 def build(
@@ -33,9 +39,11 @@ def build(
     Raises:
         ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
     """
+    if deferred.is_recording():
+        return factory()  # the build around this one does the rest
     context = context or current_context()
-    with context:
-        model, recorder = deferred.record(factory)
+    with context, _seeded_globals(context.rng.key("init", "numpy")):
+        model, recorder = deferred.record(factory, context.rng.key("init", "constructor"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
     for name, module in model.named_modules():
@@ -46,58 +54,105 @@ def build(
         if spec is not None:
             spec.name = name
     if materialize:
-        _materialize(model, recorder, context, dtype)
+        _Materializer(recorder, context, dtype).run(model)
     return model
 
 
-def _materialize(
-    model: nn.Module, recorder: deferred.Recorder, context: ParallelContext, dtype: torch.dtype | None
-) -> None:
-    done: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            if id(parameter) not in done:
-                done[id(parameter)] = _real_parameter(parameter, path, leaf, recorder, context, dtype)
-            module._parameters[leaf] = done[id(parameter)]
-        for leaf, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                value = _plain_value(buffer, _join(path, leaf), recorder, context)
-                module._buffers[leaf] = _cast(value, dtype).to(context.device)
+class _Materializer:
+    """Puts real tensors into a model wherever its constructor left one on the meta device."""
+
+    def __init__(self, recorder: Recorder, context: ParallelContext, dtype: torch.dtype | None) -> None:
+        self.recorder, self.context, self.dtype = recorder, context, dtype
+        self._real: dict[int, Tensor] = {}
+        self._entered: set[int] = set()
+        self._made_from: list[Tensor] = []  # keeps the ids above from being used again
+
+    def run(self, model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    # not into _parameters: some modules (RNNs) note their parameters elsewhere, too
+                    setattr(module, leaf, self._of(parameter, path, leaf))
+            for leaf, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[leaf] = self._of(buffer, path, leaf)
+        for path, module in model.named_modules():
+            own = vars(module)
+            for leaf in [leaf for leaf in own if leaf not in ("_parameters", "_buffers", "_modules")]:
+                own[leaf] = self._inside(own[leaf], path, leaf)
+
+    def _inside(self, value: Any, path: str, leaf: str) -> Any:
+        """``value`` with the tensors in it, as far as lists, tuples and dicts go."""
+        if isinstance(value, Tensor):
+            return self._of(value, path, leaf) if value.is_meta else value
+        if type(value) is tuple:
+            return tuple(self._inside(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
+        if type(value) in (list, dict) and id(value) not in self._entered:
+            self._entered.add(id(value))
+            for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+                value[key] = self._inside(item, path, f"{leaf}.{key}")
+        return value
+
+    def _of(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        """The real tensor in the place of this one: the same for the same one, so that ties stay."""
+        if id(tensor) not in self._real:
+            self._made_from.append(tensor)
+            self._real[id(tensor)] = self._make(tensor, path, leaf)
+        return self._real[id(tensor)]
+
+    def _make(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        name = _join(path, leaf)
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ValueError(f"{name} gets its shape at the first forward pass (a lazy module): give it its sizes")
+        if not isinstance(tensor, nn.Parameter):
+            return self._cast(self._plain(tensor, name))
+        spec = spec_of(tensor)
+        if spec is not None and tensor.is_meta:
+            value = self._drawn(tensor, path, leaf, spec)
+        else:
+            value = self._cast(self._plain(tensor, name))
+        if value is tensor:
+            return tensor
+        real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
+        vars(real).update(vars(tensor))
+        if tensor._backward_hooks:
+            real._backward_hooks = tensor._backward_hooks
+        return real
+
+    def _drawn(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
+        if not self.recorder.protects(tensor):
+            raise ValueError(
+                f"{_join(path, leaf)} was given other values (.data = ...) while the model was built, but a sharded "
+                f"parameter draws them from its name and full shape: pass init=... to the layer (see "
+                f"colossus.layers.init)"
+            )
+
+        def key_of(part: str) -> int:
+            return self.context.rng.key("init", _join(path, part, leaf))
+
+        kind = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return deferred.draw(
+            spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=kind, device=self.context.device
+        )
+
+    def _plain(self, tensor: Tensor, name: str) -> Tensor:
+        return self.recorder.value(tensor, self.context.rng.key("init", name)) if tensor.is_meta else tensor
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.context.device, self.dtype if value.is_floating_point() else None)
 
 
-def _real_parameter(
-    parameter: nn.Parameter,
-    path: str,
-    leaf: str,
-    recorder: deferred.Recorder,
-    context: ParallelContext,
-    dtype: torch.dtype | None,
-) -> nn.Parameter:
-    spec = spec_of(parameter)
-    if spec is None:
-        value = _plain_value(parameter.data, _join(path, leaf), recorder, context)
-        return nn.Parameter(_cast(value, dtype).to(context.device), requires_grad=parameter.requires_grad)
-
-    def key_of(part: str) -> int:
-        return context.rng.key("init", _join(path, part, leaf))
-
-    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    value = deferred.draw(
-        spec, tuple(parameter.shape), context, key_of=key_of, dtype=kind, device=context.device
-    )
-    return attach(nn.Parameter(value, requires_grad=parameter.requires_grad), spec)
-
-
-def _plain_value(tensor: Tensor, name: str, recorder: deferred.Recorder, context: ParallelContext) -> Tensor:
-    if not tensor.is_meta:
-        return tensor
-    return recorder.value(tensor, seed=context.rng.key("init", name)).clone()
-
-
-def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+@contextmanager
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Python's and numpy's generators give a constructor the same numbers on every rank, and are put back after it."""
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def _join(*parts: str) -> str:

@@ -149,7 +149,7 @@ class PositionEmbedding(Layer):
             start = self.context.index(activation.tokens) * count
         total = count * self.context.size(activation.tokens) if activation.tokens else count
         if total > self.num_positions:
-            raise ValueError(f"{self.title}: a sequence of {total} tokens, but there are {self.num_positions} positions")
+            raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
         return x + self.weight[start : start + count]
 
 

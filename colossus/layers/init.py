@@ -32,7 +32,7 @@ def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64
 
 
 def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
-    """Uniforms in (0, 1), the box of a tensor of ``shape``. The midpoints of 2^53 cells: never 0 or 1."""
+    """Uniforms in (0, 1), the box of a tensor of ``shape``. The midpoints of 2^52 cells: never 0 or 1."""
     if not shape:
         return uniform_box(key, (1,), ((0, 1),)).reshape(())
     out = np.empty([stop - start for start, stop in box])
@@ -65,7 +65,8 @@ def _row_numbers(shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[n
 
 
 def _to_unit(words: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
-    return ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    # 52 bits, so that adding one half is exact: with 53 the last midpoint would round to 1, whose normal is infinite
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def cross_entropy(
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: they must agree but for the last dim")
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
+        )
     valid = labels != ignore_index
     count = valid.sum()
     if isinstance(logits, ShardedActivation):

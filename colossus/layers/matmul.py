@@ -39,11 +39,11 @@ class Route:
     @classmethod
     def of(cls, steps: Sequence[Move], context: ParallelContext) -> Route:
         there = [(m.forward, context.group(m.axes), m.dim, m.to_dim) for m in steps if m.forward != "identity"]
-        back = [
-            (m.backward, context.group(m.axes), *((m.to_dim, m.dim) if m.backward == "all_to_all" else (m.dim, m.to_dim)))
-            for m in reversed(steps)
-            if m.backward != "identity"
-        ]
+        back = []
+        for m in reversed(steps):
+            dims = (m.to_dim, m.dim) if m.backward == "all_to_all" else (m.dim, m.to_dim)
+            if m.backward != "identity":
+                back.append((m.backward, context.group(m.axes), *dims))
         return cls(tuple(there), tuple(back))
 
 

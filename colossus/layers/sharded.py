@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
@@ -41,7 +42,7 @@ class ShardedActivation(Tensor):
         if func in _PASS or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, ShardedActivation))
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
         if func not in _POINTWISE:
             raise ValueError(_refusal(name, first))
@@ -63,7 +64,7 @@ class ShardedActivation(Tensor):
             out = func(*args, **kwargs)
         return wrap(out, first.activation, first.home, first.plan, first.num_features)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **options: Any) -> str:
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
 
@@ -72,7 +73,7 @@ def _refusal(name: str, x: ShardedActivation) -> str:
     hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
     return (
         f"{name} on an activation of which this rank holds a part ({x.activation}; local shape {tuple(x.shape)}) would "
-        f"give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and to element-by-element "
+        f"give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and element-by-element "
         f"functions between a column and a row linear.{hint}"
     )
 
@@ -80,8 +81,9 @@ def _refusal(name: str, x: ShardedActivation) -> str:
 _POINTWISE: set[Any] = {
     *(getattr(F, n) for n in ("gelu", "relu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "hardtanh",
                               "hardswish", "mish", "logsigmoid", "selu", "celu", "relu6", "softsign")),
-    *(getattr(torch, n) for n in ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow", "abs",
-                                  "clamp", "relu", "sigmoid", "tanh", "log", "erf", "sin", "cos", "clone", "nan_to_num")),
+    *(getattr(torch, n) for n in ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow",
+                                  "abs", "clamp", "relu", "sigmoid", "tanh", "log", "erf", "sin", "cos", "clone",
+                                  "nan_to_num")),
     *(getattr(Tensor, n) for n in ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__",
                                    "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__neg__",
                                    "__pow__", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "exp",
@@ -100,9 +102,7 @@ _PASS: set[Any] = {
 _RESHAPING: set[Any] = {getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data")}
 
 
-def wrap(
-    x: Tensor, activation: Activation, home: Activation, plan: Plan, num_features: int | None = None
-) -> Tensor:
+def wrap(x: Tensor, activation: Activation, home: Activation, plan: Plan, num_features: int | None = None) -> Tensor:
     """``x`` marked with how it is split; a tensor in the user layout stays plain."""
     if activation == plan.regions.user:
         return x
@@ -144,4 +144,3 @@ def to_outer(x: Tensor, plan: Plan | None = None) -> Tensor:
     local, activation, _ = unwrap(x, plan)
     outer = plan.regions.outer
     return wrap(move(local, activation, outer, plan.context), outer, outer, plan)
-

@@ -42,7 +42,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
     missing = sorted({*logicals, *buffers} - set(state))
     extra = sorted(set(state) - {*logicals, *buffers})
     if missing or extra:
-        raise ValueError(f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}")
+        raise ValueError(
+            f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
+        )
     for name, value in state.items():
         shape = logicals[name].shape if name in logicals else tuple(buffers[name].shape)
         if tuple(value.shape) != shape:
@@ -52,4 +54,3 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             local.copy_(shard(value, logicals[name].layout, context))
         else:
             buffers[name].copy_(value)
-

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
@@ -15,7 +16,6 @@ from colossus.layers.init import Constant, Normal
 from colossus.layers.layer import plan_of
 from colossus.layers.loss import cross_entropy
 from colossus.layers.sharded import wrap
-from colossus.context.parallel_context import current_context
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
 
@@ -28,8 +28,8 @@ class GPT(nn.Module):
     (GPT-2).
 
     Shape:
-        ids [batch, tokens] (whole on every tensor rank); logits [batch, tokens, vocab_size], split over the tensor ranks
-        where there are any (``colossus.layers.to_user`` makes them whole).
+        ids [batch, tokens] (whole on every tensor rank); logits [batch, tokens, vocab_size], split over the tensor
+        ranks where there are any (``colossus.layers.to_user`` makes them whole).
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,0 +1,59 @@
+"""The cases of the train-step benchmark by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from benchmarks.workload import Workload
+
+
+class Case(Protocol):
+    """A model with its optimizer on one rank."""
+
+    def step(self, index: int) -> tuple[float, float]:
+        """One training step on batch ``index``; the loss before it and the gradient norm before clipping, global."""
+        ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to build a case.
+
+    Attributes:
+        world: number of ranks.
+        peers: names of the cases it is measured against, besides ``serial``.
+    """
+
+    name: str
+    world: int
+    module: str
+    maker: str
+    options: tuple[tuple[str, Any], ...] = ()
+    peers: tuple[str, ...] = ()
+
+    def load(self) -> Callable[..., Case]:
+        """The class of the case. Imported on demand, and best before forking: once instead of on every rank."""
+        maker: Callable[..., Case] = getattr(importlib.import_module(f"benchmarks.peers.{self.module}"), self.maker)
+        return maker
+
+    def build(self, workload: Workload, rank: int) -> Case:
+        return self.load()(workload, rank, self.world, **dict(self.options))
+
+
+def _kinds() -> dict[str, Kind]:
+    kinds = [Kind("serial", 1, "plain", "PlainCase"), Kind("colossus", 1, "ours", "ColossusCase", peers=("serial",))]
+    for n in (2, 4):
+        kinds += [
+            Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
+            Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
+            Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
+            Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
+            Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), (f"megatron-{n}", f"dtensor-{n}")),
+        ]
+    return {kind.name: kind for kind in kinds}
+
+
+KINDS = _kinds()

@@ -1,0 +1,76 @@
+"""Peak memory of a training case: tensors held between steps, and what a step needs on top.
+
+What is held is counted, tensor by tensor. What a step adds is read from the operating system (the peak of the resident
+set while it runs), since no counter sees it all: a dispatch mode sees DTensor from outside only and changes the path
+that collectives take, and the profiler misses what the threads of a backend release.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import Case
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes: ``held`` between steps (weights, gradients, optimizer, batches), ``peak`` within one."""
+
+    held: int
+    peak: int
+
+
+def measure(make: Callable[[], Case], steps: int = 3) -> Memory | None:
+    """Memory of a case in this process; None where the system does not tell (it needs Linux).
+
+    The first two steps are left out: they make the optimizer's state, buckets and the like.
+    """
+    if not _CLEAR.exists():
+        return None
+    # every tensor of some size in pages of its own, given back at once: else the resident set remembers old peaks
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.mallopt(_M_TRIM_THRESHOLD, 64 << 10)
+    case = make()
+    for index in range(2):
+        case.step(index)
+    gc.collect()
+    held = _live_bytes()
+    before = _status("VmRSS")
+    _CLEAR.write_text("5")  # the peak starts from here
+    for index in range(steps):
+        case.step(2 + index)
+    return Memory(held, held + _status("VmHWM") - before)
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def _live_bytes() -> int:
+    """Bytes of all storages that some tensor of this process uses."""
+    storages: dict[int, int] = {}
+    todo = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    while todo:
+        tensor = todo.pop()
+        if tensor.is_leaf and tensor.grad is not None:
+            todo.append(tensor.grad)
+        local = getattr(tensor, "_local_tensor", None)  # a DTensor has no storage but its shard's
+        if local is not None:
+            todo.append(local)
+        elif not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

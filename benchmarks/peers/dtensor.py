@@ -1,0 +1,81 @@
+"""torch's own tensor parallelism: DTensor with ``parallelize_module``.
+
+The fastest of the plans that were tried for it (hidden 64 and 512, 2 and 4 ranks): see `_plan`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from benchmarks.peers.plain import PlainGPT, loss_of
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
+
+
+def _plan(layers: int) -> dict[str, ParallelStyle]:
+    """Column and row pairs in the blocks, everything else replicated.
+
+    Query, key and value are one column-parallel linear (three would cost three all-reduces in backward); between the
+    linears tensors are local, because each operation on a DTensor costs 7 to 20 plain ones; so are the norms,
+    positions, embedding and head, whose split would cost more in collectives than its share of the work.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    for index in range(layers):
+        plan[f"blocks.{index}.attention.qkv"] = ColwiseParallel()
+        plan[f"blocks.{index}.attention.out"] = RowwiseParallel()
+        plan[f"blocks.{index}.mlp.up"] = ColwiseParallel()
+        plan[f"blocks.{index}.mlp.down"] = RowwiseParallel()
+    return plan
+
+
+class DTensorCase:
+    """Clipping and AdamW run on the local shards, where torch's fused kernels take them all at once."""
+
+    def __init__(self, workload: Workload, rank: int, world: int) -> None:
+        mesh = init_device_mesh("cpu", (world,))
+        self.model = PlainGPT(workload, ways=world)
+        # rows ordered so that the even split of the fused weight gives every rank whole heads
+        self.model.load_state_dict(fuse_qkv(workload.state(), interleave=world))
+        parallelize_module(self.model, mesh, _plan(workload.layers))
+        self.params = list(self.model.parameters())
+        self.split: list[nn.Parameter] = []
+        self.replicated: list[nn.Parameter] = []
+        for param in self.params:
+            is_split = isinstance(param, DTensor) and any(place.is_shard() for place in param.placements)
+            (self.split if is_split else self.replicated).append(param)
+        self.local = {param: nn.Parameter(_local(param.detach())) for param in self.params}
+        self.optimizer = torch.optim.AdamW(self.local.values(), lr=LEARNING_RATE, fused=True)
+        self.batches = workload.batches()
+
+    def step(self, index: int) -> tuple[float, float]:
+        ids, labels = self.batches[index % len(self.batches)]
+        self.model.zero_grad(set_to_none=True)
+        loss = loss_of(self.model(ids), labels)
+        loss.backward()
+        for param, local in self.local.items():
+            assert param.grad is not None
+            local.grad = _local(param.grad)
+        norm = self._clip()
+        self.optimizer.step()
+        return loss.item(), norm.item()
+
+    def _clip(self) -> Tensor:
+        square = self._square(self.split)
+        work = dist.all_reduce(square, async_op=True)
+        replicated = self._square(self.replicated)
+        work.wait()
+        norm = (square + replicated).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(list(self.local.values()), CLIP_NORM, norm)
+        return norm
+
+    def _square(self, params: list[nn.Parameter]) -> Tensor:
+        grads = [self.local[param].grad for param in params]
+        return torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None]).square()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

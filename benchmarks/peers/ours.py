@@ -1,0 +1,36 @@
+"""colossus, used as its users do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import colossus
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
+from colossus.layers import load_full_state_dict
+
+
+class ColossusCase:
+    def __init__(self, workload: Workload, rank: int, world: int, *, data: int = 1, tensor: int = 1) -> None:
+        w = workload
+        config: dict[str, Any] = {
+            "parallel": {"data": data, "tensor": {"mode": "1d", "size": tensor}},
+            "model": {
+                "type": "GPT",
+                "num_layers": w.layers,
+                "hidden_size": w.hidden,
+                "num_heads": w.heads,
+                "vocab_size": w.vocab,
+                "seq_len": w.tokens,
+                "tie_embeddings": False,
+            },
+            "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
+            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM},
+        }
+        self.engine = colossus.initialize(config)
+        load_full_state_dict(self.engine.model, w.state(), self.engine.context)
+        pairs = w.batches(part=self.engine.context.index("data"), parts=data)
+        self.batches = [{"inputs": ids, "labels": labels} for ids, labels in pairs]
+
+    def step(self, index: int) -> tuple[float, float]:
+        result = self.engine.train_step(self.batches[index % len(self.batches)])
+        return result.loss, result.grad_norm

@@ -1,0 +1,206 @@
+"""One training step (forward, backward, clip, AdamW) in torch alone and in colossus, serial and on several ranks.
+
+    python -m benchmarks.train_step                      # both sizes, all cases
+    python -m benchmarks.train_step --hidden 64 --cases serial serial megatron-2 colossus-tensor-2
+
+All cases are alive at once and take turns, one thread per rank; before the clock starts each must show the losses and
+gradient norms of the serial case on the first steps. A case named twice is the same code against itself: the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks import common, memory
+from benchmarks.cases import KINDS, Case, Kind
+from benchmarks.common import Series, Spread
+from benchmarks.memory import Memory
+from benchmarks.ranks import RankGroup
+from benchmarks.workload import Workload
+
+REFERENCE = "serial"
+DEFAULT_CASES = (REFERENCE, *KINDS)
+CHECKED_STEPS = 4
+TOLERANCE = 1e-4
+
+#: per step (loss, gradient norm)
+Trajectory = list[tuple[float, float]]
+
+
+class Worker:
+    """A case on one rank. The first step of a block is not timed: caches hold what another case left there."""
+
+    def __init__(self, kind: Kind, workload: Workload, rank: int) -> None:
+        self.case: Case = kind.build(workload, rank)
+        self.done = 0
+
+    def steps(self, count: int) -> Trajectory:
+        out = [self.case.step(self.done + index) for index in range(count)]
+        self.done += count
+        return out
+
+    def block(self, count: int) -> float:
+        """Seconds per step."""
+        self.steps(1)
+        begin = time.perf_counter()
+        self.steps(count)
+        return (time.perf_counter() - begin) / count
+
+
+class MemoryWorker:
+    def __init__(self, kind: Kind, workload: Workload, rank: int) -> None:
+        self.build = partial(kind.build, workload, rank)
+
+    def measure(self) -> Memory | None:
+        return memory.measure(self.build)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that was measured at one size."""
+
+    workload: Workload
+    series: Series
+    trajectories: dict[str, Trajectory]
+    memories: dict[str, Memory]
+
+    def comparisons(self) -> list[tuple[str, str, Spread]]:
+        """Every case against its peers, and every second run of the same code against the first."""
+        pairs = []
+        for label in self.series:
+            name = label.removesuffix(common.AGAIN)
+            against = (name,) if name != label else KINDS[name].peers
+            pairs += [(label, peer) for peer in against if peer in self.series]
+        return [(name, peer, common.ratio(self.series, name, peer)) for name, peer in pairs]
+
+
+def check(trajectories: Mapping[str, Trajectory]) -> None:
+    """That all cases compute the same thing.
+
+    Raises:
+        RuntimeError: naming the first case and step that differ from the serial one.
+    """
+    for name, trajectory in trajectories.items():
+        for step, (ours, reference) in enumerate(zip(trajectory, trajectories[REFERENCE], strict=True), 1):
+            for what, a, b in zip(("loss", "gradient norm"), ours, reference, strict=True):
+                if not abs(a - b) <= TOLERANCE * max(1.0, abs(b)):
+                    raise RuntimeError(f"{name}: {what} {a:.6f} at step {step}, but {REFERENCE} has {b:.6f}")
+
+
+def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *, with_memory: bool = True) -> Result:
+    """Run the named cases (the serial one always) at one size."""
+    if REFERENCE not in names:
+        names = (REFERENCE, *names)
+    labels = common.unique(names)
+    memories: dict[str, Memory] = {}
+    with ExitStack() as stack:
+        groups: dict[str, RankGroup] = {}
+        for name in names:
+            KINDS[name].load()
+        for label, name in labels.items():
+            common.progress(f"building {label}")
+            kind = KINDS[name]
+            groups[label] = stack.enter_context(RankGroup(label, kind.world, partial(Worker, kind, workload)))
+        trajectories = {label: group.call("steps", CHECKED_STEPS)[0] for label, group in groups.items()}
+        check(trajectories)
+        runners = {label: partial(_block, group, steps) for label, group in groups.items()}
+        series = common.alternate(runners, blocks, label=f"hidden {workload.hidden}:")
+    for name in dict.fromkeys(labels.values()) if with_memory else ():
+        common.progress(f"memory of {name}")
+        kind = KINDS[name]
+        with RankGroup(name, kind.world, partial(MemoryWorker, kind, workload)) as group:
+            measured = [held for held in group.call("measure") if held is not None]
+            if measured:
+                memories[name] = max(measured, key=lambda held: held.peak)
+    common.progress("")
+    return Result(workload, series, trajectories, memories)
+
+
+def _block(group: RankGroup, steps: int) -> float:
+    return max(group.call("block", steps))
+
+
+def report(result: Result, *, title: str = "") -> None:
+    """The tables."""
+    rows = []
+    for label, seconds in result.series.items():
+        held = result.memories.get(label)
+        rows.append(
+            (
+                label,
+                f"{Spread.of(seconds).median * 1e3:.2f}",
+                common.ratio(result.series, label, REFERENCE),
+                f"{held.held / 2**20:.1f}" if held else "",
+                f"{held.peak / 2**20:.1f}" if held else "",
+            )
+        )
+    header = ("case", "ms/step", "time / serial", "held MB", "peak MB")
+    blocks = len(result.series[REFERENCE])
+    common.print_table(f"{title}{result.workload}; {blocks} blocks", header, rows)
+    print("  time / serial: median [quartiles] of the ratio in each block; memory: tensors of the largest rank")
+    compared = [(name, peer, spread) for name, peer, spread in result.comparisons()]
+    if compared:
+        common.print_table("compared in the same blocks", ("case", "against", "time ratio"), compared)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return {
+        "workload": asdict(result.workload),
+        "seconds_per_step": result.series,
+        "time_over_serial": {name: asdict(common.ratio(result.series, name, REFERENCE)) for name in result.series},
+        "comparisons": [
+            {"case": name, "against": peer, **asdict(spread)} for name, peer, spread in result.comparisons()
+        ],
+        "loss_and_norm": result.trajectories,
+        "memory_bytes": {name: asdict(held) for name, held in result.memories.items()},
+    }
+
+
+def sizes(hidden: int) -> Workload:
+    """The two sizes of the tables, and others alike."""
+    return Workload(hidden=hidden, heads=8 if hidden >= 512 else 4)
+
+
+SMOKE = Workload(hidden=32, layers=1, heads=4, tokens=16, batch=4, vocab=32)
+
+
+def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentParser:
+    """The options of benchmarks that train."""
+    parser = common.make_parser(description, blocks=blocks)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 64], help="hidden sizes (default 512 64)")
+    parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default 3, at hidden < 256 20)")
+    parser.add_argument("--no-memory", action="store_true", help="times only")
+    return parser
+
+
+def run(arguments: argparse.Namespace, names: Sequence[str], *, title: str = "") -> int:
+    """Measure, print and write what the parsed arguments ask for."""
+    results = []
+    for workload in [SMOKE] if arguments.smoke else [sizes(hidden) for hidden in arguments.hidden]:
+        steps = arguments.steps_per_block or (3 if workload.hidden >= 256 else 20)
+        blocks, steps = (2, 1) if arguments.smoke else (arguments.blocks, steps)
+        result = measure(workload, names, blocks, steps, with_memory=not arguments.no_memory)
+        report(result, title=title)
+        results.append(as_json(result))
+    common.write_json(arguments.json, {"results": results})
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser(__doc__, blocks=15)
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(KINDS), default=DEFAULT_CASES, metavar="CASE",
+        help=f"from: {', '.join(KINDS)} (default: all, serial twice)",
+    )  # fmt: skip
+    arguments = parser.parse_args(argv)
+    return run(arguments, arguments.cases)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

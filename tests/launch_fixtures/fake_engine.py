@@ -1,0 +1,70 @@
+"""An engine without processes and without a model: a loss that falls by one each step."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from colossus.config import load_config
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.hooks import Hook
+
+
+class FakeEngine:
+    """What ``fit`` and the hooks read of an engine. ``stop_at`` and ``fail_at`` are step numbers."""
+
+    def __init__(self, *, stop_at: int = 0, fail_at: int = 0, validation: bool = True, **train: Any) -> None:
+        self.config = load_config({"train": {"global_batch_size": 1, **train}}, nproc=1)
+        self.context = ParallelContext.from_config(self.config)
+        self.device = torch.device("cpu")
+        self.completed_steps = 0
+        self.loader: Any = itertools.repeat("batch")
+        self.loaders = None
+        self.eval_loader = ["batch"] if validation else None
+        self.stop_at, self.fail_at = stop_at, fail_at
+
+    def train_step(self, batch: object) -> Any:
+        assert batch == "batch"
+        if self.completed_steps + 1 == self.fail_at:
+            raise ArithmeticError("the fake engine fails")
+        self.completed_steps += 1
+        step = self.completed_steps
+        return SimpleNamespace(
+            step=step,
+            loss=10.0 - step + 1 / 3,
+            grad_norm=0.1 * step,
+            tokens=7,
+            lr=1e-3,
+            stop_requested=step == self.stop_at,
+        )
+
+    def evaluate(self) -> Any:
+        return SimpleNamespace(loss=20.0 - self.completed_steps, tokens=3, step=self.completed_steps)
+
+
+class Diary(Hook):
+    """Writes down what it was called for."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_start(self, engine: Any) -> None:
+        self.lines.append("start")
+
+    def on_step_start(self, engine: Any) -> None:
+        self.lines.append(f"begin {engine.completed_steps + 1}")
+
+    def on_step_end(self, engine: Any, result: Any) -> None:
+        self.lines.append(f"end {result.step}")
+
+    def on_eval_end(self, engine: Any, summary: Any) -> None:
+        self.lines.append(f"eval {summary.step}")
+
+    def on_train_end(self, engine: Any) -> None:
+        self.lines.append("done")
+
+    def on_exception(self, engine: Any, error: BaseException) -> None:
+        self.lines.append(f"{type(error).__name__}")

@@ -1,0 +1,60 @@
+"""A run of two ranks that is over in a moment, with trouble on rank 1 in step 3 when TROUBLE says so."""
+
+
+
+import os
+import signal
+import time
+
+import torch
+
+_SAMPLES = 64
+
+
+class _Numbers(torch.utils.data.Dataset):
+    def __init__(self, split: str = "train") -> None:
+        self.values = torch.randn(_SAMPLES, 4, generator=torch.Generator().manual_seed(len(split)))
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.values[index]
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+        self.calls = 0
+        if os.environ.get("TROUBLE") == "init" and os.environ["RANK"] == "1":
+            raise TypeError("cannot be built")
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+            if self.calls == 3 and os.environ["RANK"] == "1":
+                _trouble(os.environ.get("TROUBLE"))
+        return self.layer(inputs)
+
+    def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return outputs.square().sum(), len(batch)
+
+
+def _trouble(kind: str | None) -> None:
+    if kind == "raise":
+        raise ValueError("the third step is one too many")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        while True:
+            time.sleep(0.1)
+
+
+parallel = dict(data=2)
+model = dict(type=_Model)
+data = dict(type=_Numbers)
+optimizer = dict(type="SGD", lr=0.1)
+train = dict(steps=5, global_batch_size=4, eval_every=2, eval_batches=2, log_every=2)
+comm = dict(timeout_seconds=20.0)

@@ -1,0 +1,788 @@
+"""The config file: what it may hold, how it is overridden, which plans fit, and every error in words."""
+
+# configs are written with dict(...), and so are the tests of them
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import math
+import pickle
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from colossus.config import ConfigError, as_dict, as_source, load_config, require_available
+from colossus.config.errors import brief
+from colossus.config.overrides import apply_overrides, parse_override
+from colossus.config.plans import arithmetic, nearest_plans, world_size
+from colossus.config.signatures import parameters
+from colossus.models.options import GPTOptions
+from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of packages that the tree does not have yet; does nothing where they exist."""
+    wanted = ((LR_SCHEDULES, ("constant", "cosine", "linear")), (SCHEDULES, ("1f1b", "gpipe")))
+    for registry, names in wanted:
+        assert registry._package is not None
+        if importlib.util.find_spec(registry._package) is None:
+            monkeypatch.setattr(registry, "_scanned", True)
+            monkeypatch.setattr(registry, "_entries", {name: (lambda **options: options) for name in names})
+
+
+@pytest.fixture(autouse=True)
+def clean_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+class Net:
+    def __init__(self, width: int = 3) -> None: ...
+
+
+def write(folder: Path, text: str, name: str = "config.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def problems(config: Any, overrides: list[str] | tuple[str, ...] = (), nproc: int | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, overrides, nproc)
+    return caught.value.problems
+
+
+# What a file may hold
+
+
+def test_empty_config_is_one_process() -> None:
+    config = load_config({})
+    assert (config.name, config.parallel.data, config.model, config.data, config.hooks) == ("run", 1, None, None, ())
+    assert config.parallel.tensor.mode == "1d"
+    assert config.parallel.rank_order == ("pipeline", "data", "sequence", "tensor")
+    assert config.train.schedule_steps == config.train.steps == 100
+    assert config.parallel.strategy.type == "all_reduce"
+    assert config.optimizer.spec() == dict(type="AdamW", lr=3e-4)
+
+
+def test_a_number_sets_the_size_of_a_section() -> None:
+    config = load_config(dict(parallel=dict(tensor=4, sequence=2)))
+    assert (config.parallel.tensor.size, config.parallel.sequence.size) == (4, 2)
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d", "2.5d", "3d"])
+def test_mode_in_any_case(mode: str) -> None:
+    assert load_config(dict(parallel=dict(tensor=dict(mode=mode.upper())))).parallel.tensor.mode == mode
+
+
+def test_shape_gives_the_size() -> None:
+    tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", shape=[2, 3])))).parallel.tensor
+    assert (tensor.size, tensor.shape) == (6, (2, 3))
+
+
+def test_options_of_components_are_kept() -> None:
+    config = load_config(dict(optimizer=dict(type="AdamW", lr=1, weight_decay=0.1), model=dict(type=Net, width=5)))
+    assert config.optimizer.options == dict(weight_decay=0.1)
+    assert config.optimizer.spec() == dict(type="AdamW", lr=1.0, weight_decay=0.1)
+    assert config.model is not None
+    assert config.model.spec() == dict(type=Net, width=5)
+
+
+def test_callables_and_objects() -> None:
+    samples = [1, 2, 3]
+    config = load_config(dict(model=Net, data=samples, hooks=[print, dict(type=Net, width=1)]))
+    assert config.model is not None
+    assert (config.model.type, config.model.options) == (Net, {})
+    assert config.data is samples
+    assert config.hooks[0] is print
+    assert config.hooks[1].spec() == dict(type=Net, width=1)
+
+
+def test_a_bare_name_is_a_type() -> None:
+    config = load_config(dict(model="GPT", data="PythonStdlib", optimizer="SGD"))
+    assert config.model is not None
+    assert (config.model.type, config.data.type, config.optimizer.type) == ("GPT", "PythonStdlib", "SGD")
+
+
+def test_schedule_steps_follow_steps() -> None:
+    assert load_config(dict(train=dict(steps=7))).train.schedule_steps == 7
+    assert load_config(dict(train=dict(steps=7, schedule_steps=None))).train.schedule_steps == 7
+    assert load_config(dict(train=dict(steps=7, schedule_steps=9))).train.schedule_steps == 9
+
+
+# Wrong keys and values
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            dict(train=dict(global_batchsize=8)),
+            "train.global_batchsize: no such key; did you mean train.global_batch_size? known keys of train: steps, "
+            "schedule_steps, global_batch_size, precision, clip_grad_norm, seed, log_every, eval_every, eval_batches",
+        ),
+        (
+            dict(parallel=dict(tensor=dict(sise=2))),
+            "parallel.tensor.sise: no such key; did you mean parallel.tensor.size? known keys of parallel.tensor: "
+            "size, mode, depth, shape, sequence_sharded",
+        ),
+        (dict(train=dict(microbatches=8)), "train.microbatches: no such key; did you mean schedule.microbatches?"),
+        (dict(paralel={}), "paralel: no such key; did you mean parallel? known keys: name, parallel, model"),
+        (dict(zzzzz=3), "zzzzz: no such key; known keys: name"),
+        (dict(train=dict(steps=1.5)), "train.steps: must be a whole number, got 1.5"),
+        (dict(train=dict(steps="9")), "train.steps: must be a whole number, got '9'"),
+        (dict(train=dict(steps=True)), "train.steps: must be a whole number, got True"),
+        (dict(train=dict(steps=0)), "train.steps: must be at least 1, got 0"),
+        (dict(train=dict(seed=-1)), "train.seed: must be at least 0, got -1"),
+        (dict(train=dict(clip_grad_norm=0)), "train.clip_grad_norm: must be greater than 0, got 0"),
+        (dict(train=dict(precision="bf16")), "train.precision: must be 'fp32' or 'fp64', got 'bf16'"),
+        (dict(train=5), "train: must be a section, dict(...), got 5"),
+        (dict(optimizer=dict(lr="fast")), "optimizer.lr: must be a number, got 'fast'"),
+        (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
+        (dict(lr_schedule=dict(min_ratio=2)), "lr_schedule.min_ratio: must be at most 1, got 2"),
+        (dict(schedule=dict(microbatches=0)), "schedule.microbatches: must be at least 1, got 0"),
+        (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
+        (dict(parallel=dict(zero=4)), "parallel.zero: must be at most 3, got 4"),
+        (dict(parallel=dict(tensor=0)), "parallel.tensor.size: must be at least 1, got 0"),
+        (dict(parallel=dict(tensor=dict(mode=2))), "parallel.tensor.mode: must be a string (in quotes), got 2"),
+        (dict(parallel=dict(tensor=dict(shape=4))), "parallel.tensor.shape: must be a tuple or a list, got 4"),
+        (
+            dict(parallel=dict(rank_order=("data", "tensor"))),
+            "parallel.rank_order: must name each of pipeline, data, sequence, tensor once, outermost first, got data",
+        ),
+        (dict(model=dict(hidden_size=3)), 'model.type: needs a type: dict(type="...", **options)'),
+        (dict(model=dict(type=3)), "model.type: must be a registered name or a callable, got 3"),
+        (dict(model=3), "model: must be a section, dict(...), got 3"),
+        (dict(data=dict(path=3)), 'data: needs a type: data = dict(type="PythonStdlib", **options), or a dataset'),
+        (dict(data=dict(type=3)), "data: must be a registered name or a callable, got 3"),
+        (dict(data=json), "data: must be dict(type=..., **options), a dataset object or a callable, got <module"),
+        (dict(hooks=[3]), "hooks.0: must be dict(type=..., **options) or a callable, got 3"),
+        (dict(hooks=[{}]), "hooks.0: needs a type: dict(type=..., **options), or a callable"),
+        (dict(hooks=print), "hooks: must be a tuple or a list, got <built-in function print>"),
+        (dict(device="tpu"), "device: must be 'auto', 'cpu' or 'cuda', got 'tpu'"),
+        (dict(name="a/b"), "name: names the run folder, so it must be a plain file name, got 'a/b'"),
+    ],
+)
+def test_wrong_keys_and_values(config: dict[str, Any], words: str) -> None:
+    (found,) = problems(config)
+    assert found.startswith(words)
+
+
+def test_every_problem_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(dict(train=dict(sed=1, steps=0), devise="cpu"))
+    assert len(caught.value.problems) == 3
+    text = str(caught.value)
+    assert text.startswith("3 problems\n  ")
+    assert "pydantic" not in text
+    assert "input_value" not in text
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(model=dict(type="GTP")), "model.type: no model named 'GTP'. Did you mean 'GPT'?"),
+        (dict(data="PythonStdLb"), "data.type: no dataset named 'PythonStdLb'. Did you mean 'PythonStdlib'?"),
+        (dict(optimizer="Adam"), "optimizer.type: no optimizer named 'Adam'. Did you mean 'AdamW'? Known: AdamW, SGD."),
+        (dict(lr_schedule="cosin"), "lr_schedule.type: no learning-rate schedule named 'cosin'. Did you mean 'cosine'"),
+        (dict(schedule="1f1"), "schedule.type: no schedule named '1f1'. Did you mean '1f1b'?"),
+        (dict(parallel=dict(strategy="allreduce")), "parallel.strategy.type: no data-parallel strategy named 'allred"),
+        (dict(parallel=dict(tensor=dict(mode="4d"))), "parallel.tensor.mode: no tensor mode named '4d'. Did you mean"),
+        (dict(hooks=["Prnt"]), "hooks.0.type: no hook named 'Prnt'. Known:"),
+    ],
+)
+def test_names_are_looked_up(config: dict[str, Any], words: str) -> None:
+    (found,) = problems(config)
+    assert found.startswith(words)
+
+
+def test_options_of_a_callable_are_checked() -> None:
+    (found,) = problems(dict(model=dict(type=Net, widht=3)))
+    assert found == "model.widht: no such key; did you mean model.width? known keys of model: type, width"
+
+
+def test_options_of_a_builtin_are_read_from_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+        raise RuntimeError("this module must not be imported")
+        def open_options(a, **rest): ...
+        def make(parameters, *, lr=1.0, momentum=0.0): ...
+        class Plain: ...
+        class Made:
+            def __init__(self, path, size=3): ...
+    """
+    write(tmp_path, code, "parts_for_test.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("open_options", "make", "Plain", "Made", "absent"):
+        monkeypatch.setitem(OPTIMIZERS._builtin, name, f"parts_for_test:{name}")
+    monkeypatch.setitem(OPTIMIZERS._builtin, "nowhere", "no.such.module:x")
+    assert parameters("make", OPTIMIZERS) == ["parameters", "lr", "momentum"]
+    assert parameters("Made", OPTIMIZERS) == ["path", "size"]
+    for name in ("open_options", "Plain", "absent", "nowhere"):
+        assert parameters(name, OPTIMIZERS) is None
+    (found,) = problems(dict(optimizer=dict(type="make", momentun=0.9)))
+    assert found.startswith("optimizer.momentun: no such key; did you mean optimizer.momentum?")
+
+
+# The file
+
+
+def test_file_with_its_own_module_and_registered_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+    write(tmp_path, "WIDTH = 7\n", "widths_for_test.py")
+    text = """
+        from __future__ import annotations
+        import math
+        from typing import TYPE_CHECKING
+        import widths_for_test
+        from widths_for_test import WIDTH
+        from colossus.registry import MODELS
+
+        _rows = 2
+
+        @MODELS.register("mine")
+        class Mine:
+            def __init__(self, width=1): ...
+
+        def helper():
+            return WIDTH
+
+        model = dict(type="mine", width=helper())
+        train = dict(steps=_rows)
+    """
+    path = write(tmp_path, text, "my-run.py")
+    config = load_config(path)
+    assert config.model is not None
+    assert (config.name, config.source) == ("my-run", "my-run.py")
+    assert config.model.options == dict(width=7)
+    assert config.train.steps == 2
+    assert pickle.loads(pickle.dumps(MODELS.get("mine"))) is MODELS.get("mine")
+    load_config(path)  # a second run registers the same class again
+
+
+def test_a_file_may_build_on_another(tmp_path: Path) -> None:
+    base = """
+        from __future__ import annotations
+        width = 64
+        train = dict(steps=3, seed=5)
+    """
+    write(tmp_path, base, "base_for_test.py")
+    config = load_config(write(tmp_path, "from base_for_test import *\ntrain = {**train, 'steps': width}\n"))
+    assert (config.train.steps, config.train.seed) == (64, 5)
+
+
+def test_unknown_names_of_the_file(tmp_path: Path) -> None:
+    (found,) = problems(write(tmp_path, "scheduel = dict(type='1f1b')\n"))
+    assert found.startswith("scheduel: no such key; did you mean schedule? known keys: name,")
+    assert found.endswith("(start the names of helpers with an underscore: _scheduel)")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train = dict(steps=3\n", "config.py: line 1: SyntaxError: '(' was never closed"),
+        ("\n\ntrain = dict(steps=stepz)\n", "config.py: line 3: NameError: name 'stepz' is not defined"),
+        ("x\x00", "config.py: SyntaxError: source code string cannot contain null bytes"),
+        ("import nowhere_at_all\n", "config.py: line 1: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("\nraise SystemExit(0)\n", "config.py: line 2: SystemExit: the file called exit()"),
+        ("def f():\n    return 1 / 0\ntrain = f()\n", "config.py: line 2: ZeroDivisionError: division by zero"),
+        ("\nimport json\njson.loads('{')\n", "config.py: line 3: JSONDecodeError: Expecting property name"),
+        ("assert 0\n", "config.py: line 1: AssertionError: no message"),
+    ],
+)
+def test_files_that_do_not_run(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    shown = str(caught.value).replace("ValueError: source", "SyntaxError: source")  # differs between Python versions
+    assert shown.startswith(words)
+    assert ("(raised in decoder.py, line" in shown) == ("json" in text)
+    assert caught.value.__cause__ is not None
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path / "config.py")
+    assert found == f"no such file: {tmp_path}/config.py; {tmp_path} has no Python files"
+    for name in ("configs.py", "other.py"):
+        write(tmp_path, "", name)
+    (found,) = problems(tmp_path / "config.py")
+    assert found == f"no such file: {tmp_path}/config.py; Python files in {tmp_path}: configs.py, other.py"
+    for number in range(9):
+        write(tmp_path, "", f"zz{number}.py")
+    (found,) = problems(tmp_path / "config.py")
+    assert found.endswith(f"Python files in {tmp_path}: configs.py, other.py, zz8.py, zz7.py, zz6.py and 6 more")
+    (found,) = problems(tmp_path / "no" / "config.py")
+    assert found.endswith(f"; there is no folder {tmp_path}/no")
+    (found,) = problems(tmp_path)
+    assert found.startswith("is a folder, not a config file")
+    (found,) = problems("train.steps=3")
+    assert found == "the config file comes first, overrides (section.key=value) after it"
+    binary = tmp_path / "binary.py"
+    binary.write_bytes(b"\xff\xfe\xfd")
+    (found,) = problems(binary)
+    assert found.startswith("cannot be read: ")
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.steps=50", ["train", "steps"], 50),
+        ("optimizer.lr=1e-3", ["optimizer", "lr"], 1e-3),
+        ("parallel.tensor.mode=2.5d", ["parallel", "tensor", "mode"], "2.5d"),
+        ("checkpoint.dir=a=b", ["checkpoint", "dir"], "a=b"),
+        ("train.clip_grad_norm=None", ["train", "clip_grad_norm"], None),
+        ("parallel.tensor.shape=(2, 3)", ["parallel", "tensor", "shape"], (2, 3)),
+        ("name='5'", ["name"], "5"),
+        ("data.path=", ["data", "path"], ""),
+    ],
+)
+def test_parse_override(override: str, path: list[str], value: Any) -> None:
+    assert parse_override(override) == (path, value)
+
+
+@given(
+    st.lists(st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True), min_size=1, max_size=4),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=5,
+    ),
+)
+def test_overrides_round_trip(path: list[str], value: Any) -> None:
+    assert parse_override(f"{'.'.join(path)}={value!r}") == (path, value)
+
+
+@given(st.text())
+def test_any_text_is_an_override_or_a_config_error(text: str) -> None:
+    try:
+        path, _ = parse_override(text)
+    except ConfigError as error:
+        message = str(error)
+    else:
+        assert text.startswith(".".join(path) + "=")
+        return
+    assert "an override is section.key=value" in message
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_later_overrides_win_and_the_file_is_not_changed(first: int, second: int) -> None:
+    values = dict(train=dict(steps=3), optimizer=dict(type="AdamW", lr=1e-3))
+    before = copy.deepcopy(values)
+    out = apply_overrides(values, [f"train.steps={first}", f"train.steps={second}", "optimizer.lr=0.5"])
+    assert out == dict(train=dict(steps=second), optimizer=dict(type="AdamW", lr=0.5))
+    assert values == before
+
+
+def test_overrides_of_short_forms() -> None:
+    tensor = load_config(dict(parallel=dict(tensor=4)), ["parallel.tensor.mode=2d"]).parallel.tensor
+    assert (tensor.size, tensor.mode) == (4, "2d")
+    tensor = load_config(dict(parallel=dict(tensor=dict(mode="2d", size=9))), ["parallel.tensor=4"]).parallel.tensor
+    assert (tensor.size, tensor.mode) == (4, "2d")
+    tensor = load_config({}, ["parallel.tensor=4", "parallel.tensor.mode=1D"]).parallel.tensor
+    assert (tensor.size, tensor.mode) == (4, "1d")
+    assert load_config({}, ["optimizer=SGD", "optimizer.lr=1"]).optimizer.spec() == dict(type="SGD", lr=1.0)
+    assert load_config({}, ["data.type=TextFolder", "data.path=x"]).data.options == dict(path="x")
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "words"),
+    [
+        ({}, "train.sed=3", "train.sed: no such key; did you mean train.seed?"),
+        ({}, "trian.seed=3", "trian: no such key; did you mean train?"),
+        ({}, "train.steps=many", "train.steps: must be a whole number, got 'many' (given on the command line)"),
+        ({}, "comm.accounting=1", "comm.accounting: must be True or False, got 1 (given on the command line)"),
+        ({}, "train.steps", "'train.steps' has no '=': an override is section.key=value, for example train.steps=50"),
+        ({}, "train steps=3", "'train steps=3': 'train steps' is no key: an override is section.key=value"),
+        ({}, "=3", "'=3': '' is no key"),
+        ({}, "train.steps.x=3", "train.steps.x: train.steps is a single value and has no keys; write train.steps=..."),
+        (dict(model=GPT), "model.num_layer=3", "model.num_layer: no such key; did you mean model.num_layers? known"),
+        (
+            dict(model=Net),
+            "model.width=3",
+            "model.width: model is given as an object (Net), which has no keys to override; "
+            "write model = dict(type=Net, width=...) in the config",
+        ),
+        (dict(data=[1, 2]), "data.path=x", "data.path: data is given as an object ([1, 2]), which has no keys"),
+    ],
+)
+def test_wrong_overrides(config: dict[str, Any], override: str, words: str) -> None:
+    (found,) = problems(config, [override])
+    assert found.startswith(words)
+
+
+def test_only_overridden_keys_are_blamed_on_the_command_line() -> None:
+    found = problems(dict(train=dict(seed=-1)), ["train.steps=0"])
+    assert found == [
+        "train.steps: must be at least 1, got 0 (given on the command line)",
+        "train.seed: must be at least 0, got -1",
+    ]
+
+
+# Plans
+
+
+def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
+    (found,) = problems(dict(parallel=dict(data=2, pipeline=2, tensor=4), model=GPT), nproc=8)
+    assert found.splitlines() == [
+        "parallel: data 2 x pipeline 2 x tensor 4 = 16, but 8 processes",
+        "  nearest plans that fit 8 processes:",
+        "    parallel.tensor.size=2",
+        "    parallel.pipeline=1",
+        "    parallel.data=1",
+        "    parallel.data=4 parallel.tensor.size=1",
+        "  or keep the plan and start 16 processes (--nproc 16)",
+    ]
+
+
+def test_arithmetic_names_sequence_and_leaves_out_ones() -> None:
+    (found,) = problems(dict(parallel=dict(data=1, sequence=2)), nproc=3)
+    assert found.startswith("parallel: data 1 x sequence 2 = 2, but 3 processes\n")
+    (found,) = problems(dict(parallel=dict(data=2)), nproc=1)
+    assert found.startswith("parallel: data 2 = 2, but 1 process\n")
+
+
+def test_data_is_derived() -> None:
+    assert load_config(dict(parallel=dict(tensor=2)), nproc=8).parallel.data == 4
+    assert load_config(dict(parallel=dict(tensor=2))).parallel.data == 1
+    (found,) = problems(dict(parallel=dict(pipeline=2, tensor=3)), nproc=8)
+    assert found.startswith("parallel: pipeline 2 x tensor 3 = 6 does not divide 8 processes\n")
+    assert "parallel.data" not in found
+    (found,) = problems({}, nproc=0)
+    assert found == "nproc = 0: the number of processes must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (dict(mode="2d", size=6), "parallel.tensor: 2d: parallel.tensor.size = 6 is not a square (q x q); use 4 or 9"),
+        (dict(mode="3d", size=9), "parallel.tensor: 3d: parallel.tensor.size = 9 is not a cube (q x q x q); use 8 or"),
+        (dict(mode="2.5d", size=6, depth=4), "parallel.tensor: 2.5d: parallel.tensor.size = 6 is not a multiple of"),
+        (dict(mode="2.5d", size=6, depth=2), "parallel.tensor: 2.5d: parallel.tensor.size / depth = 6 / 2 = 3 is not"),
+        (dict(mode="2d", size=4, shape=(2, 3)), "parallel.tensor: parallel.tensor.shape: 2 x 3 = 6, but"),
+        (dict(mode="2d", shape=(2, 3, 1)), "parallel.tensor: parallel.tensor.shape = (2, 3, 1) has 3 numbers, but"),
+        (dict(mode="2d", size=4, depth=2), "parallel.tensor.depth = 2 means nothing in mode 2d; it is for mode 2.5d"),
+    ],
+)
+def test_modes_that_do_not_factor(tensor: dict[str, Any], words: str) -> None:
+    (found,) = problems(dict(parallel=dict(tensor=tensor)))
+    assert found.startswith(words)
+
+
+def test_batch() -> None:
+    config = dict(parallel=dict(data=4), schedule=dict(microbatches=2), train=dict(global_batch_size=30))
+    (found,) = problems(config)
+    assert found.splitlines() == [
+        "train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32",
+        "  nearest plans that fit 4 processes:",
+        "    parallel.data=1 parallel.tensor.size=4",
+    ]
+    (found,) = problems({**config, "train": dict(global_batch_size=3)})
+    assert found.splitlines() == [
+        "train.global_batch_size = 3 is not a multiple of data 4 x microbatches 2 = 8; nearest: 8",
+        "  no plan of these axes fits 4 processes, this model and this batch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "parallel", "words"),
+    [
+        (dict(hidden_size=100), dict(), ["model.hidden_size = 100 is not a multiple of model.num_heads = 8; near"]),
+        (
+            dict(hidden_size=130, num_heads=2),
+            dict(tensor=4),
+            [
+                "model.hidden_size = 130 is not a multiple of parallel.tensor.size = 4; nearest: 128 or 132",
+                "model.num_heads = 2 is not a multiple of parallel.tensor.size = 4; nearest: 4",
+            ],
+        ),
+        (dict(ffn_hidden_size=510), dict(tensor=4), ["model.ffn_hidden_size = 510 is not a multiple of parallel"]),
+        (
+            dict(num_kv_heads=2),
+            dict(tensor=4),
+            [
+                "model.num_kv_heads = 2 is fewer than parallel.tensor.size = 4: 1D tensor parallelism gives every rank "
+                "whole key/value heads and does not copy them, so at most 2 tensor ranks can share this model; "
+                "use parallel.tensor.size=2 or less, or model.num_kv_heads=4"
+            ],
+        ),
+        (
+            dict(num_heads=12, num_kv_heads=6, hidden_size=144),
+            dict(tensor=4),
+            ["model.num_kv_heads = 6 is not a multiple of parallel.tensor.size = 4; nearest: 4 or 8"],
+        ),
+        (dict(num_kv_heads=3), dict(), ["model.num_kv_heads = 3 does not divide model.num_heads = 8 (every"]),
+        (
+            dict(seq_len=30),
+            dict(tensor=dict(size=4, sequence_sharded=True)),
+            ["model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32"],
+        ),
+        (dict(hidden_size=24, positions="rotary"), dict(), ["model.hidden_size / model.num_heads = 24 / 8 = 3 is odd"]),
+        (dict(), dict(pipeline=8), ["model.num_layers = 4 is fewer than the stages of parallel.pipeline = 8"]),
+    ],
+)
+def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: list[str]) -> None:
+    found = problems(dict(model={**GPT, **options}, parallel=parallel))
+    assert len(found) == len(words)
+    for line, beginning in zip(found, words, strict=True):
+        assert line.startswith(beginning)
+    assert "nearest plans" in found[-1] or "no plan" in found[-1]
+
+
+def test_sequence_and_vocabulary_need_not_divide() -> None:
+    load_config(dict(model={**GPT, "seq_len": 30, "vocab_size": 257}, parallel=dict(tensor=4)))
+
+
+def test_wrong_model_options() -> None:
+    found = problems(dict(model={**GPT, "mlp": "relu", "dropout": 1.0, "num_layer": 3, "num_heads": 0}))
+    assert [line.partition(":")[0] for line in found] == [
+        "model.num_heads",
+        "model.mlp",
+        "model.dropout",
+        "model.num_layer",
+    ]
+    assert "did you mean model.num_layers?" in found[-1]
+
+
+def test_options_class_of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, width: int = 1) -> None:
+            self.width = width
+
+        def check(self, parallel: Any) -> list[str]:
+            return [] if self.width % parallel.tensor.size == 0 else [f"model.width = {self.width} is odd"]
+
+        def num_parameters(self) -> int:
+            return self.width
+
+    monkeypatch.setitem(MODELS._entries, "theirs", Net)
+    monkeypatch.setitem(MODEL_OPTIONS._entries, "theirs", Options)
+    load_config(dict(model=dict(type="theirs", width=4), parallel=dict(tensor=2)))
+    (found,) = problems(dict(model=dict(type="theirs", width=3), parallel=dict(tensor=2)))
+    assert found.startswith("model.width = 3 is odd\n")
+    (found,) = problems(dict(model=dict(type="theirs", depth=3)))
+    assert found.startswith("model: ")
+    assert "'depth'" in found
+
+
+sizes = st.integers(1, 6)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    mode = draw(st.sampled_from(["1d", "2d", "2.5d", "3d"]))
+    parallel: dict[str, Any] = dict(
+        pipeline=draw(st.integers(1, 3)), sequence=draw(st.integers(1, 2)), tensor=dict(mode=mode, size=draw(sizes))
+    )
+    if draw(st.booleans()):
+        parallel["data"] = draw(sizes)
+    return parallel
+
+
+@given(plans(), st.integers(1, 48), st.sampled_from([4, 6, 12, 32]), st.integers(1, 3))
+@settings(max_examples=200)
+def test_a_plan_fits_or_its_suggestions_do(parallel: dict[str, Any], nproc: int, batch: int, microbatches: int) -> None:
+    config = dict(
+        parallel=parallel,
+        model={**GPT, "hidden_size": 144, "num_heads": 12},
+        train=dict(global_batch_size=batch),
+        schedule=dict(type="1f1b", microbatches=microbatches),
+    )
+    try:
+        loaded = load_config(config, nproc=nproc)
+    except ConfigError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        suggestions = [line for line in lines if line.startswith("parallel.") and "=" in line.split()[0]]
+        suggestions = [line for line in suggestions if " = " not in line]
+        assert len(suggestions) <= 4
+        assert suggestions or any(line.startswith("no plan of these axes fits") for line in lines)
+        for suggestion in suggestions:
+            assert world_size(load_config(config, suggestion.split(), nproc).parallel) == nproc
+    else:
+        data = loaded.parallel.data
+        assert world_size(loaded.parallel) == nproc
+        assert data == parallel.get("data", data)
+        assert batch % (data * microbatches) == 0  # type: ignore[operator]
+
+
+@given(plans())
+def test_without_a_number_of_processes_the_sizes_say_it(parallel: dict[str, Any]) -> None:
+    try:
+        loaded = load_config(dict(parallel=parallel, train=dict(global_batch_size=60)))
+    except ConfigError as error:
+        wrong = error.problems
+    else:
+        wrong = []
+    assert not any(line.startswith("parallel:") for line in wrong)  # the product is right by itself
+    assume(not wrong)
+    assert loaded.parallel.data == parallel.get("data", 1)
+    product = math.prod(int(word) for word in arithmetic(loaded.parallel).replace(" x ", " ").split() if word.isdigit())
+    assert product == world_size(loaded.parallel)
+
+
+def test_suggestions_do_not_use_axes_that_the_config_does_not() -> None:
+    config = load_config(dict(parallel=dict(data=2, tensor=2)))
+    for plan in nearest_plans(config, 4, most=100):
+        assert "pipeline" not in plan
+        assert "sequence" not in plan
+
+
+def test_nearest_plans_of_many_processes() -> None:
+    config = load_config(dict(parallel=dict(data=2, tensor=2), train=dict(global_batch_size=10080)))
+    assert len(nearest_plans(config, 10080)) == 4
+
+
+# What is declared but not there yet
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            dict(parallel=dict(pipeline=2)),
+            "parallel.pipeline = 2: pipeline parallelism is not available in this version (colossus 0.1); "
+            "parallel.data and 1D parallel.tensor are",
+        ),
+        (dict(parallel=dict(sequence=2)), "parallel.sequence.size = 2: sequence parallelism is not available"),
+        (dict(parallel=dict(zero=1)), "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not"),
+        (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
+        (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),
+    ],
+)
+def test_not_available_yet(config: dict[str, Any], words: str) -> None:
+    loaded = load_config(config)
+    with pytest.raises(ConfigError) as caught:
+        require_available(loaded)
+    (found,) = caught.value.problems
+    assert found.startswith(words)
+
+
+def test_mode_without_layers_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    from colossus.registry import TENSOR_MODES
+
+    monkeypatch.setattr(TENSOR_MODES.get("2d"), "has_layers", False)
+    loaded = load_config(dict(parallel=dict(tensor=dict(mode="2d", size=4))))
+    with pytest.raises(ConfigError, match=r"parallel\.tensor\.mode = 2d: 2D tensor parallelism is not available"):
+        require_available(loaded)
+
+
+def test_what_is_available_passes() -> None:
+    require_available(load_config(dict(parallel=dict(data=2, tensor=dict(size=2, sequence_sharded=True)))))
+
+
+# The resolved config
+
+
+def test_as_dict_is_json() -> None:
+    config = load_config(dict(model=Net, data=iter([]), hooks=[print, dict(type=Net, width=Path("a"))]))
+    data = json.loads(json.dumps(as_dict(config)))
+    assert data["model"] == dict(type=f"{__name__}:Net")
+    assert data["data"] == "<builtins:list_iterator>"
+    assert data["hooks"] == ["builtins:print", dict(type=f"{__name__}:Net", width="a")]
+    assert data["parallel"]["data"] == 1
+
+
+def test_as_dict_fills_in_the_options_of_the_model() -> None:
+    assert as_dict(load_config(dict(model=GPT)))["model"]["ffn_hidden_size"] == 512
+
+
+options = st.dictionaries(st.text("abc ", min_size=1), st.text() | st.lists(st.integers()) | st.none())
+
+
+@given(plans(), st.integers(0, 99), st.none() | st.floats(0.1, 9), options)
+def test_the_printed_config_loads_to_the_same(
+    parallel: dict[str, Any], seed: int, clip: float | None, options: dict[str, Any]
+) -> None:
+    values = dict(
+        parallel=parallel,
+        model=GPT,
+        train=dict(seed=seed, clip_grad_norm=clip, global_batch_size=60),
+        optimizer=dict(type="free", **options),
+    )
+    with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):
+        try:
+            config = load_config(values)
+        except ConfigError:
+            assume(False)
+        namespace: dict[str, Any] = {}
+        exec(as_source(config), namespace)
+        del namespace["__builtins__"]
+        again = load_config(namespace)
+    assert as_dict(again) == as_dict(config)
+    assert again.optimizer.options == options
+
+
+def test_a_printed_config_may_have_any_key() -> None:
+    options = {"if": 1, "a b": 2, "inner": {"class": [1], "x": None}}
+    with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):
+        source = as_source(load_config(dict(optimizer=dict(type="free", **options))))
+        namespace: dict[str, Any] = {}
+        exec(source, namespace)
+    assert namespace["optimizer"] == dict(type="free", lr=3e-4, **options)
+
+
+def test_config_error_can_be_sent_between_processes() -> None:
+    error = ConfigError(["a: b", "c: d"], "config.py")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems, again.source) == (str(error), error.problems, "config.py")
+
+
+def test_long_values_are_cut() -> None:
+    assert len(brief("x" * 1000)) == 60
+    assert brief("a\nb") == r"'a\nb'"
+
+
+# The options of the GPT
+
+
+def test_parameters_of_the_gpt_by_hand() -> None:
+    options = GPTOptions(num_layers=2, hidden_size=8, num_heads=2, vocab_size=10, seq_len=6)
+    block = 2 * 16 + 4 * (64 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+    assert options.num_parameters() == 10 * 8 + 6 * 8 + 2 * block + 16
+    untied = options.model_copy(update=dict(tie_embeddings=False))
+    assert untied.num_parameters() == options.num_parameters() + 80
+
+
+def test_parameters_of_a_llama_like_gpt_by_hand() -> None:
+    options = GPTOptions(
+        num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, vocab_size=10, seq_len=6,
+        positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False,
+    )  # fmt: skip
+    assert options.ffn_hidden_size == 64  # 8/3 x 8 = 21.3, up to a multiple of 64
+    assert options.num_parameters() == 80 + (2 * 8 + 2 * 64 + 2 * 8 * 4 + 3 * 8 * 64) + 8
+    assert options.model_copy(update=dict(norm="layernorm")).num_parameters() == options.num_parameters()
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(["gelu", "swiglu"]), st.booleans(), st.sampled_from([4, 8]))
+def test_ranks_store_the_model_once_but_for_what_is_replicated(ranks: int, mlp: Any, bias: bool, kv_heads: int) -> None:
+    options = GPTOptions(hidden_size=64, num_heads=8, num_kv_heads=kv_heads, mlp=mlp, bias=bias, vocab_size=254)
+    hidden, layers = 64, 4
+    norms = (2 * layers + 1) * hidden * (2 if bias else 1)
+    replicated = norms + 128 * hidden + (2 * layers * hidden if bias else 0)
+    padding = (-254 % ranks) * hidden
+    whole = options.num_parameters()
+    assert options.num_parameters_per_rank(1) == whole
+    assert (options.num_parameters_per_rank(ranks) - replicated) * ranks == whole - replicated + padding
+
+
+def test_flops() -> None:
+    options = GPTOptions(num_layers=2, hidden_size=8, num_heads=2, vocab_size=10, seq_len=6)
+    matmuls = 2 * (4 * 64 + 2 * 8 * 32) + 80
+    assert options.flops_per_token() == 6 * matmuls + 12 * 2 * 8 * 6
+
+
+def test_datasets_need_no_torch_to_be_checked() -> None:
+    assert "PythonStdlib" in DATASETS

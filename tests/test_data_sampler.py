@@ -1,0 +1,113 @@
+"""The order of samples: a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.data.sampler import derive_seeds, permute, sample_indices
+
+SEEDS = st.integers(0, 2**40)
+
+
+@given(seed=SEEDS, epoch=st.integers(0, 10**6), n=st.integers(1, 700))
+def test_each_epoch_is_a_permutation(seed: int, epoch: int, n: int) -> None:
+    assert sorted(permute(np.arange(n), n, seed, epoch)) == list(range(n))
+
+
+@given(
+    seed=SEEDS,
+    n=st.integers(1, 60),
+    data_size=st.integers(1, 5),
+    per_rank=st.integers(1, 9),
+    first=st.integers(0, 50),
+)
+def test_steps_visit_each_sample_once_per_epoch(seed: int, n: int, data_size: int, per_rank: int, first: int) -> None:
+    """Whatever the batch size, and however many epochs one batch straddles: n positions in a row from an
+    epoch's start are all the samples."""
+    batch = data_size * per_rank
+    steps = range(first, first + 2 + 3 * n // batch)
+    stream = np.concatenate([sample_indices(seed, step, n, batch) for step in steps])
+    skipped = -(first * batch) % n  # positions until the next epoch starts
+    whole_epochs = stream[skipped : skipped + (len(stream) - skipped) // n * n].reshape(-1, n)
+    assert len(whole_epochs) >= 2
+    for epoch in whole_epochs:
+        assert sorted(epoch) == list(range(n))
+
+
+@given(
+    seed=SEEDS,
+    n=st.integers(1, 10**12),
+    data_size=st.integers(1, 6),
+    per_rank=st.integers(1, 8),
+    step=st.integers(0, 10**9),
+)
+def test_parts_concatenate_to_the_global_batch(seed: int, n: int, data_size: int, per_rank: int, step: int) -> None:
+    batch = data_size * per_rank
+    whole = sample_indices(seed, step, n, batch)
+    parts = [sample_indices(seed, step, n, batch, rank, data_size) for rank in range(data_size)]
+    assert all(len(part) == per_rank for part in parts)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    assert whole.dtype == np.int64
+    assert 0 <= whole.min() <= whole.max() < n
+
+
+@given(seed=SEEDS, n=st.integers(1, 50), batch=st.integers(1, 20), split=st.integers(1, 4))
+def test_the_stream_of_samples_does_not_depend_on_the_batch_size(seed: int, n: int, batch: int, split: int) -> None:
+    big = np.concatenate([sample_indices(seed, step, n, batch * split) for step in range(4)])
+    small = np.concatenate([sample_indices(seed, step, n, batch) for step in range(4 * split)])
+    np.testing.assert_array_equal(big, small)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(permute(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+    assert tuple(range(50)) not in orders
+
+
+def test_small_permutations_are_all_reached_about_equally_often() -> None:
+    counts = Counter(tuple(permute(np.arange(3), 3, 0, epoch)) for epoch in range(6000))
+    assert len(counts) == 6
+    assert 850 < min(counts.values()) < max(counts.values()) < 1150  # 1000 expected, standard deviation 29
+
+
+@pytest.mark.parametrize("n", [10, 97, 1000])
+def test_places_are_uniform_and_neighbours_unrelated(n: int) -> None:
+    epochs = 3000
+    orders = np.stack([permute(np.arange(n), n, 1, epoch) for epoch in range(epochs)])
+    # The standard deviation of a mean of uniform numbers on 0..n-1 is n / sqrt(12 * epochs).
+    assert np.abs(orders.mean(0) - (n - 1) / 2).max() < 5 * n / np.sqrt(12 * epochs)
+    steps = (orders[:, 1:] - orders[:, :-1]) % n
+    most_common = Counter(steps[:, 0].tolist()).most_common(1)[0][1]
+    assert most_common < 3 * epochs / n + 20
+
+
+def test_values_are_pinned() -> None:
+    """Another order would make old checkpoints resume on other data."""
+    assert sample_indices(0, 0, 10, 4).tolist() == [6, 0, 9, 8]
+    assert sample_indices(0, 0, 10**9, 4).tolist() == [892345431, 803076910, 545977981, 784772802]
+    assert derive_seeds(0, (1, 2), 2) != derive_seeds(0, (2, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            (0, 0, 10, 6, 0, 4),
+            r"train.global_batch_size = 6 does not divide over 4 data ranks \(6 / 4 = 1.50\); use 4 or 8",
+        ),
+        ((0, 0, 10, 3, 0, 4), r"use 4$"),
+        ((0, 0, 10, 0), "train.global_batch_size = 0"),
+        ((0, 0, 0, 4), "has 0 samples"),
+        ((0, -1, 10, 4), "step = -1"),
+        ((-1, 0, 10, 4), "seed = -1 is negative"),
+        ((0, 0, 10, 4, 2, 2), r"data_rank = 2 is outside 0..1"),
+    ],
+)
+def test_errors(arguments: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sample_indices(*arguments)

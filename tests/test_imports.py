@@ -1,0 +1,225 @@
+"""Imports run one way: cli -> launch -> engine -> {schedule, models, data} -> layers -> layout -> comm -> context."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import colossus
+
+PACKAGE = Path(colossus.__file__).parent
+
+#: who may import whom: a room imports rooms of lower levels and itself, never a sibling on its own level
+LEVELS = {
+    "context": 0,
+    "comm": 1,
+    "layout": 2,
+    "layers": 3,
+    "schedule": 4,
+    "models": 4,
+    "data": 4,
+    "checkpoint": 4,
+    "engine": 5,
+    "launch": 6,
+    "cli": 7,
+    "__main__": 8,
+}
+#: anyone may import these; they import only each other as listed
+LEAVES = {"registry": set(), "_lazy": set(), "config": {"registry", "_lazy"}}
+
+
+def room_of(module: str) -> str:
+    """``colossus.layers.linear`` -> ``layers``; the package itself is ``colossus``."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def imported_modules(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import, however deep, but for TYPE_CHECKING blocks of a package's face."""
+    skipped: set[ast.AST] = set()
+    if is_package:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                skipped.update(child for statement in node.body for child in ast.walk(statement))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".") if is_package else module.split(".")[:-1]
+                kept = parents[: len(parents) - (node.level - 1)]
+                base = ".".join([*kept, base] if base else kept)
+            yield node.lineno, base
+            if base == "colossus":  # `from colossus import layers` names a room
+                yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            first = node.args[0] if node.args else None
+            if name in ("import_module", "__import__") and isinstance(first, ast.Constant):
+                yield node.lineno, str(first.value)
+
+
+def wrong_arrow(source: str, target: str) -> str | None:
+    """Why a module of room ``source`` must not import room ``target``, or None when it may."""
+    if source == target or target in ("registry", "_lazy"):
+        return None
+    if source == "colossus":
+        return None if target in LEAVES else "the package itself is lazy and imports no room"
+    if target in ("colossus", "__version__"):
+        return None  # the bare package
+    if source in LEAVES:
+        return None if target in LEAVES[source] else f"{source} is a leaf"
+    if target in LEAVES:
+        return None
+    for room in (source, target):
+        if room not in LEVELS:
+            return f"{room} has no level here: a new room (give it one), or a name of the lazy package"
+    if LEVELS[target] < LEVELS[source]:
+        return None
+    return "siblings do not know each other" if LEVELS[target] == LEVELS[source] else f"{target} is above {source}"
+
+
+def late_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Imports inside a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for child in ast.walk(node):
+                if isinstance(child, ast.Import):
+                    yield from ((child.lineno, alias.name) for alias in child.names)
+                elif isinstance(child, ast.ImportFrom):
+                    yield child.lineno, child.module or "."
+
+
+def violations(package: Path) -> list[str]:
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        tree = ast.parse(file.read_text())
+        for line, target in imported_modules(tree, module, is_package):
+            if target.split(".")[0] != "colossus":
+                continue
+            why = wrong_arrow(room_of(module), room_of(target))
+            if why:
+                found.append(f"{file.relative_to(package.parent)}:{line} imports {target}: {why}")
+    return found
+
+
+def test_no_arrow_runs_back() -> None:
+    assert not (found := violations(PACKAGE)), "\n".join(found)
+
+
+def test_every_room_has_a_level() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert rooms <= LEVELS.keys() | LEAVES.keys()
+
+
+def test_only_heavy_things_are_imported_late() -> None:
+    """A function-level import of our own rooms dodges a circle; cli and launch may, as ``--help`` must be quick."""
+    found = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        room = file.relative_to(PACKAGE).parts[0]
+        if room in ("cli", "launch", "__main__.py"):
+            continue
+        late = [(line, name) for line, name in late_imports(ast.parse(file.read_text()))]
+        found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] in ("colossus", "")]
+        if room in LEVELS:  # torch may be late in config, cli and launch only
+            found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] == "torch"]
+    assert not found, "\n".join(found)
+
+
+PLANTED = {
+    "comm/bad.py": ("from colossus.layers.linear import Linear", "comm/bad.py:1 imports colossus.layers.linear"),
+    "context/late.py": (
+        "def f():\n    from colossus.engine import engine",
+        "context/late.py:2 imports colossus.engine",
+    ),
+    "layout/relative.py": ("from ..engine.engine import Engine", "layout/relative.py:1 imports colossus.engine.engine"),
+    "layout/parent.py": ("from .. import layers", "layout/parent.py:1 imports colossus.layers"),
+    "models/sibling.py": ("import colossus.data.text", "models/sibling.py:1 imports colossus.data.text: siblings"),
+    "config/leaf.py": (
+        "import colossus.context.grid",
+        "config/leaf.py:1 imports colossus.context.grid: config is a leaf",
+    ),
+    "registry.py": ("import colossus.config", "registry.py:1 imports colossus.config: registry is a leaf"),
+    "context/face.py": (
+        "from colossus import build",
+        "context/face.py:1 imports colossus.build: build has no level here",
+    ),
+    "context/string.py": (
+        "import importlib\nimportlib.import_module('colossus.cli.main')",
+        "string.py:2 imports colossus.cli",
+    ),
+    "layers/__init__.py": ("from colossus.engine import Engine", "layers/__init__.py:1 imports colossus.engine"),
+    "layers/hint.py": (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from colossus.engine import Engine",
+        "layers/hint.py:3 imports colossus.engine",
+    ),
+}
+ALLOWED = {
+    "engine/a.py": "from colossus.layers import linear\nfrom colossus.config import schema\nimport colossus.context",
+    "layers/b.py": "from colossus.layers import build\nfrom . import linear\nfrom .linear import Linear\nimport torch",
+    "context/c.py": "from colossus.registry import TENSOR_MODES",
+    "config/d.py": "from colossus._lazy import lazy_names\nfrom colossus.registry import MODELS",
+    "cli/e.py": "from colossus import __version__\ndef f():\n    import torch\n    from colossus.launch import agent",
+    "__init__.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from colossus.engine import initialize",
+}
+
+
+def fake_package(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "colossus" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    return root / "colossus"
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_checker_sees_a_planted_arrow(tmp_path: Path, name: str) -> None:
+    text, expected = PLANTED[name]
+    found = violations(fake_package(tmp_path, {name: text}))
+    assert found
+    assert any(expected in line for line in found), found
+
+
+def test_the_checker_allows_what_is_allowed(tmp_path: Path) -> None:
+    assert violations(fake_package(tmp_path, ALLOWED)) == []
+
+
+def test_light_modules_load_no_torch() -> None:
+    """One process imports them one after the other and says which one brought torch in."""
+    modes = [f"colossus.layers.modes.{path.stem}" for path in (PACKAGE / "layers" / "modes").glob("[!_]*.py")]
+    assert len(modes) >= 4
+    light = [
+        "colossus",
+        "colossus.registry",
+        "colossus.config",
+        "colossus.context.grid",
+        "colossus.layout.layout",
+        "colossus.layout.activation",
+        "colossus.layout.moves",
+        "colossus.layers.tensor_mode",
+        *modes,
+        "colossus.schedule.actions",
+        "colossus.cli.main",
+    ]
+    code = f"""
+import importlib, sys
+for name in {light!r}:
+    importlib.import_module(name)
+    heavy = [m for m in ("torch",) if m in sys.modules]
+    if heavy:
+        sys.exit(f"importing {{name}} loads {{heavy}}")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,208 @@
+"""Who failed first: the ranking of causes and the block that is printed."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.config import ConfigError
+from colossus.context.grid import RankGrid
+from colossus.launch import causes, failure
+from colossus.launch.causes import RankExit
+from colossus.launch.failure import FailureRecord
+
+GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
+PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"
+
+
+def record(rank: int, error: BaseException, **details: Any) -> FailureRecord:
+    return failure.of_exception(error, rank, **{"host": f"host{rank}", "step": 3, **details})
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def test_an_own_error_comes_before_earlier_victims() -> None:
+    records = [record(rank, RuntimeError(PEER), time=1.0) for rank in (0, 2, 3)]
+    records.append(record(1, ValueError("boom"), time=2.0))
+    found = causes.rank_causes(records, {rank: RankExit(1) for rank in range(4)})
+    assert [cause.rank for cause in found] == [1, 0, 2, 3]
+
+
+def test_of_two_own_errors_the_earlier_one_comes_first() -> None:
+    records = [record(0, ValueError("late"), time=5.0), record(3, TypeError("early"), time=4.0)]
+    assert causes.rank_causes(records, {})[0].rank == 3
+
+
+def test_a_killed_rank_is_named_from_its_exit_code() -> None:
+    records = [record(rank, RuntimeError(PEER)) for rank in (0, 1, 3)]
+    exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL), 3: RankExit(1)}
+    text = causes.block(causes.rank_causes(records, exits), GRID)
+    assert "run failed: rank 2 at step 3" in text
+    assert "rank 2 (data 1, tensor 0) was killed by SIGKILL: out of memory" in text
+    assert "ranks 0, 1, 3 stopped because rank 2 went away." in text
+
+
+def test_the_launchers_own_sigkill_is_no_cause_of_its_own() -> None:
+    records = [record(0, ValueError("boom"))]
+    exits = {0: RankExit(1), 1: RankExit(-signal.SIGKILL, after_stop=True), 2: RankExit(143, after_stop=True)}
+    found = causes.rank_causes(records, exits)
+    assert [(cause.rank, cause.kind) for cause in found] == [(0, "error"), (1, "stuck")]
+
+
+def test_a_silent_rank_is_named_when_the_others_only_timed_out() -> None:
+    timeout = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:84] Timed out waiting 1000ms for recv operation")
+    records = [record(rank, timeout) for rank in (0, 1, 3)]
+    exits = {rank: RankExit(1) for rank in (0, 1, 3)} | {2: RankExit(-signal.SIGKILL, after_stop=True)}
+    text = causes.block(causes.rank_causes(records, exits), GRID)
+    assert "rank 2 (data 1, tensor 0) answered no signal and had to be killed" in text
+    assert "ranks 0, 1, 3 stopped because rank 2 did not answer." in text
+
+
+def test_only_communication_errors_say_so() -> None:
+    found = causes.rank_causes([record(0, RuntimeError(PEER), time=2.0), record(1, RuntimeError(PEER), time=1.0)], {})
+    text = causes.block(found, GRID)
+    assert "rank 1 (host host1; data 0, tensor 1) raised RuntimeError; no rank failed by itself" in text
+
+
+def test_an_exit_without_a_word_is_a_cause() -> None:
+    text = causes.block(causes.rank_causes([], {0: RankExit(143, after_stop=True), 1: RankExit(7)}), GRID)
+    assert "rank 1 (data 0, tensor 1) ended with exit code 7 without an exception" in text
+
+
+def test_errors_after_a_stop_signal_are_victims() -> None:
+    records = [
+        record(0, OSError("a loader's process is gone"), after_signal=15),
+        record(1, ValueError("boom"), time=9e9),
+    ]
+    assert causes.rank_causes(records, {})[0].rank == 1
+
+
+@given(st.permutations(range(4)), st.lists(st.floats(0, 100), min_size=4, max_size=4))
+def test_the_culprit_does_not_depend_on_order_or_clocks(order: list[int], times: list[float]) -> None:
+    culprit = order[0]
+    errors = {rank: ValueError("own") if rank == culprit else RuntimeError(PEER) for rank in range(4)}
+    records = [record(rank, errors[rank], time=times[rank]) for rank in order]
+    assert causes.rank_causes(records, {})[0].rank == culprit
+
+
+def test_the_block_shows_traceback_collectives_and_the_others(tmp_path: Path) -> None:
+    collectives = [f"#{number} all_reduce over data" for number in range(20)]
+    records = [
+        record(1, raised(ValueError("boom")), collectives=collectives, time=1.0),
+        record(2, ValueError("boom"), time=2.0),
+        record(3, TypeError("something else"), time=3.0),
+    ]
+    text = causes.block(causes.rank_causes(records, {}), GRID, tmp_path)
+    lines = text.splitlines()
+    assert "run failed: rank 1 at step 3" in lines[1]
+    assert lines[2] == "rank 1 (host host1; data 0, tensor 1) raised ValueError"
+    assert "raise error" in text
+    assert "  ValueError: boom" in lines
+    assert "  #19 all_reduce over data" in lines
+    assert "  #11 all_reduce over data" not in lines
+    assert "rank 2 raised the same error." in lines
+    assert "rank 3 also failed: TypeError: something else" in lines
+    assert "rank 0 stopped because rank 1 went away." in lines
+    assert f"run folder: {tmp_path}" in lines
+
+
+def test_many_ranks_are_named_in_ranges() -> None:
+    text = causes.block(causes.rank_causes([record(9, ValueError("x"), step=None)], {}), RankGrid({"data": 64}))
+    assert "run failed: rank 9 before the first step" in text
+    assert "ranks 0-8, 10-63 stopped because rank 9 went away." in text
+
+
+@pytest.mark.parametrize(
+    ("exits", "code"),
+    [
+        ({0: RankExit(143), 1: RankExit(0)}, 143),
+        ({0: RankExit(130), 1: RankExit(130)}, 130),
+        ({0: RankExit(-15), 1: RankExit(143)}, 143),
+        ({0: RankExit(0), 1: RankExit(0)}, None),
+        ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None),
+    ],
+)
+def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], code: int | None) -> None:
+    assert causes.was_only_stopped([], exits) == code
+
+
+def chained(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
+    try:
+        try:
+            raise inner
+        except type(inner) as first:
+            if explicit:
+                raise outer from first
+            raise outer  # noqa: B904
+    except type(outer) as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("boom"), "error"),
+        (RuntimeError(PEER), "communication"),
+        (RuntimeError("shape mismatch"), "error"),
+        # a user's own network access is no collective of ours
+        (ConnectionResetError("Connection reset by peer"), "error"),
+        (ConfigError("parallel.data: too many"), "config"),
+        (SystemExit(3), "error"),
+        (chained(ValueError("step failed"), RuntimeError(PEER), explicit=True), "communication"),
+        (chained(ValueError("step failed"), RuntimeError(PEER), explicit=False), "communication"),
+    ],
+)
+def test_whose_fault_an_error_is(error: BaseException, kind: str) -> None:
+    assert failure.kind_of(error) == kind
+
+
+def test_records_survive_the_file(tmp_path: Path) -> None:
+    records = [
+        record(rank, raised(ValueError(f"no {rank}")), collectives=["#1"], coordinates=GRID.coordinates(rank))
+        for rank in (2, 0)
+    ]
+    for each in records:
+        failure.write(tmp_path, each)
+    (tmp_path / "failures" / "rank7.json").write_text("{half")
+    read = failure.read_all(tmp_path)
+    assert [each.rank for each in read] == [0, 2]
+    assert [(each.message, each.coordinates, each.time) for each in read] == [
+        (each.message, each.coordinates, each.time) for each in reversed(records)
+    ]
+    failure.clear(tmp_path)
+    assert failure.read_all(tmp_path) == []
+
+
+def test_the_record_of_a_stuck_rank_holds_its_stack() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def endless_loop_of_the_user() -> None:
+        entered.set()
+        leave.wait()
+
+    thread = threading.Thread(target=endless_loop_of_the_user)
+    thread.start()
+    entered.wait()
+    assert thread.ident is not None
+    stuck = failure.of_stuck_rank(thread.ident, 4.0, rank=1)
+    leave.set()
+    thread.join()
+    assert "endless_loop_of_the_user" in stuck.traceback
+    assert "within 4 s" in stuck.message
+
+
+def test_only_the_first_rank_tells(tmp_path: Path) -> None:
+    assert [failure.is_first_to_tell(tmp_path) for _ in range(3)] == [True, False, False]
+    assert list(itertools.repeat(failure.is_first_to_tell(None), 2)) == [True, True]

@@ -1,0 +1,110 @@
+"""The oracle: the same models in plain torch, with the same parameter names as our logical ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colossus.models.options import GPTOptions
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, o: GPTOptions) -> None:
+        super().__init__()
+        kv = o.num_kv_heads * o.head_dim
+        self.head_dim, self.rotary = o.head_dim, o.positions == "rotary"
+        self.qkv = nn.ModuleDict(
+            {
+                "query": nn.Linear(o.hidden_size, o.hidden_size, o.bias),
+                "key": nn.Linear(o.hidden_size, kv, o.bias),
+                "value": nn.Linear(o.hidden_size, kv, o.bias),
+            }
+        )
+        self.out = nn.Linear(o.hidden_size, o.hidden_size, o.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = (
+            self.qkv[name](x).view(batch, tokens, -1, self.head_dim).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        if self.rotary:
+            query, key = self.turn(query), self.turn(key)
+        copies = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
+
+    def turn(self, x: Tensor) -> Tensor:
+        half = self.head_dim // 2
+        rate = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * rate
+        turned = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
+        pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * turned
+        return torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, o: GPTOptions) -> None:
+        super().__init__()
+        self.gated = o.mlp == "swiglu"
+        wide = o.ffn_hidden_size
+        self.up: nn.Module
+        if self.gated:
+            self.up = nn.ModuleDict({name: nn.Linear(o.hidden_size, wide, o.bias) for name in ("gate", "value")})
+        else:
+            self.up = nn.Linear(o.hidden_size, wide, o.bias)
+        self.down = nn.Linear(wide, o.hidden_size, o.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gated:
+            return self.down(F.silu(self.up["gate"](x)) * self.up["value"](x))
+        return self.down(F.gelu(self.up(x)))
+
+
+def plain_norm(o: GPTOptions) -> nn.Module:
+    return nn.LayerNorm(o.hidden_size, bias=o.bias) if o.norm == "layernorm" else nn.RMSNorm(o.hidden_size, eps=1e-6)
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, o: GPTOptions) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = plain_norm(o), PlainAttention(o)
+        self.mlp_norm, self.mlp = plain_norm(o), PlainMLP(o)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        o = self.options = GPTOptions(**options)  # type: ignore[arg-type]
+        self.embedding = nn.Embedding(o.vocab_size, o.hidden_size)
+        self.positions = nn.Embedding(o.seq_len, o.hidden_size) if o.positions == "learned" else None
+        self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
+        self.norm = plain_norm(o)
+        self.head = None if o.tie_embeddings else nn.Linear(o.hidden_size, o.vocab_size, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return self.norm(x) @ weight.t()
+
+    def loss_sum(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss as its definition reads: sums over valid tokens of -log softmax, smoothed, with the z-loss."""
+        o = self.options
+        logits = self(ids)
+        valid = labels != -100
+        log_sum = torch.logsumexp(logits, -1)
+        logp = logits - log_sum.unsqueeze(-1)
+        picked = logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        loss = -(1 - o.label_smoothing) * picked - o.label_smoothing * logp.mean(-1) + o.z_loss * log_sum**2
+        return (loss * valid).sum(), valid.sum()
