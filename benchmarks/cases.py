@@ -51,7 +51,9 @@ def _kinds() -> dict[str, Kind]:
             Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
             Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
             Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
-            Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), (f"megatron-{n}", f"dtensor-{n}")),
+            Kind(
+                f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), (f"megatron-{n}", f"dtensor-{n}")
+            ),
         ]
     return {kind.name: kind for kind in kinds}
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,7 +63,8 @@ def _status(key: str) -> int:
 def _live_bytes() -> int:
     """Bytes of all storages that some tensor of this process uses."""
     storages: dict[int, int] = {}
-    todo = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    # issubclass of the type: isinstance would ask torch's deprecated module objects for their class, and they warn
+    todo: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     while todo:
         tensor = todo.pop()
         if tensor.is_leaf and tensor.grad is not None:

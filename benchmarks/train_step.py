@@ -174,7 +174,7 @@ def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentPar
     """The options of benchmarks that train."""
     parser = common.make_parser(description, blocks=blocks)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 64], help="hidden sizes (default 512 64)")
-    parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default 3, at hidden < 256 20)")
+    parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default 2, at hidden < 256 20)")
     parser.add_argument("--no-memory", action="store_true", help="times only")
     return parser
 
@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace, names: Sequence[str], *, title: str = "")
     """Measure, print and write what the parsed arguments ask for."""
     results = []
     for workload in [SMOKE] if arguments.smoke else [sizes(hidden) for hidden in arguments.hidden]:
-        steps = arguments.steps_per_block or (3 if workload.hidden >= 256 else 20)
+        steps = arguments.steps_per_block or (2 if workload.hidden >= 256 else 20)
         blocks, steps = (2, 1) if arguments.smoke else (arguments.blocks, steps)
         result = measure(workload, names, blocks, steps, with_memory=not arguments.no_memory)
         report(result, title=title)

@@ -89,7 +89,8 @@ def fuse_qkv(state: State, *, interleave: int = 1) -> State:
         if ".qkv." not in name:
             out[name] = value
         elif ".query." in name:
-            parts = [state[name.replace(".query.", f".{part}.")].chunk(interleave) for part in ("query", "key", "value")]
+            whole = [state[name.replace(".query.", f".{part}.")] for part in ("query", "key", "value")]
+            parts = [part.chunk(interleave) for part in whole]
             fused = torch.cat([rows for rank in range(interleave) for rows in (part[rank] for part in parts)])
             out[name.replace(".query.", ".")] = fused
     return out

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from benchmarks.peers.plain import PlainGPT
+from benchmarks.peers.plain import Block, PlainGPT
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload, fuse_qkv
 
 
@@ -119,6 +119,7 @@ class MegatronGPT(PlainGPT):
         h = workload.hidden
         self.embedding = VocabularyEmbedding(workload.vocab, h, rank, world)
         for block in self.blocks:
+            assert isinstance(block, Block)
             block.attention.qkv = ColumnLinear(h, 3 * h // world)
             block.attention.out = RowLinear(h // world, h)
             block.mlp.up = ColumnLinear(h, 4 * h // world)
@@ -128,7 +129,14 @@ class MegatronGPT(PlainGPT):
 
 
 #: module -> the dim of its weight that is split, and whether its bias is
-_SPLIT = {"embedding": (0, False), "head": (0, True), "qkv": (0, True), "up": (0, True), "out": (1, False), "down": (1, False)}
+_SPLIT = {
+    "embedding": (0, False),
+    "head": (0, True),
+    "qkv": (0, True),
+    "up": (0, True),
+    "out": (1, False),
+    "down": (1, False),
+}
 
 
 def _is_split(name: str) -> int | None:

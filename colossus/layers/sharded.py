@@ -64,7 +64,7 @@ class ShardedActivation(Tensor):
             out = func(*args, **kwargs)
         return wrap(out, first.activation, first.home, first.plan, first.num_features)
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
 

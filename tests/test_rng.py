@@ -1,0 +1,202 @@
+"""Random streams: functions of the position and of what they are for, not of the order of calls."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from colossus.context.rng import RngStreams, hash_key
+
+CPU = torch.device("cpu")
+
+
+def draw(rng: RngStreams, stream: str = "dropout", *parts: object) -> list[float]:
+    return torch.rand(4, generator=rng.at_position(stream, CPU, *parts)).tolist()
+
+
+positions = st.tuples(st.integers(0, 1000), st.integers(0, 64))
+keys = st.lists(st.one_of(st.integers(-5, 5), st.text("ab/=", max_size=3)), max_size=3)
+
+
+@given(st.integers(0, 2**40), positions, keys)
+def test_a_draw_depends_on_its_key_alone(seed: int, position: tuple[int, int], parts: list[object]) -> None:
+    first, second = RngStreams(seed), RngStreams(seed)
+    second.move_to(7, 3)  # another history
+    draw(second, "dropout", "other")
+    second.next_call("x")
+    second.named("y")
+    first.move_to(*position)
+    second.move_to(*position)
+    assert draw(first, "dropout", *parts) == draw(second, "dropout", *parts)
+    assert draw(first, "dropout", *parts) == draw(first, "dropout", *parts)
+
+
+def test_every_part_of_the_key_matters() -> None:
+    seen = {}
+    grid = itertools.product((0, 1), ("dropout", "data"), (0, 1), (0, 1), ((), ("a",), ("b",), ("a", "b"), ("ab",)))
+    for seed, stream, step, microbatch, parts in grid:
+        rng = RngStreams(seed)
+        rng.move_to(step, microbatch)
+        seen[tuple(draw(rng, stream, *parts))] = True
+    assert len(seen) == 2 * 2 * 2 * 2 * 5
+
+
+def test_keys_outside_of_a_position() -> None:
+    rng = RngStreams(3)
+    before = rng.key("init", "layer.weight")
+    rng.move_to(5, 1)
+    assert rng.key("init", "layer.weight") == before
+    assert before not in (rng.key("init", "layer.bias"), rng.key("data", "layer.weight"), RngStreams(4).key("init"))
+
+
+@given(keys, keys)
+def test_hash_keys_differ_when_parts_differ(a: list[object], b: list[object]) -> None:
+    assert (hash_key(*a) == hash_key(*b)) == (a == b)
+    assert 0 <= hash_key(*a) < 2**63
+
+
+def test_hash_is_pinned() -> None:
+    """Another hash would make old runs resume with other numbers."""
+    assert hash_key(0, "init", "weight") == 1776711302594613498
+    assert hash_key(1) != hash_key("1")
+    assert hash_key("a", "b") != hash_key("b", "a")
+
+
+# -- calls ----------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_by_name_and_position() -> None:
+    rng = RngStreams()
+    assert [rng.next_call("a"), rng.next_call("b"), rng.next_call("a")] == [0, 0, 1]
+    rng.move_to(0, 1)
+    assert rng.next_call("a") == 0
+
+
+def test_replay_repeats_and_puts_back() -> None:
+    rng = RngStreams(1)
+    rng.move_to(4, 2)
+    rng.next_call("a")
+    at = rng.snapshot()
+    first = [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))]
+    rng.move_to(9, 0)
+    rng.next_call("b")
+    later = rng.snapshot()
+    with rng.replay(at):
+        assert [(rng.next_call("a"), draw(rng)), (rng.next_call("a"), draw(rng))] == first
+    assert rng.snapshot() == later
+    with pytest.raises(RuntimeError), rng.replay(at):
+        raise RuntimeError
+    assert rng.snapshot() == later
+
+
+def test_a_replay_does_not_change_the_snapshot() -> None:
+    rng = RngStreams()
+    at = rng.snapshot()
+    for _ in range(2):
+        with rng.replay(at):
+            assert rng.next_call("a") == 0
+    assert at == (0, 0, {})
+
+
+class Noise(torch.nn.Module):
+    def __init__(self, rng: RngStreams) -> None:
+        super().__init__()
+        self.rng = rng
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.rng.next_call("noise"))
+        return x * torch.rand(3, generator=self.rng.at_position("dropout", CPU, self.seen[-1]))
+
+
+def test_a_single_use_under_torchs_own_checkpoint_is_repeated() -> None:
+    noise = Noise(RngStreams())
+    x = torch.ones(3, requires_grad=True)
+    y = torch_checkpoint(noise, x, use_reentrant=False)
+    y.sum().backward()
+    assert noise.seen == [0, 0]
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
+    noise = Noise(RngStreams())
+    x = torch.ones(3, requires_grad=True)
+    y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
+    with pytest.raises(
+        ValueError, match="noise draws random numbers 2 times .* use colossus.layers.checkpoint, or one"
+    ):
+        y.sum().backward()
+
+
+# -- named generators and state -------------------------------------------------------------------------------
+
+
+def test_named_streams() -> None:
+    def numbers(name: str, *at: object, seed: int = 0) -> list[float]:
+        return torch.rand(3, generator=RngStreams(seed).named(name, *at)).tolist()
+
+    assert numbers("noise", 1) == numbers("noise", 1)
+    different = [numbers("noise"), numbers("noise", 1), numbers("noise", 2), numbers("other"), numbers("noise", seed=1)]
+    assert len({tuple(each) for each in different}) == 5
+
+
+def test_a_named_stream_goes_on() -> None:
+    rng = RngStreams()
+    first = torch.rand(3, generator=rng.named("a"))
+    rng.named("b")
+    second = torch.rand(3, generator=rng.named("a"))
+    both = torch.rand(6, generator=RngStreams().named("a"))
+    assert torch.equal(torch.cat((first, second)), both)
+
+
+def test_save_and_restore_resume_exactly() -> None:
+    rng = RngStreams(5)
+    rng.move_to(12, 3)
+    rng.next_call("a")
+    torch.rand(3, generator=rng.named("a"))
+    state = rng.state_dict()
+
+    def rest(streams: RngStreams) -> list[object]:
+        return [
+            streams.next_call("a"),
+            draw(streams, "dropout", "x"),
+            torch.rand(3, generator=streams.named("a")).tolist(),
+            torch.rand(3, generator=streams.named("new")).tolist(),
+        ]
+
+    expected = rest(rng)
+    used = RngStreams(9)  # whose own history must not show
+    used.move_to(1, 1)
+    used.next_call("a")
+    used.next_call("a")
+    torch.rand(5, generator=used.named("new"))
+    used.load_state_dict(state)
+    assert rest(used) == expected
+    fresh = RngStreams()
+    fresh.load_state_dict(state)  # and the state is not used up
+    assert rest(fresh) == expected
+
+
+def test_state_can_be_saved_by_torch(tmp_path: object) -> None:
+    rng = RngStreams(5)
+    torch.rand(3, generator=rng.named("a"))
+    path = f"{tmp_path}/state.pt"
+    torch.save(rng.state_dict(), path)
+    fresh = RngStreams()
+    fresh.load_state_dict(torch.load(path, weights_only=True))
+    assert torch.equal(torch.rand(3, generator=fresh.named("a")), torch.rand(3, generator=rng.named("a")))
+
+
+def test_global_generators_are_left_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    rng = RngStreams()
+    draw(rng)
+    torch.rand(3, generator=rng.named("a"))
+    assert torch.equal(torch.rand(2), expected)
