@@ -10,6 +10,7 @@ gradient norms of the serial case on the first steps. A case named twice is the 
 from __future__ import annotations
 
 import argparse
+import importlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from benchmarks.workload import Workload
 
 REFERENCE = "serial"
 DEFAULT_CASES = (REFERENCE, *KINDS)
+SMOKE_CASES = tuple(name for name in DEFAULT_CASES if KINDS[name].world <= 2)
 CHECKED_STEPS = 4
 TOLERANCE = 1e-4
 
@@ -101,6 +103,7 @@ def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *
     memories: dict[str, Memory] = {}
     with ExitStack() as stack:
         groups: dict[str, RankGroup] = {}
+        importlib.import_module("torch._dynamo")  # every optimizer imports it: here once, instead of on each rank
         for name in names:
             KINDS[name].load()
         for label, name in labels.items():
@@ -195,11 +198,11 @@ def run(arguments: argparse.Namespace, names: Sequence[str], *, title: str = "")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, blocks=15)
     parser.add_argument(
-        "--cases", nargs="+", choices=list(KINDS), default=DEFAULT_CASES, metavar="CASE",
-        help=f"from: {', '.join(KINDS)} (default: all, serial twice)",
+        "--cases", nargs="+", choices=list(KINDS), metavar="CASE",
+        help=f"from: {', '.join(KINDS)} (default: all, serial twice; with --smoke up to 2 ranks)",
     )  # fmt: skip
     arguments = parser.parse_args(argv)
-    return run(arguments, arguments.cases)
+    return run(arguments, arguments.cases or (SMOKE_CASES if arguments.smoke else DEFAULT_CASES))
 
 
 if __name__ == "__main__":

@@ -353,7 +353,7 @@ def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixt
     assert command.run(str(config), ["train.steps=7"], run_dir="elsewhere", dry_run=True) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["plan"] == "pipeline 1 x data 2 x sequence 1 x tensor 2 = 4 processes (tensor mode 1d)"
-    assert lines["parameters"] == "842,496, about 421,248 on each rank"
+    assert lines["parameters"] == "842,496 in the model, 431,104 on rank 0"
     assert lines["batch"] == "32 sequences per step: 2 data rank(s) x 1 microbatch(es) x 16"
     assert lines["steps"].startswith("7, fp32")
     assert not Path("elsewhere").exists()
@@ -391,3 +391,22 @@ def test_git_state_of_no_repository(tmp_path: Path) -> None:
 def test_config_errors_need_no_torch() -> None:
     code = "import sys, colossus.launch.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment()).returncode == 0
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_sizes_that_a_users_own_model_cannot_split_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "from colossus import layers\n"
+        "def make():\n"
+        "    return layers.Linear(7, 9, split='column')\n"
+        "parallel = dict(tensor=2)\n"
+        "model = dict(type=make)\n"
+        "data = dict(type='PythonStdlib', seq_len=16)\n"
+    )
+    assert command.run(str(file), []) == 2
+    said = capsys.readouterr().err
+    assert "odd.py: the model cannot be built under this plan" in said
+    assert "out_features = 9 does not divide over parallel.tensor.size = 2; use 8 or 10" in said

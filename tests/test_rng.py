@@ -62,7 +62,7 @@ def test_hash_keys_differ_when_parts_differ(a: list[object], b: list[object]) ->
 
 def test_hash_is_pinned() -> None:
     """Another hash would make old runs resume with other numbers."""
-    assert hash_key(0, "init", "weight") == 1776711302594613498
+    assert hash_key(0, "init", "weight") == 5377686943302770139
     assert hash_key(1) != hash_key("1")
     assert hash_key("a", "b") != hash_key("b", "a")
 
@@ -127,9 +127,7 @@ def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     noise = Noise(RngStreams())
     x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
-    with pytest.raises(
-        ValueError, match="noise draws random numbers 2 times .* use colossus.layers.checkpoint, or one"
-    ):
+    with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.checkpoint"):
         y.sum().backward()
 
 

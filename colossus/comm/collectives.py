@@ -56,7 +56,7 @@ class Ready(Pending):
 
 def is_recorded() -> bool:
     """Whether tensor operations are being traced or recorded by a dispatch mode."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False) -> Pending:
@@ -69,7 +69,7 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     n = group.size
     if n == 1:
         return Ready(x)
-    entry = _note("all_reduce", x, group, 2 * (n - 1) / n * x.nbytes)
+    entry = _note("all_reduce", x, group, 2 * (n - 1) / n)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
     if not (owned and x.is_contiguous()):
@@ -88,7 +88,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return Ready(x)
     flat = (x.unsqueeze(0) if x.dim() == 0 else x).contiguous()
     dim = _dim(flat, dim)
-    entry = _note("all_gather", x, group, (n - 1) * x.nbytes)
+    entry = _note("all_gather", x, group, (n - 1))
     if is_recorded():
         out = _functional.all_gather_into_tensor(flat, n, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
@@ -107,7 +107,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if n == 1:
         return Ready(x)
     stacked = _stack_parts(x, n, dim, group)
-    entry = _note("reduce_scatter", x, group, (n - 1) / n * x.nbytes)
+    entry = _note("reduce_scatter", x, group, (n - 1) / n)
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return _functional_pending(out, entry)
@@ -127,7 +127,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
     flat = _stack_parts(x, n, split_dim, group).flatten(0, 1)
-    entry = _note("all_to_all", x, group, (n - 1) / n * x.nbytes)
+    entry = _note("all_to_all", x, group, (n - 1) / n)
     if is_recorded():
         parts = [flat.shape[0] // n] * n
         out = _functional.all_to_all_single(flat, parts, parts, group.name)
@@ -148,7 +148,7 @@ def own_part(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     return x.narrow(dim, group.index * size, size)
 
 
-def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry) -> Pending:
+def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry | None) -> Pending:
     """All-reduce in one round: send ``x`` to every peer, add what they send, in rank order on every rank."""
     process_group = group.process_group
     assert process_group is not None
@@ -172,19 +172,22 @@ def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry) -> Pending:
     return Pending(finish, entry)
 
 
-def _note(operation: str, x: Tensor, group: AxisGroup, sent: float) -> log.Entry:
+def _note(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
+    """Log and count a collective that sends ``share`` times the bytes of ``x``; compiled code does neither."""
+    if torch.compiler.is_compiling():
+        return None
     axes = str(group)
     for counter in accounting.listeners:
-        counter.add(operation, axes, x.dtype, sent)
+        counter.add(operation, axes, x.dtype, share * x.nbytes)
     return log.record(operation, axes, tuple(x.shape), x.dtype)
 
 
-def _functional_pending(out: Tensor, entry: log.Entry) -> Pending:
+def _functional_pending(out: Tensor, entry: log.Entry | None) -> Pending:
     return Pending(lambda: _functional.wait_tensor(out), entry)
 
 
 def _work_pending(
-    work: dist.Work, out: Tensor, entry: log.Entry, shape: Callable[[Tensor], Tensor] | None = None
+    work: dist.Work, out: Tensor, entry: log.Entry | None, shape: Callable[[Tensor], Tensor] | None = None
 ) -> Pending:
     def finish() -> Tensor:
         work.wait()

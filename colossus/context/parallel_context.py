@@ -35,6 +35,7 @@ class ParallelContext:
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         tensor_mode: name of the tensor mode whose layers are built under this context.
         sequence_sharded: whether 1D shards activations between blocks by tokens.
+        connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ParallelContext:
         backend: str | None = None,
         tensor_mode: str = "1d",
         sequence_sharded: bool = False,
+        connect: bool = True,
     ) -> None:
         self.grid = grid
         self.rank = rank
@@ -63,21 +65,22 @@ class ParallelContext:
         self._serial = next(_serial)
         self._owns_world = False
         self.closed = False
-        if grid.world_size > 1:
+        if grid.world_size > 1 and connect:
             self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"))
 
     @classmethod
-    def from_config(cls, config: Any, *, device: torch.device | str = "cpu") -> ParallelContext:
+    def from_config(cls, config: Any, *, device: torch.device | str = "cpu", connect: bool = True) -> ParallelContext:
         """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
         parallel = config.parallel
         return cls(
             build_grid(parallel),
-            int(os.environ.get("RANK", "0")),
+            int(os.environ.get("RANK", "0")) if connect else 0,
             device=device,
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
             tensor_mode=parallel.tensor.mode,
             sequence_sharded=parallel.tensor.sequence_sharded,
+            connect=connect,
         )
 
     def _join(self, backend: str) -> None:
@@ -93,9 +96,7 @@ class ParallelContext:
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
             sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
-            raise ValueError(
-                f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running"
-            )
+            raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
         shape = tuple(self.grid.sizes.values())

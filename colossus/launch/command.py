@@ -14,6 +14,7 @@ from colossus.config import ConfigError, load_config, require_available
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, machine, run_folder, slurm
 from colossus.launch.dry_run import describe
+from colossus.launch.model_check import check_model
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.worker import run_worker, stopped_line
 
@@ -54,8 +55,9 @@ def run(
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
         folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
         run_folder.check_unused(folder)
+        model = check_model(config)
         if dry_run:
-            print(describe(config, folder, local_ranks, nnodes))
+            print(describe(config, model, folder, local_ranks, nnodes))
             return DONE
         if nnodes == 1:  # else the first node's folder is everybody's, and it is made there
             run_folder.prepare(folder)

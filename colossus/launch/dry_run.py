@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from colossus.config import Config, model_options
+from colossus.config import Config
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch.machine import threads_per_rank, usable_cores
+from colossus.launch.model_check import ModelFacts
 
 
-def describe(config: Config, folder: Path | None, local_ranks: int, nnodes: int) -> str:
+def describe(config: Config, model: ModelFacts | None, folder: Path | None, local_ranks: int, nnodes: int) -> str:
     """The plan, processes, device, model and batch as aligned lines."""
     parallel, train = config.parallel, config.train
     grid = build_grid(parallel)
@@ -22,7 +23,7 @@ def describe(config: Config, folder: Path | None, local_ranks: int, nnodes: int)
         "plan": f"{product} = {grid.world_size} processes{mode}",
         "processes": f"{local_ranks}{where}, {threads}",
         "device": _device(config),
-        "parameters": _parameters(config),
+        "parameters": _parameters(model),
         "batch": _batch(config),
         "steps": f"{train.steps}, {train.precision}, seed {train.seed}",
         "run folder": str(folder) if folder is not None else "chosen by rank 0",
@@ -37,14 +38,10 @@ def _device(config: Config) -> str:
     return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
 
 
-def _parameters(config: Config) -> str:
-    options = model_options(config)
-    if options is None:
+def _parameters(model: ModelFacts | None) -> str:
+    if model is None:
         return "not known before the model is built"
-    total = options.num_parameters()
-    shards = config.parallel.tensor.size * config.parallel.pipeline
-    share = f", about {total // shards:,} on each rank" if shards > 1 else " on each rank"
-    return f"{total:,}{share}"
+    return f"{model.num_parameters:,} in the model, {model.num_local_parameters:,} on rank 0"
 
 
 def _batch(config: Config) -> str:

@@ -1,0 +1,156 @@
+"""Every benchmark runs, its cases compute the same thing, and a case that does not is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks import common, train_step  # noqa: E402
+from benchmarks.cases import KINDS  # noqa: E402
+from benchmarks.collectives import crossing  # noqa: E402
+from benchmarks.common import Spread  # noqa: E402
+from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
+
+
+def smoke(name: str, tmp_path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """What ``python -m benchmarks.<name> --smoke`` prints, and its JSON."""
+    out = tmp_path / "out.json"
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--smoke", "--json", str(out), *arguments],
+        cwd=ROOT, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout, json.loads(out.read_text())
+
+
+def assert_same_training(result: dict[str, Any], names: set[str]) -> None:
+    trajectories = result["loss_and_norm"]
+    assert set(trajectories) == names
+    reference = torch.tensor(trajectories["serial"])
+    assert reference.shape == (train_step.CHECKED_STEPS, 2)
+    assert reference[:, 0].unique().numel() == train_step.CHECKED_STEPS  # it trains
+    for name, trajectory in trajectories.items():
+        torch.testing.assert_close(torch.tensor(trajectory), reference, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_train_step(tmp_path: Path) -> None:
+    names = ["serial", "serial", "colossus", "ddp-2", "colossus-data-2", "dtensor-2", "megatron-2", "colossus-tensor-2"]
+    text, payload = smoke("train_step", tmp_path)
+    (result,) = payload["results"]
+    assert_same_training(result, {*names, "serial (again)"})
+    assert all(name in text for name in names)
+    compared = {(pair["case"], pair["against"]) for pair in result["comparisons"]}
+    assert compared == {
+        ("serial (again)", "serial"),
+        ("colossus", "serial"),
+        ("colossus-data-2", "ddp-2"),
+        ("colossus-tensor-2", "megatron-2"),
+        ("colossus-tensor-2", "dtensor-2"),
+    }
+    if Path("/proc/self/clear_refs").exists():
+        memory = result["memory_bytes"]
+        assert set(memory) == set(names)
+        # weights, gradients and two moments of AdamW in fp32, and a little for batches
+        assert memory["serial"]["held"] == pytest.approx(16 * parameters(train_step.SMOKE), rel=0.1)
+        assert all(held["peak"] >= held["held"] for held in memory.values())
+
+
+def parameters(workload: Workload) -> int:
+    return sum(value.numel() for value in workload.state().values())
+
+
+def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
+    names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "colossus-tensor-4"]
+    _, payload = smoke("train_step", tmp_path, "--no-memory", "--cases", *names)
+    assert_same_training(payload["results"][0], set(names))
+
+
+def test_serial(tmp_path: Path) -> None:
+    text, payload = smoke("serial", tmp_path, "--no-memory")
+    assert_same_training(payload["results"][0], {"serial", "serial (again)", "colossus"})
+    assert "time / serial" in text
+
+
+def test_collectives(tmp_path: Path) -> None:
+    text, payload = smoke("collectives", tmp_path)
+    assert {row["ranks"] for row in payload["results"]} == {2, 3}
+    assert {"exchange", "c10d", "all_reduce"} <= set(payload["results"][0]["seconds"])
+    assert set(payload["exchange_limit"]) == {"2", "3"}
+    assert "microseconds per all-reduce" in text
+
+
+def test_startup(tmp_path: Path) -> None:
+    text, payload = smoke("startup", tmp_path)
+    assert {"colossus --help", "colossus show", "colossus launch, misspelt key"} <= set(payload["seconds"])
+    assert "seconds until the answer" in text
+
+
+def test_a_case_that_computes_something_else_is_refused() -> None:
+    reference = [(2.0, 1.0), (1.5, 0.9)]
+    train_step.check({"serial": reference, "same": [(2.0, 1.0), (1.50001, 0.9)]})
+    with pytest.raises(RuntimeError, match=r"other: loss 1\.600000 at step 2"):
+        train_step.check({"serial": reference, "other": [(2.0, 1.0), (1.6, 0.9)]})
+    with pytest.raises(RuntimeError, match=r"other: gradient norm 1\.100000 at step 1"):
+        train_step.check({"serial": reference, "other": [(2.0, 1.1), (1.5, 0.9)]})
+    with pytest.raises(RuntimeError, match="other: loss nan"):
+        train_step.check({"serial": reference, "other": [(float("nan"), 1.0), (1.5, 0.9)]})
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4])
+def test_a_fused_weight_splits_into_whole_heads(ways: int) -> None:
+    workload = Workload(hidden=16, layers=1, heads=4, tokens=4, batch=2, vocab=8)
+    state = workload.state()
+    fused = fuse_qkv(state, interleave=ways)["blocks.0.attention.qkv.weight"]
+    for rank, part in enumerate(fused.chunk(ways)):
+        query, key, value = part.chunk(3)
+        for name, held in (("query", query), ("key", key), ("value", value)):
+            whole = state[f"blocks.0.attention.qkv.{name}.weight"]
+            assert torch.equal(held, whole.chunk(ways)[rank])
+
+
+def test_every_peer_of_a_case_exists() -> None:
+    assert all(peer in KINDS for kind in KINDS.values() for peer in kind.peers)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=6))
+def test_labels_are_unique_and_keep_their_names(names: list[str]) -> None:
+    labels = common.unique(names)
+    assert list(labels.values()) == names
+    assert all(label.replace(common.AGAIN, "") == name for label, name in labels.items())
+
+
+def test_blocks_alternate_and_ratios_are_taken_within_a_block() -> None:
+    calls: list[str] = []
+    seconds = {"a": iter([1.0, 10.0, 2.0]), "b": iter([2.0, 20.0, 6.0])}
+
+    def runner(name: str) -> float:
+        calls.append(name)
+        return next(seconds[name])
+
+    series = common.alternate({name: lambda name=name: runner(name) for name in seconds}, 3)  # type: ignore[misc]
+    assert calls == ["a", "b", "b", "a", "a", "b"]
+    assert common.ratio(series, "b", "a") == Spread(2.0, 2.0, 2.5)
+
+
+def test_the_exchange_limit_ends_at_the_first_size_it_loses() -> None:
+    def spread(value: float) -> Spread:
+        return Spread(value, value, value)
+
+    ratios = [(4, spread(0.5)), (16, spread(0.9)), (64, spread(1.1)), (256, spread(0.8))]
+    assert crossing(ratios) == 16
+    assert crossing(ratios[::-1]) == 16
+    assert crossing([(4, spread(1.0))]) == 0
