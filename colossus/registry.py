@@ -141,4 +141,4 @@ OPTIMIZERS = Registry(
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
 SCHEDULES = Registry("schedule", package="colossus.schedule.plans")
 STRATEGIES = Registry("data-parallel strategy", {"all_reduce": "colossus.engine.gradient_sync:AllReduce"})
-HOOKS = Registry("hook")
+HOOKS = Registry("hook", {"TensorBoard": "colossus.launch.tensorboard:TensorBoard"})

@@ -36,6 +36,13 @@ def test_a_stop_ends_the_loop_after_its_step_without_the_evaluation() -> None:
     assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
 
 
+def test_a_stop_during_an_evaluation_ends_the_loop_and_reports_no_half_of_it() -> None:
+    diary = Diary()
+    summary = fit(FakeEngine(steps=9, eval_every=1, stop_in_evaluation=2), [diary])
+    assert (summary.steps, summary.reason, summary.validation_loss) == (2, "stopped", 19.0)
+    assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
+
+
 def test_a_stop_in_the_last_step_is_a_finished_run() -> None:
     assert fit(FakeEngine(steps=2, stop_at=2)).reason == "finished"
 

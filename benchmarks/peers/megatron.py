@@ -68,7 +68,7 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _SumForward.apply(F.linear(x, self.weight)) + self.bias
+        return _SumForward.apply(F.linear(x, self.weight)).add_(self.bias)
 
 
 class VocabularyEmbedding(nn.Module):

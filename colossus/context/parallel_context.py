@@ -191,6 +191,10 @@ class ParallelContext:
         if self in _stack:
             _stack.remove(self)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelContext:
+        """A copied model lives in the same context."""
+        return self
+
     def __repr__(self) -> str:
         at = ", ".join(f"{name} {self.coordinates[name]}/{size}" for name, size in self.grid.sizes.items())
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class Engine:
         self.optimizer, self.strategy, self.loaders = optimizer, strategy, loaders
         self.device = context.device
         self.completed_steps = 0
+        #: where the launcher keeps what this run writes; None outside of a launch
+        self.run_dir: Path | None = None
         self._stop = False
         self._norm = GradientNorm(model.parameters(), context)
         self._batch_axes = plan_of(context).regions.user.shard_axes
@@ -142,9 +145,8 @@ class Engine:
         limit = self.config.train.clip_grad_norm
         if limit is not None:
             scale = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
-        grads = self._norm.gradients()
-        if grads:
-            torch._foreach_mul_(grads, scale)
+        for grads in self._norm.gradients():
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         return torch.stack([numbers[0], numbers[1], norm, numbers[3]])
 
     def lr_at(self, step: int) -> float:
@@ -177,15 +179,23 @@ class Engine:
             raise ValueError("there is no validation data to evaluate on")
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        complete = True
         with self._evaluating():
             for index, batch in enumerate(self.eval_loader):
                 if index == self.config.train.eval_batches:
+                    break
+                if self._agree_to_stop():
+                    complete = False
                     break
                 part, count = self._loss(self.model(model_input(batch)), batch)
                 loss_sum += part
                 tokens += count
             result = self._reduce_evaluation(loss_sum, tokens)
-        return EvalSummary(result.loss, result.tokens, self.completed_steps)
+        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
+
+    def _agree_to_stop(self) -> bool:
+        wish = torch.full((), float(self._stop), device=self.device)
+        return bool(collectives.all_reduce(wish, self._step_group, owned=True).wait() > 0)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -67,9 +67,11 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
                 summary = engine.evaluate()
-                validation_loss = summary.loss
-                for hook in hooks:
-                    hook.on_eval_end(engine, summary)
+                stopped = not summary.complete
+                if summary.complete:
+                    validation_loss = summary.loss
+                    for hook in hooks:
+                        hook.on_eval_end(engine, summary)
         for hook in hooks:
             hook.on_train_end(engine)
     except BaseException as error:

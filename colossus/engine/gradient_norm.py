@@ -38,5 +38,10 @@ class GradientNorm:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
-    def gradients(self) -> list[Tensor]:
-        return [param.grad for param in self.params if param.grad is not None]
+    def gradients(self) -> list[list[Tensor]]:
+        """All gradients of this rank, those of one dtype together."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for param in self.params:
+            if param.grad is not None:
+                by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
+        return list(by_dtype.values())

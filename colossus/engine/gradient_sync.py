@@ -40,6 +40,7 @@ class AllReduce:
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.buckets: list[Bucket] | None = None
         self._of: dict[int, int] = {}
+        self._frozen: list[nn.Parameter] = []
         self._next = 0
         self._armed = False
 
@@ -47,6 +48,12 @@ class AllReduce:
         """The next backward is the last of the step: reduce what it finishes."""
         if self.buckets is None:
             self._make_buckets()
+            self._frozen = [param for param in self.model.parameters() if not param.requires_grad]
+        elif any(param.requires_grad for param in self._frozen):
+            raise ValueError(
+                "a parameter that was frozen at the first step is trainable now: its gradient would not be summed over "
+                "the ranks, and the optimizer does not have it. Unfreeze before the first step, or make a new engine"
+            )
         self._next = 0
         self._armed = True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ def initialize(
     model: Callable[[], nn.Module] | None = None,
     loss_fn: LossFunction | None = None,
     data: Any = None,
+    *,
+    overrides: Sequence[str] = (),
 ) -> Engine:
     """Join the other ranks, build this rank's part of the model, its optimizer and its data.
 
@@ -34,13 +36,14 @@ def initialize(
         model: a class or function without arguments that builds the model; by default the config's.
         loss_fn: (outputs, batch) -> (sum, count), in the user layout; by default the model's own ``loss``.
         data: takes the place of the config's ``data``.
+        overrides: ``section.key=value``, laid over a file or a dict (``sys.argv[1:]`` of a script, say).
 
     Raises:
         ValueError: for a config that does not fit the processes or the model, with the arithmetic.
     """
     nproc = int(os.environ.get("WORLD_SIZE", "1"))
     if not isinstance(config, Config):
-        config = load_config(config, nproc=nproc)
+        config = load_config(config, overrides, nproc=nproc)
     config = resolve_sizes(config, nproc)
     require_available(config)
     if model is None and config.model is None:
@@ -66,10 +69,11 @@ def _assemble(
     loss_fn: LossFunction | None,
     data: Any,
 ) -> Engine:
-    torch.manual_seed(config.train.seed)
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     module = build(factory, context, dtype=DTYPES[config.train.precision])
+    # for what draws from torch's own generator, a plain nn.Dropout say: ranks of one model agree, replicas differ
+    torch.manual_seed(context.rng.key("torch", context.index("data")))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(

@@ -69,8 +69,9 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Mean loss per valid token over an evaluation."""
+    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it."""
 
     loss: float
     tokens: int
     step: int
+    complete: bool = True

@@ -117,7 +117,7 @@ def _join(
         require_available(config)
         if dry_run:
             if joined["RANK"] == "0":
-                print(describe(config, Path(run_dir) if run_dir else None, world_size, 1))
+                print(describe(config, check_model(config), Path(run_dir) if run_dir else None, world_size, 1))
             return DONE
     except ConfigError as error:
         if joined["RANK"] == "0":

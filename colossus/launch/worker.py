@@ -90,7 +90,7 @@ def _train(run: _Run, config: Config) -> int:
     engine = run.engine = initialize(config)
     folder = run.folder if run.has_launcher else _agree_on_folder(run, engine)
     assert folder is not None
-    run.folder = folder
+    run.folder = engine.run_dir = folder
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     if engine.context.is_logging_rank:
         run_folder.write_start(folder, config, engine.loaders.description if engine.loaders is not None else None)

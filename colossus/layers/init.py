@@ -7,7 +7,6 @@ split, and without the infinities a float32 inverse CDF gives.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,8 @@ from colossus.layout.layout import Box
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 _WORDS = 4  # 64-bit words per Philox counter
-_BLOCK_ROWS = 1 << 22  # elements drawn at a time, to bound the memory beside the result
+_BLOCK_WORDS = 1 << 22  # words drawn at a time, to bound the memory beside the result
+_SHORT_ROW = 2048  # words that take as long to draw as one call
 
 
 def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -43,25 +43,24 @@ def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
     first, last = box[-1]
     flat = out.reshape(-1, last - first)
     rows = _row_numbers(shape[:-1], box[:-1])
-    if last - first == width and rows.size == rows[-1] - rows[0] + 1:  # consecutive whole rows
-        step = max(1, _BLOCK_ROWS // stride)
-        for at in range(0, rows.size, step):
-            count = min(step, rows.size - at)
-            words = _raw(key, int(rows[at]) * stride, count * stride)
-            flat[at : at + count] = _to_unit(words.reshape(count, stride)[:, :width])
-        return out
-    begin = first // _WORDS * _WORDS
-    for at, row in enumerate(rows):
-        flat[at] = _to_unit(_raw(key, int(row) * stride + begin, last - begin)[first - begin :])
+    # of a long row only the words of the box are drawn; of short ones all, many rows at a time
+    begin, end = (first // _WORDS * _WORDS, last) if stride > _SHORT_ROW and last - first < width else (0, stride)
+    block = max(1, _BLOCK_WORDS // stride) if end - begin == stride else 1
+    at = 0
+    for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):
+        for start in range(0, run.size, block):
+            count = min(block, run.size - start)
+            words = _raw(key, int(run[start]) * stride + begin, (count - 1) * stride + end - begin)
+            flat[at : at + count] = _to_unit(words.reshape(count, -1)[:, first - begin : last - begin])
+            at += count
     return out
 
 
 def _row_numbers(shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if not shape:
-        return np.zeros(1, dtype=np.int64)
-    points = itertools.product(*(range(*span) for span in box))
-    strides = [math.prod(shape[index + 1 :]) for index in range(len(shape))]
-    return np.fromiter((sum(p * s for p, s in zip(point, strides, strict=True)) for point in points), dtype=np.int64)
+    rows = np.zeros(1, dtype=np.int64)
+    for size, span in zip(shape, box, strict=True):
+        rows = (rows[:, None] * size + np.arange(*span, dtype=np.int64)).reshape(-1)
+    return rows
 
 
 def _to_unit(words: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:

@@ -79,14 +79,16 @@ class Recorder(TorchDispatchMode):
                 raise ValueError(_write_refusal(func, self._sharded[_key(leaf)]))
         only_real = not metas and not (makes_tensor and not inputs)
         if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
-            args, kwargs = tree_map(self._look, (args, kwargs))
             return self._run_now(func, args, kwargs, written)
         meta_args, meta_kwargs = tree_map(_as_meta, (args, kwargs))
         if makes_tensor:
             meta_kwargs["device"] = _META
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
-        out = func(*meta_args, **meta_kwargs)
+        try:
+            out = func(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # an operation that the meta device does not know
+            return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._note(operation)
         if func is _aten._to_copy.default and self.protects(args[0]):
@@ -94,6 +96,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+        args, kwargs = tree_map(self._look, (args, kwargs))
         for leaf in written:  # who read the old value reads it now
             self._run_all(_key(leaf), self._next_seed())
         if torch.Tag.nondeterministic_seeded not in func.tags:

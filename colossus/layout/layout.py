@@ -52,7 +52,11 @@ class Layout:
     @classmethod
     def sharded(cls, ndim: int, **dims: Sequence[str]) -> Layout:
         """``Layout.sharded(2, d0=("row",))``: dim 0 over row."""
-        return cls(tuple(tuple(dims.get(f"d{index}", ())) for index in range(ndim)))
+        names = [f"d{index}" for index in range(ndim)]
+        unknown = sorted(dims.keys() - set(names))
+        if unknown:
+            raise ValueError(f"Layout.sharded: no dim {', '.join(unknown)}; dims are {', '.join(names) or 'none'}")
+        return cls(tuple(tuple(dims.get(name, ())) for name in names))
 
     @cached_property
     def shard_axes(self) -> tuple[str, ...]:
@@ -93,6 +97,7 @@ class Layout:
 
     def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
         """Whether every box is full."""
+        self._check(shape)
         return all(size % parts == 0 for size, parts in zip(shape, self.num_shards(sizes), strict=True))
 
     def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:

@@ -35,8 +35,9 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     """Moves from ``source`` to ``target``, in order; what leaves a dim goes first, what shards one goes last.
 
     Raises:
-        ValueError: when the number of dims differs, or for the one change that has no meaning: a value whose
-            gradient is partial cannot become one whose gradient is complete without a reduction.
+        ValueError: when the number of dims differs, or for the two changes that have no meaning: a value whose
+            gradient is partial cannot become one whose gradient is complete without a reduction, and a value does
+            not become a partial sum.
     """
     if len(source.dims) != len(target.dims):
         raise ValueError(f"cannot go from {source} to {target}: the number of dims differs")
@@ -49,7 +50,9 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     for index, axes in enumerate(dims):
         while len(axes) > _common(tuple(axes), target.dims[index]):
             axis, to_dim = axes[-1], goal.get(axes[-1])
-            if to_dim is None or to_dim == index or target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
+            if to_dim is None or to_dim == index:
+                break
+            if target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
                 break
             out.append(Move("all_to_all", "all_to_all", (axis,), index, to_dim))
             axes.pop()
@@ -85,8 +88,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     for index, axes in enumerate(dims):
         todo = target.dims[index][len(axes) :]
         for axis in todo:
-            if axis in partial:
-                raise ValueError(f"cannot go from {source} to {target}: axis {axis} is a partial sum out of order")
+            assert axis not in partial
             out.append(Move("slice", "pad" if axis in grad_partial else "gather", (axis,), index))
             grad_partial.discard(axis)
             axes.append(axis)
@@ -95,6 +97,9 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     if fresh:
         out.append(Move("identity", "sum", fresh))
         grad_partial.update(fresh)
-    if grad_partial != set(target.grad_partial) or partial != set(target.partial):
+    if partial != set(target.partial):
+        new = ", ".join(axis for axis in target.partial if axis not in partial)
+        raise ValueError(f"cannot go from {source} to {target}: a value does not become a partial sum over {new}")
+    if grad_partial != set(target.grad_partial):
         raise ValueError(f"cannot go from {source} to {target}: a gradient that is partial has to be reduced first")
     return tuple(out)

@@ -11,12 +11,13 @@ import torch
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hooks import Hook
+from colossus.engine.results import EvalSummary
 
 
 class FakeEngine:
     """What ``fit`` and the hooks read of an engine. ``stop_at`` and ``fail_at`` are step numbers."""
 
-    def __init__(self, *, stop_at: int = 0, fail_at: int = 0, validation: bool = True, **train: Any) -> None:
+    def __init__(self, *, stop_at: int = 0, stop_in_evaluation: int = 0, fail_at: int = 0, validation: bool = True, **train: Any) -> None:
         self.config = load_config({"train": {"global_batch_size": 1, **train}}, nproc=1)
         self.context = ParallelContext.from_config(self.config)
         self.device = torch.device("cpu")
@@ -24,7 +25,7 @@ class FakeEngine:
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
         self.eval_loader = ["batch"] if validation else None
-        self.stop_at, self.fail_at = stop_at, fail_at
+        self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 
     def train_step(self, batch: object) -> Any:
         assert batch == "batch"
@@ -42,7 +43,8 @@ class FakeEngine:
         )
 
     def evaluate(self) -> Any:
-        return SimpleNamespace(loss=20.0 - self.completed_steps, tokens=3, step=self.completed_steps)
+        complete = self.completed_steps != self.stop_in_evaluation
+        return EvalSummary(20.0 - self.completed_steps, tokens=3, step=self.completed_steps, complete=complete)
 
 
 class Diary(Hook):

@@ -1,0 +1,49 @@
+"""A hook that writes TensorBoard files: ``hooks = [dict(type="TensorBoard")]``. Needs the ``tensorboard`` extra."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from colossus.engine.hooks import Hook
+
+
+class TensorBoard(Hook):
+    """Loss, gradient norm, learning rate and validation loss, from the logging rank.
+
+    Args:
+        log_dir: by default ``tensorboard`` in the run folder.
+    """
+
+    def __init__(self, log_dir: str | None = None) -> None:
+        self.log_dir = log_dir
+        self._writer: Any = None
+
+    def on_train_start(self, engine: Any) -> None:
+        if not engine.context.is_logging_rank:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError("the TensorBoard hook needs its extra: pip install 'colossus[tensorboard]'") from error
+        folder = self.log_dir or str((engine.run_dir or Path(".")) / "tensorboard")
+        self._writer = SummaryWriter(folder)
+
+    def on_step_end(self, engine: Any, result: Any) -> None:
+        if self._writer is not None:
+            for name in ("loss", "grad_norm", "lr", "tokens"):
+                self._writer.add_scalar(f"train/{name}", getattr(result, name), result.step)
+
+    def on_eval_end(self, engine: Any, summary: Any) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar("validation/loss", summary.loss, summary.step)
+
+    def on_train_end(self, engine: Any) -> None:
+        self._close()
+
+    def on_exception(self, engine: Any, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
