@@ -1,4 +1,7 @@
-"""The cases of the train-step benchmark by name."""
+"""The cases of the train-step benchmark by name.
+
+``megatron-lean`` is ``megatron`` with embedding, head and loss whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,15 @@ class Kind:
 def _kinds() -> dict[str, Kind]:
     kinds = [Kind("serial", 1, "plain", "PlainCase"), Kind("colossus", 1, "ours", "ColossusCase", peers=("serial",))]
     for n in (2, 4):
+        whole_vocabulary = (("split_vocabulary", False),)
+        tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}")
         kinds += [
             Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
             Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
             Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
             Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
-            Kind(
-                f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), (f"megatron-{n}", f"dtensor-{n}")
-            ),
+            Kind(f"megatron-lean-{n}", n, "megatron", "MegatronCase", whole_vocabulary),
+            Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), tensor_peers),
         ]
     return {kind.name: kind for kind in kinds}
 

@@ -1,10 +1,12 @@
-"""Forms of the all-reduce on gloo by size and number of ranks, and up to which size the direct exchange is the fastest.
+"""Forms of the all-reduce between the processes of one host, by size and number of ranks.
 
     python -m benchmarks.collectives
 
-`exchange` is colossus's all-reduce in one round between all pairs, `c10d` the same call with the exchange switched
-off; their crossing is what `_EXCHANGE_LIMIT` of colossus/comm/collectives.py should be. Beside them plain torch:
+`shared` is colossus's all-reduce through shared memory, `c10d` the same call on gloo. Beside them plain torch:
 `all_reduce`, `gather+sum` (all-gather, then a local sum) and `scatter+gather` (reduce-scatter, then all-gather).
+
+The last columns divide shared by c10d: waited for at once, and with matmuls between start and wait that take about as
+long as c10d does, as the gradient of a weight between start and end of the sum of dx.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +23,12 @@ from torch import distributed as dist
 from benchmarks import common
 from benchmarks.common import Series, Spread
 from benchmarks.ranks import RankGroup
-from colossus.comm import collectives
+from colossus.comm import collectives, shared_memory
 from colossus.context.groups import AxisGroup
 
-EXCHANGE, C10D = "exchange", "c10d"
-SIZES = [4 << (2 * power) for power in range(12)]  # 4 bytes .. 16 MB
+SHARED, C10D = "shared", "c10d"
+FORMS = (SHARED, C10D, "all_reduce", "gather+sum", "scatter+gather")
+SIZES = [4 << (2 * power) for power in range(0, 12, 2)] + [8 << 20]  # 4 bytes .. 8 MB
 DTYPE = torch.float32
 
 
@@ -35,10 +38,14 @@ class Worker:
     def __init__(self, world: int, rank: int) -> None:
         self.world, self.rank = world, rank
         world_group = dist.group.WORLD
-        self.group = AxisGroup(("tensor",), tuple(range(world)), rank, world_group)
+        self.groups = {form: AxisGroup(("tensor",), tuple(range(world)), rank, world_group) for form in (SHARED, C10D)}
+        for form, group in self.groups.items():  # a group finds its way at its first use
+            shared_memory.enable(form == SHARED)
+            collectives.all_reduce(torch.zeros(1), group).wait()
+        self.square = torch.ones(64, 64)
         self.forms: dict[str, Callable[[Tensor], Tensor]] = {
-            EXCHANGE: partial(self._colossus, 1 << 62),
-            C10D: partial(self._colossus, 0),
+            SHARED: partial(self._colossus, SHARED, 0),
+            C10D: partial(self._colossus, C10D, 0),
             "all_reduce": self._all_reduce,
             "gather+sum": self._gather_sum,
             "scatter+gather": self._scatter_gather,
@@ -50,19 +57,34 @@ class Worker:
         x, expected = pattern + self.rank, pattern * self.world + sum(range(self.world))
         return torch.equal(self.forms[form](x), expected)
 
-    def time(self, form: str, count: int, repeats: int) -> float:
-        """Seconds per call, after one that is not timed and brings the ranks together."""
+    def time(self, form: str, count: int, repeats: int, matmuls: int = 0) -> float:
+        """Seconds per call, after one that is not timed and brings the ranks together.
+
+        Args:
+            matmuls: run between start and wait (colossus's forms only).
+        """
         x = torch.zeros(count, dtype=DTYPE)
         run = self.forms[form]
+        if matmuls:
+            run = partial(self._colossus, form, matmuls)
         run(x)
         begin = time.perf_counter()
         for _ in range(repeats):
             run(x)
         return (time.perf_counter() - begin) / repeats
 
-    def _colossus(self, limit: int, x: Tensor) -> Tensor:
-        collectives._EXCHANGE_LIMIT[self.world] = limit
-        return collectives.all_reduce(x, self.group, owned=True).wait()
+    def matmul(self, repeats: int) -> float:
+        """Seconds of the one matmul that overlaps."""
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            self.square @ self.square
+        return (time.perf_counter() - begin) / repeats
+
+    def _colossus(self, form: str, matmuls: int, x: Tensor) -> Tensor:
+        pending = collectives.all_reduce(x, self.groups[form], owned=True)
+        for _ in range(matmuls):
+            self.square @ self.square
+        return pending.wait()
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         dist.all_reduce(x)
@@ -95,18 +117,15 @@ def measure(group: RankGroup, forms: Sequence[str], count: int, blocks: int, rep
     return common.alternate(runners, blocks, label=f"{group.world} ranks, {_bytes(count * DTYPE.itemsize)}:")
 
 
-def _time(group: RankGroup, form: str, count: int, repeats: int) -> float:
-    return max(group.call("time", form, count, repeats))
+def overlapped(group: RankGroup, count: int, blocks: int, repeats: int, seconds: float) -> Series:
+    """Seconds of shared and of c10d, each with matmuls of about ``seconds`` between start and wait."""
+    matmuls = max(1, round(seconds / max(group.call("matmul", 20))))
+    runners = {form: partial(_time, group, form, count, repeats, matmuls) for form in (SHARED, C10D)}
+    return common.alternate(runners, blocks, label=f"{group.world} ranks, overlapped:")
 
 
-def crossing(ratios: Sequence[tuple[int, Spread]]) -> int:
-    """Largest size in bytes up to which the exchange beats c10d at every smaller size too; 0 when it never does."""
-    limit = 0
-    for size, spread in sorted(ratios, key=itemgetter(0)):
-        if spread.median >= 1.0:
-            break
-        limit = size
-    return limit
+def _time(group: RankGroup, form: str, count: int, repeats: int, matmuls: int = 0) -> float:
+    return max(group.call("time", form, count, repeats, matmuls))
 
 
 def _bytes(size: int) -> str:
@@ -119,30 +138,28 @@ def _bytes(size: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = common.make_parser(__doc__, blocks=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="numbers of ranks (default 2 3 4 8)")
-    parser.add_argument("--max-bytes", type=int, default=SIZES[-1], help="largest tensor (default 16 MB)")
+    parser.add_argument("--max-bytes", type=int, default=SIZES[-1], help="largest tensor (default 8 MB)")
     arguments = parser.parse_args(argv)
     worlds, sizes = arguments.ranks, [size for size in SIZES if size <= arguments.max_bytes]
     blocks, budget = arguments.blocks, 4 << 20
     if arguments.smoke:
         worlds, sizes, blocks, budget = [2, 3], [4, 4 << 10], 2, 0
-    results, limits = [], {}
+    results: list[dict[str, Any]] = []
     for world in worlds:
-        rows, ratios = [], []
+        rows = []
         with RankGroup(f"{world} ranks", world, partial(Worker, world)) as group:
-            forms = [EXCHANGE, C10D, "all_reduce", "gather+sum", "scatter+gather"]
             for size in sizes:
-                repeats = max(2, min(30, budget // size))
-                series = measure(group, forms, size // DTYPE.itemsize, blocks, repeats)
-                spread = common.ratio(series, EXCHANGE, C10D)
-                ratios.append((size, spread))
-                rows.append([_bytes(size), *(f"{Spread.of(series[form]).median * 1e6:.0f}" for form in forms), spread])
-                results.append({"ranks": world, "bytes": size, "seconds": series, "exchange_over_c10d": spread})
-        limits[world] = crossing(ratios)
-        common.print_table(
-            f"{world} ranks: microseconds per all-reduce, {blocks} blocks", ("size", *forms, "exchange / c10d"), rows
-        )
-    print("\n  the exchange is the faster up to: " + ", ".join(f"{n} ranks {_bytes(b)}" for n, b in limits.items()))
-    common.write_json(arguments.json, {"results": results, "exchange_limit": limits})
+                repeats, count = max(2, min(30, budget // size)), size // DTYPE.itemsize
+                series = measure(group, FORMS, count, blocks, repeats)
+                under = overlapped(group, count, blocks, repeats, Spread.of(series[C10D]).median)
+                spreads = [common.ratio(series, SHARED, C10D), common.ratio(under, SHARED, C10D)]
+                rows.append(
+                    [_bytes(size), *(f"{Spread.of(series[form]).median * 1e6:.0f}" for form in FORMS), *spreads]
+                )
+                results.append({"ranks": world, "bytes": size, "seconds": series, "overlapped_seconds": under})
+        header = ("size", *FORMS, "shared / c10d", "the same, overlapped")
+        common.print_table(f"{world} ranks: microseconds per all-reduce, {blocks} blocks", header, rows)
+    common.write_json(arguments.json, {"results": results})
     return 0
 
 

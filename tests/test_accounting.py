@@ -197,11 +197,8 @@ def _data_parallel_block(context: ParallelContext) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_block_recomputed(kind: str, request: pytest.FixtureRequest) -> None:
+def test_block_recomputed(kind: str) -> None:
     """Full recomputation repeats the forward's traffic; selective keeps what came over the network."""
-    if kind == "selective":
-        reason = "the recomputation takes the collective's result from its cache, but counts it as moved again"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     one = 2 * 1 / 2 * ELEMENTS * 4
     for counted in run_ranks(2, _block, {"activation_checkpoint": kind}):
         again = 2 * one if kind == "full" else 0

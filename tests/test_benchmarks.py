@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks import common, train_step  # noqa: E402
 from benchmarks.cases import KINDS  # noqa: E402
-from benchmarks.collectives import crossing  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
 from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
 
@@ -48,7 +47,8 @@ def assert_same_training(result: dict[str, Any], names: set[str]) -> None:
 
 
 def test_train_step(tmp_path: Path) -> None:
-    names = ["serial", "serial", "colossus", "ddp-2", "colossus-data-2", "dtensor-2", "megatron-2", "colossus-tensor-2"]
+    names = ["serial", "serial", "colossus", "ddp-2", "colossus-data-2", "dtensor-2", "megatron-2"]
+    names += ["megatron-lean-2", "colossus-tensor-2"]
     text, payload = smoke("train_step", tmp_path)
     (result,) = payload["results"]
     assert_same_training(result, {*names, "serial (again)"})
@@ -59,6 +59,7 @@ def test_train_step(tmp_path: Path) -> None:
         ("colossus", "serial"),
         ("colossus-data-2", "ddp-2"),
         ("colossus-tensor-2", "megatron-2"),
+        ("colossus-tensor-2", "megatron-lean-2"),
         ("colossus-tensor-2", "dtensor-2"),
     }
     if Path("/proc/self/clear_refs").exists():
@@ -74,7 +75,8 @@ def parameters(workload: Workload) -> int:
 
 
 def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
-    names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "colossus-tensor-4"]
+    names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "megatron-lean-4"]
+    names += ["colossus-tensor-4"]
     _, payload = smoke("train_step", tmp_path, "--no-memory", "--cases", *names)
     assert_same_training(payload["results"][0], set(names))
 
@@ -88,8 +90,7 @@ def test_serial(tmp_path: Path) -> None:
 def test_collectives(tmp_path: Path) -> None:
     text, payload = smoke("collectives", tmp_path)
     assert {row["ranks"] for row in payload["results"]} == {2, 3}
-    assert {"exchange", "c10d", "all_reduce"} <= set(payload["results"][0]["seconds"])
-    assert set(payload["exchange_limit"]) == {"2", "3"}
+    assert {"shared", "c10d", "all_reduce"} <= set(payload["results"][0]["seconds"])
     assert "microseconds per all-reduce" in text
 
 
@@ -144,13 +145,3 @@ def test_blocks_alternate_and_ratios_are_taken_within_a_block() -> None:
     series = common.alternate({name: lambda name=name: runner(name) for name in seconds}, 3)  # type: ignore[misc]
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert common.ratio(series, "b", "a") == Spread(2.0, 2.0, 2.5)
-
-
-def test_the_exchange_limit_ends_at_the_first_size_it_loses() -> None:
-    def spread(value: float) -> Spread:
-        return Spread(value, value, value)
-
-    ratios = [(4, spread(0.5)), (16, spread(0.9)), (64, spread(1.1)), (256, spread(0.8))]
-    assert crossing(ratios) == 16
-    assert crossing(ratios[::-1]) == 16
-    assert crossing([(4, spread(1.0))]) == 0

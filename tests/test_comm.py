@@ -12,7 +12,6 @@ import torch
 from dense import dense
 from ranks import grid, run_ranks
 from torch import Tensor
-from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossus import layers
@@ -178,38 +177,35 @@ def test_one_rank_moves_nothing() -> None:
     assert moved.calls() == 0
 
 
-# -- the direct exchange --------------------------------------------------------------------------------------
+# -- the order of additions -----------------------------------------------------------------------------------
+
+SLOT = 8 << 20  # bytes; about here another algorithm takes over
 
 
-def _exchange_against_ring(context: ParallelContext) -> int:
+def _same_bits(context: ParallelContext) -> None:
     group = context.group("tensor")
     n = group.size
-    limit = collectives._EXCHANGE_LIMIT[n]
-    assert limit > 0
-    for seed, size in enumerate([1, 3, 257, min(limit, 1 << 16) // 4, limit // 4, limit // 4 + 1]):
+    for seed, size in enumerate([1, 3, 257, 8192, 8193, 200_001, SLOT // 4, SLOT // 4 + 1]):
         parts = random_parts(n, (size,), torch.float32, seed)
         # values of very different size, so that the order of additions shows
-        x = parts[group.index] * 10.0 ** torch.randint(-6, 7, (size,), generator=torch.Generator().manual_seed(size))
-        got = collectives.all_reduce(x, group).wait()
-        ring = x.clone()
-        dist.all_reduce(ring, group=group.process_group)
-        everywhere = collectives.all_gather(got.unsqueeze(0), group, 0).wait()
-        assert torch.equal(everywhere.view(torch.int32), everywhere[:1].view(torch.int32).expand(n, -1)), size
-        exact = dist.distributed_c10d.ReduceOp.SUM
-        wide = x.double()
-        dist.all_reduce(wide, exact, group=group.process_group)
-        scale = x.abs().double()
-        dist.all_reduce(scale, exact, group=group.process_group)
-        assert ((got.double() - wide).abs() <= scale * n * 2.0**-24).all()
-        if n == 2:
-            assert torch.equal(got.view(torch.int32), ring.view(torch.int32))
-    return n
+        scale = 10.0 ** torch.randint(-6, 7, (size,), generator=torch.Generator().manual_seed(size))
+        parts = [part * scale.roll(rank) for rank, part in enumerate(parts)]
+        for owned in (False, True):
+            got = collectives.all_reduce(parts[group.index].clone(), group, owned=owned).wait()
+            everywhere = collectives.all_gather(got.view(torch.int32).unsqueeze(0), group, 0).wait()
+            assert torch.equal(everywhere, everywhere[:1].expand(n, -1)), (size, owned)
+            if n == 2:
+                assert torch.equal(got, parts[0] + parts[1])
+            if size > 10_000:
+                continue
+            exact, bound = sum(part.double() for part in parts), sum(part.abs().double() for part in parts)
+            assert ((got.double() - exact).abs() <= bound * n * 2.0**-24).all()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_exchange_is_the_same_on_all_ranks(world: int) -> None:
-    """Bit for bit: replicas that drift apart by one bit drift apart for good."""
-    run_ranks(world, _exchange_against_ring)
+def test_a_sum_is_the_same_on_all_ranks(world: int) -> None:
+    """Bit for bit, at every size: replicas that drift apart by one bit drift apart for good."""
+    run_ranks(world, _same_bits)
 
 
 def _outstanding(context: ParallelContext) -> None:
@@ -246,7 +242,7 @@ def _other_history(context: ParallelContext) -> float:
     return collectives.all_reduce(torch.ones(1), group).wait().item()
 
 
-def test_the_log_does_not_steer_the_exchange() -> None:
+def test_the_log_does_not_steer_a_collective() -> None:
     assert run_ranks(2, _other_history, timeout=8) == [2.0, 2.0]
 
 
@@ -412,10 +408,12 @@ def _gradients(context: ParallelContext, kind: str) -> dict[str, Any]:
     blocks = {
         "pair": Pair,
         "block": lambda: layers.TransformerBlock(12, 12, activation_checkpoint=kind),
-        "swiglu": lambda: layers.TransformerBlock(12, 12, mlp="swiglu", norm="rmsnorm", activation_checkpoint=kind),
+        "swiglu": lambda: layers.TransformerBlock(
+            12, 12, mlp="swiglu", norm="rmsnorm", dropout=0.2, activation_checkpoint=kind
+        ),
     }
     for name, factory in blocks.items():
-        model = build(lambda factory=factory: torch.nn.Sequential(factory(), factory()), context, dtype=torch.float64)
+        model = build(lambda n=name, f=factory: _stack(f, n == "swiglu"), context, dtype=torch.float64)
         x = random_parts(1, (3, 8, 12), torch.float64, 5)[0].requires_grad_()
         y = layers.to_outer(x, model[0].plan if name != "pair" else model[0].norm.plan)
         for block in model:
@@ -425,6 +423,12 @@ def _gradients(context: ParallelContext, kind: str) -> dict[str, Any]:
             y.square().sum().backward()
         out[name] = y.detach(), x.grad, full_state_dict(model, context, gradients=True), moved.rows()
     return out
+
+
+def _stack(factory: Callable[[], torch.nn.Module], shared: bool) -> torch.nn.Module:
+    """Two blocks, or one used twice, whose dropout then draws two masks."""
+    first = factory()
+    return torch.nn.Sequential(first, first if shared else factory())
 
 
 def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: str) -> Tensor:

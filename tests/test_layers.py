@@ -407,3 +407,21 @@ def test_dropout_masks_agree_where_replicated_and_differ_where_split() -> None:
     assert not torch.equal(part0, part1)
     assert abs(kept - 0.6) < 0.03
     assert torch.allclose(whole0[whole0 != 0], torch.tensor(1 / 0.6))
+
+
+def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
+    import copy
+
+    from colossus.layout.parameter import spec_of
+
+    def body(context: ParallelContext) -> None:
+        block = colossus.build(lambda: layers.TransformerBlock(8, 4), context)
+        x = numbers(2, 3, 8, dtype=torch.float32)
+        first = block(x)
+        other = copy.deepcopy(block)
+        assert torch.equal(other(x), first)
+        for (name, mine), (_, copied) in zip(block.named_parameters(), other.named_parameters(), strict=True):
+            assert copied is not mine, name
+            assert spec_of(copied) is spec_of(mine), name
+
+    run_ranks(2, body)

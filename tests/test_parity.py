@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
 from training import SIZES, Trace, assert_same_run, batch_of, config_of, is_key_bias, relative, run_plan
 from twins import PlainGPT
 
+import colossus
+from colossus import layers
 from colossus.models.options import GPTOptions
 
 STEPS = 20
@@ -136,6 +140,42 @@ def test_dropout_repeats_under_recomputation_and_is_the_same_run_again() -> None
         for kind in ("full", "selective"):
             assert_same_run(runs[kind], runs["none"], loss=1e-12, norm=1e-12, parameter=1e-10)
         assert runs["none"].losses != alone("fp64").losses[:3]
+
+
+class DropsInACheckpoint(torch.nn.Module):
+    """torch's own checkpoint around our dropout."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.inner, self.drop, self.outer = layers.Linear(6, 8), layers.Dropout(0.5), layers.Linear(8, 3)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def part(y: torch.Tensor) -> torch.Tensor:
+            return self.drop(torch.tanh(self.inner(y)))
+
+        return self.outer(checkpoint(part, x, use_reentrant=False) if self.recompute else part(x))
+
+
+def _drops(rank: int, recompute: bool, schedule: str) -> tuple[list[float], list[float]]:
+    config = dict(schedule=dict(type=schedule, microbatches=2), train=dict(global_batch_size=8, seed=1), device="cpu",
+                  parallel=dict(tensor=2))  # fmt: skip
+    engine = colossus.initialize(
+        config,
+        model=lambda: DropsInACheckpoint(recompute),
+        loss_fn=lambda outputs, batch: (outputs.square().sum(), outputs.numel()),
+    )
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    results = [engine.train_step(batch) for _ in range(3)]
+    return [result.loss for result in results], [result.grad_norm for result in results]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_torchs_checkpoint_repeats_the_mask_of_its_own_microbatch(schedule: str) -> None:
+    """With gpipe all forwards are over before the first recomputation."""
+    kept, recomputed = (run_ranks(2, _drops, flag, schedule, with_context=False)[0] for flag in (False, True))
+    for mine, other in zip(kept, recomputed, strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
 
 
 def test_options_count_their_parameters() -> None:

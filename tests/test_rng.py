@@ -125,6 +125,8 @@ def test_a_single_use_under_torchs_own_checkpoint_is_repeated() -> None:
 
 def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
     noise = Noise(RngStreams())
+    with noise.rng.replay(noise.rng.snapshot()):
+        pass  # a replay that is over does not count as one
     x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
     with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.checkpoint"):

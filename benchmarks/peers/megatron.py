@@ -1,7 +1,8 @@
 """Tensor parallelism written by hand after Megatron-LM (1909.08053 section 3, and its `tensor_parallel` layers).
 
 The f and g of the paper are inside of the linears: a column-parallel linear sums dx in backward, asynchronously while
-dw is computed; a row-parallel linear sums its product in forward. Embedding and cross-entropy split the vocabulary.
+dw is computed; a row-parallel linear sums its product in forward. Embedding, head and cross-entropy split the
+vocabulary as Megatron does, or are whole on every rank, which moves less where the vocabulary is as small as here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from benchmarks.peers.plain import Block, PlainGPT
+from benchmarks.peers.plain import Block, PlainGPT, loss_of
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload, fuse_qkv
 
 
@@ -111,68 +112,73 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 class MegatronGPT(PlainGPT):
-    """The plain GPT with its linears and its embedding replaced by parallel ones."""
+    """The plain GPT with its linears replaced by parallel ones; with ``split_vocabulary`` embedding and head too."""
 
-    def __init__(self, workload: Workload, rank: int, world: int) -> None:
+    def __init__(self, workload: Workload, rank: int, world: int, split_vocabulary: bool) -> None:
         with torch.device("meta"):
             super().__init__(workload, ways=world)
         h = workload.hidden
-        self.embedding = VocabularyEmbedding(workload.vocab, h, rank, world)
         for block in self.blocks:
             assert isinstance(block, Block)
             block.attention.qkv = ColumnLinear(h, 3 * h // world)
             block.attention.out = RowLinear(h // world, h)
             block.mlp.up = ColumnLinear(h, 4 * h // world)
             block.mlp.down = RowLinear(4 * h // world, h)
-        self.head = ColumnLinear(h, workload.vocab // world, bias=False)
+        if split_vocabulary:
+            self.embedding = VocabularyEmbedding(workload.vocab, h, rank, world)
+            self.head = ColumnLinear(h, workload.vocab // world, bias=False)
         self.to_empty(device="cpu")
 
 
-#: module -> the dim of its weight that is split, and whether its bias is
-_SPLIT = {
-    "embedding": (0, False),
-    "head": (0, True),
-    "qkv": (0, True),
-    "up": (0, True),
-    "out": (1, False),
-    "down": (1, False),
-}
+#: class -> the dim in which its weight is split, and whether its bias is
+_SPLIT = {VocabularyEmbedding: (0, False), ColumnLinear: (0, True), RowLinear: (1, False)}
 
 
-def _is_split(name: str) -> int | None:
-    module, leaf = name.split(".")[-2:]
-    dim, splits_bias = _SPLIT.get(module, (None, False))
-    return dim if leaf == "weight" or splits_bias else None
+def _split_dims(model: nn.Module) -> dict[str, int]:
+    """Name -> dim of every parameter of which a rank holds a part."""
+    dims: dict[str, int] = {}
+    for name, module in model.named_modules():
+        dim, splits_bias = _SPLIT.get(type(module), (None, False))
+        if dim is not None:
+            dims[f"{name}.weight"] = dim
+            if splits_bias:
+                dims[f"{name}.bias"] = 0
+    return dims
 
 
 class MegatronCase:
     """Every rank sees the whole batch; the norm counts each element once with one small all-reduce."""
 
-    def __init__(self, workload: Workload, rank: int, world: int) -> None:
-        self.model = MegatronGPT(workload, rank, world)
-        whole = fuse_qkv(workload.state(), interleave=world)
+    def __init__(self, workload: Workload, rank: int, world: int, *, split_vocabulary: bool = True) -> None:
+        self.model = MegatronGPT(workload, rank, world, split_vocabulary)
+        dims = _split_dims(self.model)
         local: State = {}
-        for name, value in whole.items():
-            dim = _is_split(name)
-            local[name] = value if dim is None else value.chunk(world, dim)[rank]
+        for name, value in fuse_qkv(workload.state(), interleave=world).items():
+            local[name] = value.chunk(world, dims[name])[rank] if name in dims else value
         self.model.load_state_dict(local)
         named = dict(self.model.named_parameters())
         self.params = list(named.values())
-        self.split = [param for name, param in named.items() if _is_split(name) is not None]
-        self.replicated = [param for name, param in named.items() if _is_split(name) is None]
+        self.split = [param for name, param in named.items() if name in dims]
+        self.replicated = [param for name, param in named.items() if name not in dims]
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)
         self.batches = workload.batches()
         self.start = rank * workload.vocab // world
+        self.split_vocabulary = split_vocabulary
 
     def step(self, index: int) -> tuple[float, float]:
         ids, labels = self.batches[index % len(self.batches)]
         self.optimizer.zero_grad(set_to_none=True)
-        logits = self.model(ids).flatten(0, 1)
-        loss = _VocabularyCrossEntropy.apply(logits, labels.flatten(), self.start) / labels.numel()
+        loss = self._loss(self.model(ids), labels)
         loss.backward()
         norm = self._clip()
         self.optimizer.step()
         return loss.item(), norm.item()
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if not self.split_vocabulary:
+            return loss_of(logits, labels)
+        total: Tensor = _VocabularyCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), self.start)
+        return total / labels.numel()
 
     def _clip(self) -> Tensor:
         square = _square(self.split)

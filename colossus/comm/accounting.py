@@ -55,6 +55,17 @@ listeners: list[Counter] = []
 
 
 @contextmanager
+def paused() -> Iterator[None]:
+    """Nothing is counted inside the block: for a recomputation that takes results from a cache and moves nothing."""
+    held = list(listeners)
+    listeners.clear()
+    try:
+        yield
+    finally:
+        listeners.extend(held)
+
+
+@contextmanager
 def count() -> Iterator[Counter]:
     """``with count() as moved:`` counts what this rank sends inside the block."""
     counter = Counter()

@@ -1,9 +1,9 @@
 """Collectives over an `AxisGroup`: started, then waited for. No autograd here (see `conjugate`).
 
-Three ways to run one: in place through c10d on a tensor the caller owns; out of place through the functional
-ops, whenever something traces or records tensor operations (selective activation checkpointing would
-otherwise cache a value that is overwritten later, and give silently wrong gradients); and on gloo, where small
-all-reduces cost milliseconds, as one direct exchange between all pairs.
+Three ways to run one. Between processes of one host, on CPU: through shared memory, several times faster than gloo.
+Else through c10d, in place on a tensor the caller owns. And out of place through the functional ops whenever something
+traces or records tensor operations: selective activation checkpointing would otherwise cache a value overwritten
+later, and give silently wrong gradients.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus.comm import accounting, log
+from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 
 _functional = torch.ops._c10d_functional
-
-_TAGS = 1 << 30  # c10d takes 31 bits
-
-# A direct exchange sends (n-1) S in one round instead of 2 (n-1)/n S in 2 (n-1) rounds. Largest tensor, in bytes,
-# for which one round was the faster on gloo (2 cores; benchmarks/collectives.py repeats the measurement).
-_EXCHANGE_LIMIT = {2: 8 << 20, 3: 32 << 10, 4: 32 << 10, 8: 4 << 10}
 
 
 class Pending:
@@ -72,10 +67,13 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     entry = _note("all_reduce", x, group, 2 * (n - 1) / n)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
-    if not (owned and x.is_contiguous()):
+    keep = owned and x.is_contiguous()
+    channel = channel_for(x, group)
+    if channel is not None:
+        into = x if keep else None
+        return Pending(channel.start(x, lambda parts: _combine(parts, op, into)), entry)
+    if not keep:
         x = x.clone(memory_format=torch.contiguous_format)
-    if op == "sum" and x.device.type == "cpu" and x.nbytes <= _EXCHANGE_LIMIT.get(n, 0):
-        return _exchange(x, group, entry)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
     work = dist.all_reduce(x, reduce_op, group=group.process_group, async_op=True)
     return _work_pending(work, x, entry)
@@ -86,9 +84,13 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
-    flat = (x.unsqueeze(0) if x.dim() == 0 else x).contiguous()
+    flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
     entry = _note("all_gather", x, group, (n - 1))
+    channel = None if is_recorded() else channel_for(flat, group)
+    if channel is not None:
+        return Pending(channel.start(flat, lambda parts: torch.cat(parts, dim)), entry)
+    flat = flat.contiguous()
     if is_recorded():
         out = _functional.all_gather_into_tensor(flat, n, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, dim), entry)
@@ -106,8 +108,13 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
-    stacked = _stack_parts(x, n, dim, group)
+    size = _part_size(x, dim, group)
     entry = _note("reduce_scatter", x, group, (n - 1) / n)
+    channel = None if is_recorded() else channel_for(x, group)
+    if channel is not None:
+        at = dim, group.index * size, size
+        return Pending(channel.start(x, lambda parts: _combine([p.narrow(*at) for p in parts], "sum", None)), entry)
+    stacked = _stack_parts(x, n, dim, group)
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return _functional_pending(out, entry)
@@ -126,8 +133,13 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     if n == 1:
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
-    flat = _stack_parts(x, n, split_dim, group).flatten(0, 1)
+    size = _part_size(x, split_dim, group)
     entry = _note("all_to_all", x, group, (n - 1) / n)
+    channel = None if is_recorded() else channel_for(x, group)
+    if channel is not None:
+        at = split_dim, group.index * size, size
+        return Pending(channel.start(x, lambda parts: torch.cat([p.narrow(*at) for p in parts], concat_dim)), entry)
+    flat = _stack_parts(x, n, split_dim, group).flatten(0, 1)
     if is_recorded():
         parts = [flat.shape[0] // n] * n
         out = _functional.all_to_all_single(flat, parts, parts, group.name)
@@ -141,35 +153,29 @@ def own_part(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
     """This rank's slice along ``dim``; no communication."""
     if group.size == 1:
         return x
-    dim = _dim(x, dim)
-    size, rest = divmod(x.shape[dim], group.size)
-    if rest:
-        raise ValueError(_indivisible(x, dim, group))
+    size = _part_size(x, dim, group)
     return x.narrow(dim, group.index * size, size)
 
 
-def _exchange(x: Tensor, group: AxisGroup, entry: log.Entry | None) -> Pending:
-    """All-reduce in one round: send ``x`` to every peer, add what they send, in rank order on every rank."""
-    process_group = group.process_group
-    assert process_group is not None
-    me, tag = group.index, next(group.tags) % _TAGS
-    peers = [peer for peer in range(group.size) if peer != me]
-    incoming = {peer: torch.empty_like(x) for peer in peers}
-    works = [process_group.recv([incoming[peer]], peer, tag) for peer in peers]
-    works += [process_group.send([x], peer, tag) for peer in peers]
+def _part_size(x: Tensor, dim: int, group: AxisGroup) -> int:
+    """Elements of each rank's part along ``dim``, which must divide."""
+    size, rest = divmod(x.shape[_dim(x, dim)], group.size)
+    if rest:
+        raise ValueError(_indivisible(x, _dim(x, dim), group))
+    return size
 
-    def finish() -> Tensor:
-        for work in works:
-            work.wait()
-        if group.size == 2:  # a + b is b + a to the last bit
-            return x.add_(incoming[peers[0]])
-        parts = [x if rank == me else incoming[rank] for rank in range(group.size)]
-        total = parts[0] + parts[1]
-        for part in parts[2:]:
-            total.add_(part)
-        return x.copy_(total)
 
-    return Pending(finish, entry)
+def _combine(parts: list[Tensor], op: str, into: Tensor | None) -> Tensor:
+    """Sum or maximum of the ranks' tensors, in rank order on every rank: the same to the last bit."""
+    first, second = (torch.add, torch.Tensor.add_) if op == "sum" else (torch.maximum, _maximum_)
+    total = first(parts[0], parts[1]) if into is None else first(parts[0], parts[1], out=into)
+    for part in parts[2:]:
+        second(total, part)
+    return total
+
+
+def _maximum_(total: Tensor, part: Tensor) -> Tensor:
+    return torch.maximum(total, part, out=total)
 
 
 def _note(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
@@ -199,9 +205,7 @@ def _work_pending(
 def _stack_parts(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
     """[.., n s, ..] -> contiguous [n, .., s, ..]."""
     dim = _dim(x, dim)
-    if x.shape[dim] % n:
-        raise ValueError(_indivisible(x, dim, group))
-    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0).contiguous()
+    return x.unflatten(dim, (n, _part_size(x, dim, group))).movedim(dim, 0).contiguous()
 
 
 def _unstack(x: Tensor, n: int, dim: int) -> Tensor:

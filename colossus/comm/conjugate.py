@@ -73,16 +73,16 @@ _OPERATIONS: dict[str, Callable[[Tensor, AxisGroup, int, int, bool], Pending]] =
 }
 
 
-def start(operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False) -> Pending:
+def start(
+    operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False
+) -> Pending:
     """Start one movement by name (see the table above). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
     return _OPERATIONS[operation](x, group, dim, to_dim, owned)
 
 
 class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int) -> Tensor:
         ctx.movement = backward, group, dim, to_dim
         out = start(forward, x, group, dim, to_dim).wait()
         return out.view_as(out) if out is x else out

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import torch
 
-_HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parent.parent)
-_TORCH = str(Path(torch.__file__).parent)
+# what lies between whoever wants a collective and here: autograd in torch, and the layers' common machinery
+_BETWEEN = (
+    str(Path(torch.__file__).parent),
+    *(
+        f"{_PACKAGE}/{path}"
+        for path in ("comm/", "layout/", "layers/matmul.py", "layers/linear.py", "layers/sharded.py")
+    ),
+)
 
 
 class Entry:
@@ -63,9 +69,9 @@ def clear() -> None:
 
 
 def _call_site() -> tuple[str, int]:
-    """File and line of the first frame outside comm and torch (autograd calls us through torch)."""
+    """File and line of the first frame that says who wanted the collective."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
 

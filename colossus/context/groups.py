@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch import distributed as dist
@@ -21,14 +21,12 @@ class AxisGroup:
         ranks: global ranks in group order.
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
-        tags: numbers for point-to-point rounds, counted alike on all ranks of the group.
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
-    tags: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @property
     def size(self) -> int:
@@ -43,6 +41,9 @@ class AxisGroup:
     def neighbour(self, offset: int = 1) -> int:
         """Global rank ``offset`` places further round the group."""
         return self.ranks[(self.index + offset) % self.size]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
+        return self
 
     def __str__(self) -> str:
         return "x".join(self.axes) if self.axes else "self"

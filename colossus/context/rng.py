@@ -21,6 +21,10 @@ def hash_key(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+#: step, microbatch, draws so far by (microbatch, name)
+Position = tuple[int, int, dict[tuple[int, str], int]]
+
+
 class RngStreams:
     """All random numbers of a run. The only state is the position (step, microbatch) and the named generators."""
 
@@ -28,7 +32,7 @@ class RngStreams:
         self.seed = seed
         self.step = 0
         self.microbatch = 0
-        self._calls: dict[str, int] = {}
+        self._calls: dict[tuple[int, str], int] = {}
         self._replaying = False
         self._named: dict[str, torch.Generator] = {}
 
@@ -43,9 +47,14 @@ class RngStreams:
         return generator
 
     def move_to(self, step: int, microbatch: int) -> None:
-        """Set the position: draws from here on belong to this microbatch of this step."""
+        """Set the position for a forward pass: draws from here on belong to this microbatch of this step."""
+        earlier = self._calls if step == self.step else {}
+        self._calls = {key: count for key, count in earlier.items() if key[0] != microbatch}
         self.step, self.microbatch = step, microbatch
-        self._calls.clear()
+
+    def return_to(self, microbatch: int) -> None:
+        """Set the position for the backward of a microbatch of this step, which may recompute its forward."""
+        self.microbatch = microbatch
 
     def next_call(self, name: str) -> int:
         """How many times ``name`` has asked at this position. A recomputation must stand in `replay`.
@@ -53,23 +62,25 @@ class RngStreams:
         Raises:
             ValueError: in a recomputation that does not, when the answer would be a guess.
         """
+        key = self.microbatch, name
         if torch._C._current_graph_task_id() == -1 or self._replaying:
-            count = self._calls.get(name, 0)
-            self._calls[name] = count + 1
+            count = self._calls.get(key, 0)
+            self._calls[key] = count + 1
             return count
-        if self._calls.get(name, 0) > 1:
+        if self._calls.get(key, 0) > 1:
             raise ValueError(
-                f"{name} draws random numbers {self._calls[name]} times in one forward pass and is recomputed by "
+                f"{name} draws random numbers {self._calls[key]} times in one forward pass and is recomputed by "
                 f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, "
                 f"or one module for each use"
             )
         return 0
 
-    def snapshot(self) -> tuple[int, int, dict[str, int]]:
+    def snapshot(self) -> Position:
+        """The position, with what was drawn up to it."""
         return self.step, self.microbatch, dict(self._calls)
 
     @contextmanager
-    def replay(self, position: tuple[int, int, dict[str, int]]) -> Iterator[None]:
+    def replay(self, position: Position) -> Iterator[None]:
         """Repeat what was drawn from ``position`` (a snapshot) on: for recomputation."""
         held, was = self.snapshot(), self._replaying
         self.step, self.microbatch, self._calls = position[0], position[1], dict(position[2])

@@ -91,12 +91,14 @@ class Engine:
             ValueError: when the batch does not divide, or the loss function does not return (sum, count).
         """
         microbatches = split_microbatches(batch, self.config.schedule.microbatches)
-        self.model.train()
+        if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
+            self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         totals = execute(
             self._actions,
             microbatches,
             self._forward,
+            before_backward=self.context.rng.return_to,
             before_last_backward=self.strategy.arm,
             reduce=self.strategy.finish,
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.buckets import Bucket
 from colossus.layers.layer import plan_of
@@ -82,7 +83,10 @@ class AllReduce:
     def _make_buckets(self) -> None:
         self.buckets = []
         for params, axes in self._groups():
-            for chunk in _chunks(params, self.bucket_bytes):
+            limit = self.bucket_bytes
+            if params[0].device.type == "cpu":  # with room for the flags of a bucket, so that it fits a slot
+                limit = min(limit, SLOT_BYTES - 4096 * params[0].element_size())
+            for chunk in _chunks(params, limit):
                 bucket = Bucket(chunk, self.context.group(axes))
                 for param in chunk:
                     self._of[id(param)] = len(self.buckets)

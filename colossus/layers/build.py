@@ -71,12 +71,11 @@ class _Materializer:
         for path, module in model.named_modules():
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    # not into _parameters: some modules (RNNs) note their parameters elsewhere, too
-                    setattr(module, leaf, self._of(parameter, path, leaf))
+                    module._parameters[leaf] = self._of(parameter, path, leaf)
             for leaf, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[leaf] = self._of(buffer, path, leaf)
-        for path, module in model.named_modules():
+        for path, module in model.named_modules():  # RNNs, for one, keep a list of their parameters
             own = vars(module)
             for leaf in [leaf for leaf in own if leaf not in ("_parameters", "_buffers", "_modules")]:
                 own[leaf] = self._inside(own[leaf], path, leaf)

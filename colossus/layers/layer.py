@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +32,9 @@ class Plan:
     @property
     def sizes(self) -> Mapping[str, int]:
         return self.context.grid.sizes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
 
 
 _plans: WeakKeyDictionary[ParallelContext, Plan] = WeakKeyDictionary()
@@ -67,6 +72,18 @@ class Layer(nn.Module):
         self.plan = plan_of(current_context())
         #: full name in the model, set when it is built; names random streams and errors
         self.full_name = ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for name, parameter in self._parameters.items():
+            spec = spec_of(parameter) if parameter is not None else None
+            other = copied._parameters[name]
+            if spec is not None and other is not None:
+                attach(other, spec)
+        return copied
 
     @property
     def context(self) -> ParallelContext:

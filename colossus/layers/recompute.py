@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -25,6 +27,7 @@ SAVED = {
     _c10d.all_reduce.default,
     _c10d.all_gather_into_tensor.default,
     _c10d.reduce_scatter_tensor.default,
+    _c10d.all_to_all_single.default,
     _c10d.wait_tensor.default,
 }
 
@@ -52,7 +55,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, context: ParallelContex
     def run(*inputs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             return function(*inputs)
-        with rng.replay(position):
+        # every collective is kept under ``selective``: its recomputation reads the result and moves nothing
+        moved = accounting.paused() if kind == "selective" else contextlib.nullcontext()
+        with rng.replay(position), moved:
             return function(*inputs)
 
     options: dict[str, Any] = {}

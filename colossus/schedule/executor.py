@@ -28,6 +28,7 @@ def execute(
     microbatches: Sequence[Any],
     forward: Callable[[int, Any], Loss],
     *,
+    before_backward: Callable[[int], None],
     before_last_backward: Callable[[], None],
     reduce: Callable[[], None],
 ) -> Totals:
@@ -39,6 +40,7 @@ def execute(
 
     Args:
         forward: runs the model on a microbatch; returns (sum, count).
+        before_backward: called with the microbatch before its backward, which may recompute parts of its forward.
         before_last_backward: called before the backward that completes the gradients, so that their reduction can
             overlap with it.
         reduce: finishes the reduction of the gradients.
@@ -57,6 +59,7 @@ def execute(
             remaining -= 1
             if remaining == 0:
                 before_last_backward()
+            before_backward(action.microbatch)
             alive.pop(action.microbatch).backward()
         else:
             reduce()

@@ -17,7 +17,9 @@ from colossus.engine.results import EvalSummary
 class FakeEngine:
     """What ``fit`` and the hooks read of an engine. ``stop_at`` and ``fail_at`` are step numbers."""
 
-    def __init__(self, *, stop_at: int = 0, stop_in_evaluation: int = 0, fail_at: int = 0, validation: bool = True, **train: Any) -> None:
+    def __init__(
+        self, *, stop_at: int = 0, stop_in_evaluation: int = 0, fail_at: int = 0, validation: bool = True, **train: Any
+    ) -> None:
         self.config = load_config({"train": {"global_batch_size": 1, **train}}, nproc=1)
         self.context = ParallelContext.from_config(self.config)
         self.device = torch.device("cpu")

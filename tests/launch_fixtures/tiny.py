@@ -1,7 +1,5 @@
 """A run of two ranks that is over in a moment, with trouble on rank 1 in step 3 when TROUBLE says so."""
 
-
-
 import os
 import signal
 import time
