@@ -181,6 +181,8 @@ class Comm(Section):
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32
     timeout_seconds: Positive = 120.0
+    #: collectives between processes of one host go through shared memory (CPU); False: through gloo
+    shared_memory: bool = True
     #: size of the buckets in which gradients are reduced
     bucket_mb: Positive = 25.0
 

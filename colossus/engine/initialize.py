@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossus.comm import log
+from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
@@ -54,6 +54,7 @@ def initialize(
             "makes its own part only"
         )
     log.resize(config.comm.log_size)
+    shared_memory.enable(config.comm.shared_memory)
     context = ParallelContext.from_config(config, device=pick_device(config.device))
     try:
         return _assemble(config, context, model, loss_fn, data)
