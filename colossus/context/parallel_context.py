@@ -103,6 +103,8 @@ class ParallelContext:
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
             limit_waiting(group, self.timeout)
+        if dist.get_backend() == dist.Backend.GLOO:
+            dist.barrier()  # a rank that ends early must not end one that is still connecting to it
 
     # -- axes ---------------------------------------------------------------------------------------------
 

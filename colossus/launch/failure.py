@@ -27,6 +27,7 @@ _COMMUNICATION_WORDS = (
     "Connection reset by peer",
     "connectFullMesh failed",
     "Timed out waiting",
+    "did not come to collective",
     "Socket Timeout",
     "Broken pipe",
     "recvValue failed",
