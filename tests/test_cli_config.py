@@ -218,7 +218,7 @@ def test_show_small_plan(config: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_show_of_4096_ranks_is_short_unless_asked(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["parallel.data=None", "parallel.tensor=8", "parallel.tensor.mode=2.5d", "parallel.tensor.depth=2"]
-    words = ["show", config, *plan, "--nproc", "4096", "train.global_batch_size=512"]
+    words = ["show", config, *plan, "--nproc", "4096", "train.global_batch_size=2048"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "plan        data 512 x tensor 8 = 4096 processes (tensor mode 2.5d: depth 2 x row 2 x col 2)" in text

@@ -514,15 +514,27 @@ def test_batch() -> None:
             dict(num_kv_heads=2),
             dict(tensor=4),
             [
-                "model.num_kv_heads = 2 is fewer than parallel.tensor.size = 4: 1D tensor parallelism gives every rank "
-                "whole key/value heads and does not copy them, so at most 2 tensor ranks can share this model; "
-                "use parallel.tensor.size=2 or less, or model.num_kv_heads=4"
+                "model.num_kv_heads = 2 is fewer than parallel.tensor.size = 4: tensor parallelism gives every rank "
+                "whole key/value heads and does not copy them, so at most 2 ranks can share the heads of this model; "
+                "use fewer ranks, or model.num_kv_heads=4"
             ],
         ),
         (
             dict(num_heads=12, num_kv_heads=6, hidden_size=144),
             dict(tensor=4),
             ["model.num_kv_heads = 6 is not a multiple of parallel.tensor.size = 4; nearest: 4 or 8"],
+        ),
+        (
+            dict(hidden_size=102, num_heads=6),
+            dict(tensor=dict(mode="2d", shape=(4, 2))),
+            [
+                "model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);"
+            ],
+        ),
+        (
+            dict(num_heads=1),
+            dict(tensor=dict(mode="3d", size=8)),
+            ["model.num_heads = 1 is not a multiple of the 2 ranks of j (parallel.tensor.mode = 3d); nearest: 2"],
         ),
         (dict(num_kv_heads=3), dict(), ["model.num_kv_heads = 3 does not divide model.num_heads = 8 (every"]),
         (
@@ -654,7 +666,7 @@ def test_nearest_plans_of_many_processes() -> None:
         (
             dict(parallel=dict(pipeline=2)),
             "parallel.pipeline = 2: pipeline parallelism is not available in this version (colossus 0.1); "
-            "parallel.data and 1D parallel.tensor are",
+            "parallel.data and parallel.tensor are",
         ),
         (dict(parallel=dict(sequence=2)), "parallel.sequence.size = 2: sequence parallelism is not available"),
         (dict(parallel=dict(zero=1)), "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not"),
@@ -668,15 +680,6 @@ def test_not_available_yet(config: dict[str, Any], words: str) -> None:
         require_available(loaded)
     (found,) = caught.value.problems
     assert found.startswith(words)
-
-
-def test_mode_without_layers_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    from colossus.registry import TENSOR_MODES
-
-    monkeypatch.setattr(TENSOR_MODES.get("2d"), "has_layers", False)
-    loaded = load_config(dict(parallel=dict(tensor=dict(mode="2d", size=4))))
-    with pytest.raises(ConfigError, match=r"parallel\.tensor\.mode = 2d: 2D tensor parallelism is not available"):
-        require_available(loaded)
 
 
 def test_what_is_available_passes() -> None:
@@ -774,8 +777,9 @@ def test_ranks_store_the_model_once_but_for_what_is_replicated(ranks: int, mlp: 
     replicated = norms + 128 * hidden + (2 * layers * hidden if bias else 0)
     padding = (-254 % ranks) * hidden
     whole = options.num_parameters()
-    assert options.num_parameters_per_rank(1) == whole
-    assert (options.num_parameters_per_rank(ranks) - replicated) * ranks == whole - replicated + padding
+    parallel = load_config(dict(parallel=dict(tensor=ranks))).parallel
+    assert options.num_parameters_per_rank(load_config({}).parallel) == whole
+    assert (options.num_parameters_per_rank(parallel) - replicated) * ranks == whole - replicated + padding
 
 
 def test_flops() -> None:

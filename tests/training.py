@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer imports it: here once, instead of on each forked rank
 from ranks import run_ranks
 from torch import Tensor
 

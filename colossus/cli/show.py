@@ -50,9 +50,9 @@ def _model(config: Config) -> str:
     text = f"{name}, {options.num_parameters():,} parameters"
     parallel = config.parallel
     per_rank = getattr(options, "num_parameters_per_rank", None)
-    exact = parallel.tensor.mode == "1d" and parallel.pipeline == 1 and parallel.zero < 3
+    exact = parallel.pipeline == 1 and parallel.zero < 3
     if per_rank is not None and exact:
-        return f"{text}, {per_rank(parallel.tensor.size):,} on each rank"
+        return f"{text}, {per_rank(parallel):,} on each rank"
     parts = parallel.tensor.size * parallel.pipeline
     return f"{text}, about {options.num_parameters() // parts:,} on each rank" if parts > 1 else text
 

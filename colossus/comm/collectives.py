@@ -36,6 +36,11 @@ class Pending:
             self._entry.done = True
         return result
 
+    def then(self, change: Callable[[Tensor], Tensor]) -> Pending:
+        """The same collective, its result changed once it is there."""
+        finish = self.wait
+        return Pending(lambda: change(finish()), None)
+
 
 class Ready(Pending):
     """Nothing to wait for: the value was already here."""

@@ -153,17 +153,15 @@ def require_available(config: Config) -> None:
     """
     version = ".".join(__version__.split(".")[:2])
     tail = f"not available in this version (colossus {version})"
-    parallel, mode = config.parallel, config.parallel.tensor.mode
+    parallel = config.parallel
     problems = []
-    if not TENSOR_MODES.get(mode).has_layers:
-        problems.append(f"parallel.tensor.mode = {mode}: {mode.upper()} tensor parallelism is {tail}; mode 1d is")
     for key, value, unset, words in (
         ("parallel.pipeline", parallel.pipeline, 1, "pipeline parallelism is"),
         ("parallel.sequence.size", parallel.sequence.size, 1, "sequence parallelism is"),
         ("parallel.zero", parallel.zero, 0, "sharding of optimizer state, gradients or parameters is"),
     ):
         if value != unset:
-            problems.append(f"{key} = {value}: {words} {tail}; parallel.data and 1D parallel.tensor are")
+            problems.append(f"{key} = {value}: {words} {tail}; parallel.data and parallel.tensor are")
     checkpoint = config.checkpoint
     for key in type(checkpoint).model_fields:
         value = getattr(checkpoint, key)
@@ -180,21 +178,31 @@ def _mode_problems(parallel: Parallel) -> list[str]:
         mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
     except ValueError as error:
         return [f"parallel.tensor: {error}"]
-    if tensor.depth != 1 and "depth" not in mode.axes:
+    if tensor.depth not in (None, 1) and "depth" not in mode.axes:
         return [f"parallel.tensor.depth = {tensor.depth} means nothing in mode {tensor.mode}; it is for mode 2.5d"]
+    if tensor.sequence_sharded and not mode.splits_tokens:
+        return [
+            f"parallel.tensor.sequence_sharded means nothing in mode {tensor.mode}, whose activations between blocks "
+            f"are split already; it is for mode 1d"
+        ]
     return []
 
 
 def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
-    batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
+    batch, microbatches, tensor = config.train.global_batch_size, config.schedule.microbatches, parallel.tensor
     assert parallel.data is not None
-    divisor = parallel.data * microbatches
+    mode = TENSOR_MODES.get(tensor.mode)
+    ways = 1 if _mode_problems(parallel) else mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
+    divisor = parallel.data * microbatches * ways
     if batch % divisor == 0:
         return []
     near = {batch // divisor * divisor, -(-batch // divisor) * divisor} - {0}
+    by = f"data {parallel.data} x microbatches {microbatches}"
+    if ways > 1:
+        by += f" x {ways} (parts into which tensor mode {tensor.mode} splits a batch)"
     return [
-        f"train.global_batch_size = {batch} is not a multiple of data {parallel.data} x microbatches {microbatches} "
-        f"= {divisor}; nearest: {' or '.join(map(str, sorted(near)))}"
+        f"train.global_batch_size = {batch} is not a multiple of {by} = {divisor}; "
+        f"nearest: {' or '.join(map(str, sorted(near)))}"
     ]
 
 

@@ -115,12 +115,16 @@ def _mode(value: Any) -> Any:
 
 class Tensor(SizedSection):
     mode: Annotated[str, BeforeValidator(_mode)] = "1d"
-    #: layers of a 2.5D grid
-    depth: Count = 1
+    #: copies of the grid in 2.5D; None takes the fewest that leave a square
+    depth: Count | None = None
     #: ranks along each axis of the mode, for rectangles; their product is ``size``
     shape: Counts | None = None
     #: activations between blocks are split by tokens over the tensor ranks
     sequence_sharded: bool = False
+    #: inputs gathered in forward are gathered "again" in backward (less memory) or kept ("keep": less traffic)
+    gathered: Literal["again", "keep"] = "again"
+    #: a gathered weight is held for one "matmul", for a "microbatch", or for a "step" with all its microbatches
+    weights: Literal["matmul", "microbatch", "step"] = "matmul"
 
     @model_validator(mode="before")
     @classmethod

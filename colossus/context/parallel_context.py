@@ -35,6 +35,8 @@ class ParallelContext:
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         tensor_mode: name of the tensor mode whose layers are built under this context.
         sequence_sharded: whether 1D shards activations between blocks by tokens.
+        keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
+        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
         connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
     """
 
@@ -49,6 +51,8 @@ class ParallelContext:
         backend: str | None = None,
         tensor_mode: str = "1d",
         sequence_sharded: bool = False,
+        keep_gathered: bool = False,
+        weight_scope: str = "matmul",
         connect: bool = True,
     ) -> None:
         self.grid = grid
@@ -56,6 +60,8 @@ class ParallelContext:
         self.device = torch.device(device)
         self.tensor_mode = tensor_mode
         self.sequence_sharded = sequence_sharded
+        self.keep_gathered = keep_gathered
+        self.weight_scope = weight_scope
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -80,6 +86,8 @@ class ParallelContext:
             timeout_seconds=config.comm.timeout_seconds,
             tensor_mode=parallel.tensor.mode,
             sequence_sharded=parallel.tensor.sequence_sharded,
+            keep_gathered=parallel.tensor.gathered == "keep",
+            weight_scope=parallel.tensor.weights,
             connect=connect,
         )
 

@@ -87,6 +87,24 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
     return [_slice(batch, start, start + part, size) for start in range(0, size, part)]
 
 
+def share_of_batch(batch: Batch, index: int, count: int) -> Batch:
+    """Part ``index`` of ``count`` equal parts of the samples, as views.
+
+    Raises:
+        ValueError: when the samples do not divide by ``count``.
+    """
+    if count == 1:
+        return batch
+    size = batch_size_of(batch)
+    if size % count:
+        raise ValueError(
+            f"{size} samples do not divide over the {count} ranks that split the batch of a model; change "
+            f"train.global_batch_size, schedule.microbatches or parallel.tensor"
+        )
+    part = size // count
+    return _slice(batch, index * part, (index + 1) * part, size)
+
+
 def _map(fn: Callable[[Any], Any], batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return {key: _map(fn, value) for key, value in batch.items()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import split_microbatches
+from colossus.data.batch import share_of_batch, split_microbatches
 from colossus.data.loader import Loaders
 from colossus.engine.gradient_norm import GradientNorm
 from colossus.engine.gradient_sync import AllReduce
@@ -54,7 +54,11 @@ class Engine:
         self.run_dir: Path | None = None
         self._stop = False
         self._norm = GradientNorm(model.parameters(), context)
-        self._batch_axes = plan_of(context).regions.user.shard_axes
+        plan = plan_of(context)
+        self._weights = plan.weights
+        self._batch_axes = plan.regions.user.shard_axes
+        # the axes beside data over which a model's batch is split at its door
+        self._door = tuple(axis for axis in plan.regions.user.batch if axis not in context.grid.axes("data"))
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop
         loss_axes, norm_axes, at = set(self._batch_axes), set(self._norm.axes), context.coordinates
         self._step_group = context.group(tuple(axis for axis in context.grid.names if axis in loss_axes | norm_axes))
@@ -82,7 +86,7 @@ class Engine:
 
         Args:
             batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
-                ``schedule.microbatches`` along dim 0.
+                ``schedule.microbatches`` along dim 0, and each of these over the tensor axes that split a batch.
 
         Returns:
             Loss and gradient norm of the global batch, the same on all ranks.
@@ -94,13 +98,14 @@ class Engine:
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        self._weights.begin_step()
         totals = execute(
             self._actions,
             microbatches,
             self._forward,
             before_backward=self.context.rng.return_to,
-            before_last_backward=self.strategy.arm,
-            reduce=self.strategy.finish,
+            before_last_backward=self._arm,
+            reduce=self._finish_gradients,
         )
         numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
         lr = self.lr_at(self.completed_steps)
@@ -112,7 +117,22 @@ class Engine:
 
     def _forward(self, index: int, microbatch: Any) -> tuple[Tensor, Tensor]:
         self.context.rng.move_to(self.completed_steps, index)
-        return self._loss(self.model(model_input(microbatch)), microbatch)
+        part = self.own_part(microbatch)
+        return self._loss(self.model(model_input(part)), part)
+
+    def own_part(self, batch: Any) -> Any:
+        """The samples of a data rank's batch that this rank's model takes; modes 2d, 2.5d and 3d split them."""
+        if not self._door:
+            return batch
+        return share_of_batch(batch, self.context.index(self._door), self.context.size(self._door))
+
+    def _arm(self) -> None:
+        self._weights.arm()
+        self.strategy.arm()
+
+    def _finish_gradients(self) -> None:
+        self._weights.end_step()
+        self.strategy.finish()
 
     def _loss(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
         result = self.loss_fn(outputs, batch)
@@ -167,7 +187,8 @@ class Engine:
     def eval_step(self, batch: Any) -> EvalResult:
         """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
         with self._evaluating():
-            loss_sum, tokens = self._loss(self.model(model_input(batch)), batch)
+            part = self.own_part(batch)
+            loss_sum, tokens = self._loss(self.model(model_input(part)), part)
             return self._reduce_evaluation(loss_sum.double(), tokens.double())
 
     @torch.no_grad()
@@ -189,8 +210,9 @@ class Engine:
                 if self._agree_to_stop():
                     complete = False
                     break
-                part, count = self._loss(self.model(model_input(batch)), batch)
-                loss_sum += part
+                part = self.own_part(batch)
+                loss, count = self._loss(self.model(model_input(part)), part)
+                loss_sum += loss
                 tokens += count
             result = self._reduce_evaluation(loss_sum, tokens)
         return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)

@@ -91,6 +91,9 @@ class AllReduce:
                 for param in chunk:
                     self._of[id(param)] = len(self.buckets)
                     param.register_post_accumulate_grad_hook(self._on_gradient)
+                    spec = spec_of(param)
+                    if spec is not None:
+                        spec.on_gradient = self._on_gradient
                 self.buckets.append(bucket)
         # in the order in which backward reaches the end of each
         order = {id(param): index for index, param in enumerate(reversed(list(self.model.parameters())))}

@@ -16,6 +16,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine, LossFunction
 from colossus.layers.build import build
+from colossus.layers.layer import plan_of
 from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -73,8 +74,8 @@ def _assemble(
     spec = config.model
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     module = build(factory, context, dtype=DTYPES[config.train.precision])
-    # for what draws from torch's own generator, a plain nn.Dropout say: ranks of one model agree, replicas differ
-    torch.manual_seed(context.rng.key("torch", context.index("data")))
+    # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
+    torch.manual_seed(context.rng.key("torch", context.index(plan_of(context).regions.user.batch)))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(

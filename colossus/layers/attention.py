@@ -12,16 +12,18 @@ from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.layout.redistribute import redistribute
 
 
 class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each tensor rank computes num_heads / ranks heads.
-        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; whole on every rank,
-        its heads dim 1.
+        input and output [batch, tokens, hidden_size]; each rank computes its part of the heads.
+        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch as the user
+        layout has it, heads and tokens whole.
 
     Raises:
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
@@ -44,7 +46,8 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         kv = num_kv_heads or num_heads
-        ranks = self.plan.tensor_size
+        axes = self.plan.regions.inner.features
+        ranks = self.context.size(axes) if axes else 1
         if hidden_size % num_heads:
             raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads}")
         if num_heads % kv:
@@ -58,8 +61,8 @@ class Attention(Layer):
                     else ""
                 )
                 raise ValueError(
-                    f"Attention: {what} = {heads} does not divide over parallel.tensor.size = {ranks}: heads are "
-                    f"split whole.{fewer}"
+                    f"Attention: {what} = {heads} does not divide over the {ranks} ranks of {' x '.join(axes)} "
+                    f"(parallel.tensor.mode = {self.plan.mode.name}): heads are split whole.{fewer}"
                 )
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
@@ -86,10 +89,17 @@ class Attention(Layer):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None or mask.dim() < 3 or mask.shape[-3] == 1 or not self.is_split:
+        """The mask [batch, heads, tokens, tokens] of the samples and heads this rank computes."""
+        if mask is None or not self.is_split or mask.dim() < 3:
             return mask
-        count = self.num_heads // self.plan.tensor_size
-        return mask.narrow(-3, self.context.index("tensor") * count, count)
+        user, inner = self.plan.regions.user, self.plan.regions.inner
+        heads = inner.features if mask.shape[-3] > 1 else ()
+        has_batch = mask.dim() > 3 and mask.shape[0] > 1
+        rest = ((),) * (mask.dim() - 4) + (heads, (), ()) if mask.dim() > 3 else (heads, (), ())
+        if mask.dim() == 3:
+            return redistribute(mask, Layout.whole(3), Layout(rest), self.context)
+        source = Layout((user.batch if has_batch else (),) + ((),) * (mask.dim() - 1))
+        return redistribute(mask, source, Layout((inner.batch if has_batch else (), *rest)), self.context)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads

@@ -1,7 +1,8 @@
-"""Embeddings: a matmul on one-hot rows, the vocabulary split as the output features of a column linear."""
+"""Embeddings: a matmul on one-hot rows, its table stored as the weight of a column linear [vocabulary, dim]."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,25 +11,32 @@ from torch import Tensor
 
 from colossus.layers.init import Normal
 from colossus.layers.layer import Layer
-from colossus.layers.matmul import Route, Step, run
+from colossus.layers.route import Route, Step, run
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.tensor_mode import MatmulTable
+from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.redistribute import redistribute
 
 
 class Embedding(Layer):
-    """``torch.nn.Embedding`` with the vocabulary split over the tensor ranks.
+    """``torch.nn.Embedding`` with the table split over the tensor ranks.
+
+    It is the gradient of a column linear with regard to its input, with one-hot rows for the gradient of the output:
+    so it stores its table as `LMHead` does, and the two can be tied in every mode.
 
     A vocabulary that does not divide is padded on the last ranks; the padding is never looked up, gets no gradient and
     is no part of the logical parameter.
 
     Shape:
-        ids [..] (whole on every tensor rank), output [.., embedding_dim].
+        ids [..] in the user layout, output [.., embedding_dim].
 
     Raises:
-        ValueError: for ids outside the vocabulary (checked on CPU; a split table would answer zeros in silence).
+        ValueError: for an embedding_dim that does not divide, and for ids outside the vocabulary (checked on CPU; a
+            split table would answer zeros in silence).
     """
 
     def __init__(
@@ -45,12 +53,12 @@ class Embedding(Layer):
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.table = self.plan.mode.linear("column", self.plan.regions) if self.is_split else None
+        self.table = vocabulary_table(self, embedding_dim, num_embeddings)
         layout = self.table.weight if self.table else Layout.whole(2)
-        shape = (num_embeddings, embedding_dim)
-        self.weight = self.make_parameter({"": shape}, layout, init or Normal(1.0), dtype=dtype)
-        (self.start, self.stop), _ = layout.box(shape, self.plan.sizes, self.context.coordinates)
-        self._routes: dict[tuple[Activation, int], Route] = {}
+        self.weight = self.make_parameter(
+            {"": (num_embeddings, embedding_dim)}, layout, init or Normal(1.0), dtype=dtype
+        )
+        self._routes: dict[tuple[Activation, int], _LookupPlan] = {}
         if self.table is None:
             self.record_uses(self.plan.regions.user, 3)
 
@@ -63,60 +71,96 @@ class Embedding(Layer):
         if self.table is None:
             return F.embedding(ids, self.weight, self.padding_idx)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
-        route = self._routes.get((target, ids.dim()))
-        if route is None:
-            route = self._routes[target, ids.dim()] = self._make_route(target, ids.dim() + 1)
-        return _Lookup.apply(ids, self.weight, self.start, self.stop, self.padding_idx, route.there, route.back)
+        ndim = ids.dim() + 1
+        plan = self._routes.get((target, ndim))
+        if plan is None:
+            plan = self._routes[target, ndim] = self._make_plan(self.table, target, ndim)
+        used = run(plan.ids, ids).wait()
+        return _Lookup.apply(used, self.weight, self.padding_idx, plan)
 
-    def _make_route(self, target: Activation, ndim: int) -> Route:
-        assert self.table is not None
-        made = Activation(
-            batch=self.plan.regions.user.batch, tokens=self.plan.regions.user.tokens, partial=self.table.y.features
-        )
+    def _make_plan(self, table: MatmulTable, target: Activation, ndim: int) -> _LookupPlan:
+        rows = table.y.rows()
+        made = replace(rows, features=table.x.features, partial=table.y.features)
         spec = spec_of(self.weight)
         assert spec is not None
         spec.record(gradient_axes(spec.layout, made.at(ndim)))
-        return Route.of(moves(made.at(ndim), target.at(ndim)), self.context)
+        user = self.plan.regions.user.rows()
+        return _LookupPlan(
+            ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).there,
+            w=Route.of(moves(table.weight, table.weight_used), self.context),
+            y=Route.of(moves(made.at(ndim), target.at(ndim)), self.context),
+            weights=self.plan.weights,
+            block=self.context.index(table.y.features) if table.y.features else 0,
+        )
 
     def extra_repr(self) -> str:
-        held = f", rows {self.start}..{self.stop} on this rank" if self.table else ""
+        held = f", table {self.table.weight}" if self.table else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{held}"
+
+
+def vocabulary_table(layer: Layer, hidden_size: int, vocabulary: int) -> MatmulTable | None:
+    """The table of a weight [vocabulary, hidden_size] whose vocabulary may be padded; None without tensor parallelism.
+
+    Raises:
+        ValueError: when hidden_size does not divide.
+    """
+    tables = layer.plan.tables
+    if tables is None:
+        return None
+    chosen = tables.choose("column", hidden_size, {"": vocabulary}, padded=True)
+    if isinstance(chosen, MatmulTable):
+        return chosen
+    words = "; ".join(str(replace(misfit, what="its hidden size")) for misfit in chosen)
+    raise ValueError(
+        f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
+        f"{layer.plan.mode.name}: {words}"
+    )
+
+
+def _without_features(activation: Activation, ndim: int) -> Layout:
+    return Layout(activation.at(ndim).dims[:-1])
+
+
+@dataclass(frozen=True)
+class _LookupPlan:
+    """Moves of the ids, of the table and of the result; ``block``: which part of the vocabulary this rank looks up."""
+
+    ids: tuple[Step, ...]
+    w: Route
+    y: Route
+    weights: WeightStore
+    block: int
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        ids: Tensor,
-        weight: Tensor,
-        start: int,
-        stop: int,
-        padding_idx: int | None,
-        there: tuple[Step, ...],
-        back: tuple[Step, ...],
-    ) -> Tensor:
-        elsewhere = (ids < start) | (ids >= stop)
-        local = (ids - start).masked_fill_(elsewhere, 0)
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plan: _LookupPlan) -> Tensor:
+        used = plan.weights.fetch(weight, plan.w).wait()
+        local = ids - plan.block * used.shape[0]
+        elsewhere = (local < 0) | (local >= used.shape[0])
+        local.masked_fill_(elsewhere, 0)
+        out = F.embedding(local, used).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
-            ctx.no_gradient = ids == padding_idx
-        out = F.embedding(local, weight).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
-        ctx.save_for_backward(local, elsewhere)
-        ctx.num_rows, ctx.back, ctx.padding_idx = weight.shape[0], back, padding_idx
-        return run(there, out, owned=True).wait()
+            elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
+        ctx.save_for_backward(local, elsewhere, weight)
+        ctx.num_rows, ctx.plan = used.shape[0], plan
+        return run(plan.y.there, out, owned=True).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        local, elsewhere = ctx.saved_tensors
-        if ctx.padding_idx is not None:
-            elsewhere = elsewhere | ctx.no_gradient
-        dy = run(ctx.back, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        dw = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
-        return None, dw, None, None, None, None, None
+        local, elsewhere, weight = ctx.saved_tensors
+        plan: _LookupPlan = ctx.plan
+        dy = run(plan.y.back, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        made = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
+        dw = plan.weights.reduce(weight, made, plan.w)
+        return None, dw.wait() if dw else None, None, None
 
 
 class PositionEmbedding(Layer):
     """Learned positions, added to an activation: x [batch, tokens, dim] + weight[tokens].
+
+    The table is split by features as activations between blocks are.
 
     Raises:
         ValueError: for more tokens than positions.
@@ -133,7 +177,11 @@ class PositionEmbedding(Layer):
         super().__init__()
         self.num_positions, self.embedding_dim = num_positions, embedding_dim
         shape = (num_positions, embedding_dim)
-        self.weight = self.make_parameter({"": shape}, Layout.whole(2), init or Normal(0.02), dtype=dtype)
+        features = self.plan.regions.outer.features
+        if features and embedding_dim % self.context.size(features):
+            features = ()
+        self.layout = Layout(((), features))
+        self.weight = self.make_parameter({"": shape}, self.layout, init or Normal(0.02), dtype=dtype)
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +198,10 @@ class PositionEmbedding(Layer):
         total = count * self.context.size(activation.tokens) if activation.tokens else count
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
-        return x + self.weight[start : start + count]
+        weight = redistribute(
+            self.weight[start : start + count], self.layout, Layout(((), activation.features)), self.context
+        )
+        return x + weight
 
 
 def check_range(ids: Tensor, size: int, what: str) -> None:

@@ -1,19 +1,22 @@
-"""The language-model head: hidden -> vocabulary, its weight tied to the embedding or its own."""
+"""Heads: from hidden to a vocabulary or to classes, split over the tensor ranks, never gathered for the loss."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.layers.embedding import Embedding
+from colossus.layers.embedding import Embedding, vocabulary_table
 from colossus.layers.init import torch_linear
 from colossus.layers.layer import Layer
 from colossus.layers.matmul import MatmulPlan, make_plan, matmul
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout
+from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.redistribute import redistribute
 
 
 class LMHead(Layer):
@@ -22,25 +25,28 @@ class LMHead(Layer):
     Args:
         hidden_size: of the input.
         vocab_size: of the output; need not divide, the last ranks are padded.
+        bias: whether to add one.
         tied_to: an `Embedding` whose weight is used; the parameter is then one, with one gradient.
 
     Shape:
         input [.., hidden_size]; output [.., vocab_size], a `ShardedActivation` of [.., ceil(vocab_size / ranks)] where
-        the vocabulary is split. `colossus.layers.cross_entropy` takes it so; ``to_user`` gives whole logits.
+        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_user`` makes it whole.
     """
 
     def __init__(
         self,
         hidden_size: int,
         vocab_size: int,
+        bias: bool = False,
         *,
         tied_to: Embedding | None = None,
         init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
-        self.table = self.plan.mode.linear("column", self.plan.regions) if self.is_split else None
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.table = vocabulary_table(self, hidden_size, vocab_size)
         if tied_to is None:
             layout = self.table.weight if self.table else Layout.whole(2)
             shape = {"": (vocab_size, hidden_size)}
@@ -52,20 +58,71 @@ class LMHead(Layer):
             )
         else:
             self.weight = tied_to.weight
+        # split as the rows of the weight and gathered with them: padded alike
+        self.bias_layout = Layout(self.table.weight.dims[:1] if self.table else ((),))
+        draws = bias_init or torch_linear(hidden_size)
+        self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, draws, dtype=dtype) if bias else None
         self._matmul_plans: dict[tuple[Activation, int], MatmulPlan] = {}
         if self.table is None:
             self.record_uses(self.plan.regions.user, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
-            return F.linear(x, self.weight)
+            return F.linear(x, self.weight, self.bias)
         local, source, home = unwrap(x, self.plan)
         inner = self.plan.regions.inner
         plan = self._matmul_plans.get((source, local.dim()))
         if plan is None:
-            plan = make_plan(self.table, source, inner, local.dim(), self.context)
-            self._matmul_plans[source, local.dim()] = plan
-            spec = spec_of(self.weight)
-            assert spec is not None
-            spec.record(plan.weight_axes)
-        return wrap(matmul(local, self.weight, None, plan), inner, home, self.plan, self.vocab_size)
+            plan = self._matmul_plans[source, local.dim()] = self._make_plan(source, local.dim())
+        y = matmul(local, self.weight, self._used_bias(), plan)
+        return wrap(y, inner, home, self.plan, self.vocab_size)
+
+    def _make_plan(self, source: Activation, ndim: int) -> MatmulPlan:
+        assert self.table is not None
+        plan = make_plan(
+            self.table,
+            source,
+            self.plan.regions.inner,
+            ndim,
+            self.context,
+            self.plan.weights,
+            keep=self.context.keep_gathered,
+        )
+        bias_axes = gradient_axes(self.bias_layout, self.table.y.at(ndim))
+        for parameter, axes in ((self.weight, plan.weight_axes), (self.bias, bias_axes)):
+            spec = spec_of(parameter) if parameter is not None else None
+            if spec is not None:
+                spec.record(axes)
+        return plan
+
+    def _used_bias(self) -> Tensor | None:
+        if self.bias is None or self.table is None:
+            return self.bias
+        used = Layout(self.table.weight_used.dims[:1])
+        gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in used.shard_axes)
+        return redistribute(self.bias, self.bias_layout, replace(used, grad_partial=gathered), self.context)
+
+    def extra_repr(self) -> str:
+        where = f", weight {self.table.weight}" if self.table else ""
+        return f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}{where}"
+
+
+class Classifier(LMHead):
+    """Logits over classes: `LMHead` with a bias, for a pooled [batch, hidden_size] or any other number of dims.
+
+    Args:
+        hidden_size: of the input.
+        num_classes: of the output; need not divide.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_classes: int,
+        bias: bool = True,
+        *,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, num_classes, bias, init=init, bias_init=bias_init, dtype=dtype)

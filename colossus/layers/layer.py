@@ -13,7 +13,9 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers import deferred
+from colossus.layers.choice import Tables
 from colossus.layers.tensor_mode import Regions, TensorMode
+from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, ParameterSpec, Piece, attach, local_rows, spec_of
@@ -22,12 +24,18 @@ from colossus.registry import TENSOR_MODES
 
 @dataclass(frozen=True)
 class Plan:
-    """The tensor mode of a context, with the regions it gives; axes of one rank are left out."""
+    """The tensor mode of a context, with the regions and tables it gives; axes of one rank are left out.
+
+    Attributes:
+        tables: None without tensor parallelism.
+        weights: fetches the weights of all layers.
+    """
 
     context: ParallelContext
     mode: type[TensorMode]
     regions: Regions
-    tensor_size: int
+    tables: Tables | None
+    weights: WeightStore
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -56,12 +64,11 @@ def _make_plan(context: ParallelContext) -> Plan:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
     door = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
-    tensor_size = context.size("tensor")
-    if tensor_size == 1:
-        return Plan(context, mode, Regions(door, door, door), 1)
-    if not mode.has_layers:
-        raise ValueError(f"parallel.tensor.mode = {mode.name}: the layers do not run in this mode yet; 1d does")
-    return Plan(context, mode, mode.regions(door, sequence_sharded=context.sequence_sharded), tensor_size)
+    weights = WeightStore(context.weight_scope)
+    if context.size("tensor") == 1:
+        return Plan(context, mode, Regions(door, door, door), None, weights)
+    tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded)
+    return Plan(context, mode, tables.regions, tables, weights)
 
 
 class Layer(nn.Module):
@@ -92,7 +99,7 @@ class Layer(nn.Module):
     @property
     def is_split(self) -> bool:
         """Whether there is any tensor parallelism to do."""
-        return self.plan.tensor_size > 1
+        return self.plan.tables is not None
 
     def make_parameter(
         self,

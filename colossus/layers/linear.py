@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.layers.choice import whole
 from colossus.layers.init import torch_linear
 from colossus.layers.layer import Layer
 from colossus.layers.matmul import MatmulPlan, make_plan, matmul
 from colossus.layers.sharded import move, unwrap, wrap
+from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.parameter import Initializer, rows_of, spec_of
 
 SPLITS = (None, "column", "row")
 
@@ -65,13 +67,12 @@ class Linear(Layer):
         self.out_features = sum(self.parts.values())
         self.split = split
         self.is_fused = fused
-        kind = self._kind()
-        self.table = self.plan.mode.linear(kind, self.plan.regions) if self.is_split else None
-        weight_layout = self.table.weight if self.table else Layout.whole(2)
-        features = () if self.table is None or self.table.y.partial else self.table.y.features
+        self.table = self._choose()
+        layout = self.table.weight if self.table else Layout.whole(2)
+        features = self.table.y.features if self.table else ()
         self.weight = self.make_parameter(
             {part: (out, in_features) for part, out in self.parts.items()},
-            weight_layout,
+            layout,
             init or torch_linear(in_features),
             dtype=dtype,
         )
@@ -87,28 +88,24 @@ class Linear(Layer):
         )
         if self.table is None:
             self._record(self.plan.regions.user.shard_axes, self.plan.regions.user.shard_axes)
-        ways = 1 if self.table is None else self.plan.context.size(features) if features else 1
+        ways = self.context.size(features) if features else 1
         self.local_parts = [out // ways for out in self.parts.values()]
         self._matmul_plans: dict[tuple[Activation, Activation, int], MatmulPlan] = {}
 
-    def _kind(self) -> str:
-        """The table's name, sizes checked."""
-        ranks = self.plan.tensor_size
-        if not self.is_split:
-            return "none"
+    def _choose(self) -> MatmulTable | None:
+        """The table to take, by sizes and counted bytes."""
+        tables = self.plan.tables
+        if tables is None:
+            return None
+        chosen = tables.choose(self.split, self.in_features, self.parts)
+        if isinstance(chosen, MatmulTable):
+            return chosen
         if self.split is None:
-            return self.plan.mode.lone_split(self.in_features, list(self.parts.values()), ranks)
-        wrong = {"in_features": self.in_features} if self.split == "row" else {
-            f"out_features{f' ({part})' if part else ''}": out for part, out in self.parts.items()
-        }  # fmt: skip
-        for what, size in wrong.items():
-            if size % ranks:
-                low, high = size // ranks * ranks, -(-size // ranks) * ranks
-                raise ValueError(
-                    f"Linear(split={self.split!r}): {what} = {size} does not divide over parallel.tensor.size = "
-                    f"{ranks}; use {f'{low} or ' if low else ''}{high}, or split=None"
-                )
-        return self.split
+            return whole(tables.regions)
+        raise ValueError(
+            f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
+            f"{self.plan.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
+        )
 
     def forward(self, x: Tensor) -> Any:
         if self.table is None:
@@ -131,14 +128,27 @@ class Linear(Layer):
         y = matmul(x, self.weight, self.bias, plan)
         if not self.is_fused:
             return y
-        made = self.table.y if plan.bias_as_made else target
+        made = self._made(target)
         return tuple(move(part, made, target, self.context) for part in self._outputs(y))
+
+    def _made(self, target: Activation) -> Activation:
+        """How the matmul leaves y. Outputs side by side on each rank can only be moved over features one by one."""
+        assert self.table is not None
+        apart = self.is_fused and self.table.y.features != target.features
+        return self.table.y if apart else target
 
     def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
-        # parts of a fused output lie side by side on each rank: features may be moved only part by part
-        made = self.table.y if self.is_fused and not self.table.y.partial else target
-        plan = make_plan(self.table, source, made, ndim, self.context)
+        plan = make_plan(
+            self.table,
+            source,
+            self._made(target),
+            ndim,
+            self.context,
+            self.plan.weights,
+            keep=self.context.keep_gathered,
+            rows=[stop - start for start, stop in rows_of(self.weight)] if self.is_fused else (),
+        )
         self._record(plan.weight_axes, plan.bias_axes)
         return plan
 

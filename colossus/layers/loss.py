@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.context.groups import AxisGroup
 from colossus.layers.embedding import check_range
-from colossus.layers.sharded import ShardedActivation, unwrap
+from colossus.layers.split_logits import SplitLogits, take_split
 
 
 def cross_entropy(
@@ -25,65 +24,40 @@ def cross_entropy(
     """Sum of the losses of all valid tokens, and their number.
 
     The engine divides by the number of valid tokens of the global batch, so that the loss does not depend on how the
-    batch is split. With the vocabulary split over n ranks one all-gather of 3 numbers per token (4 with smoothing)
-    does all: each rank's maximum, its sum of exponentials, and the target's logit where it has it.
+    batch is split: sum and number are of the samples this rank holds in the user layout. With the vocabulary split over
+    n ranks one all-gather of 3 numbers per token (4 with smoothing) does all: each rank's maximum, its sum of
+    exponentials, and the target's logit where it has it.
 
     Args:
         logits: [.., vocabulary], plain or with split features.
-        labels: [..] in 0..vocabulary-1, or ``ignore_index``.
+        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the user layout.
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
 
     Returns:
-        (sum, count): scalars, the same on all tensor ranks.
+        (sum, count): scalars, the same on all tensor ranks that hold the same samples.
 
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
-        )
+    split, labels = take_split(logits, labels)
+    flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
     count = valid.sum()
-    if isinstance(logits, ShardedActivation):
-        plan = logits.plan
-        local, activation, _ = unwrap(logits, plan)
-        group = plan.context.group(activation.features)
-        width = local.shape[-1]
-        total = logits.num_features or width * group.size
-        start = min(group.index * width, total)
-        stop = min(start + width, total)
-    else:
-        local, group, start, stop = logits, None, 0, logits.shape[-1]
-        total = stop
-        if z_loss == 0.0:
-            loss = F.cross_entropy(
-                local.reshape(-1, total),
-                labels.reshape(-1),
-                reduction="sum",
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-            )
-            return loss, count
-    check_range(labels.masked_fill(~valid, 0), total, "labels")
-    span = _Span(group, start, stop, total)
-    flat = local.reshape(-1, local.shape[-1])
-    loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), span, label_smoothing, z_loss)
-    return loss, count
-
-
-class _Span:
-    """The columns [start, stop) of ``total`` that this rank holds; columns behind them are padding."""
-
-    def __init__(self, group: AxisGroup | None, start: int, stop: int, total: int) -> None:
-        self.group, self.start, self.stop, self.total = group, start, stop, total
+    if split.group is None and z_loss == 0.0:
+        loss = F.cross_entropy(
+            flat, labels.reshape(-1), reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
+        )
+        return loss, count
+    check_range(labels.masked_fill(~valid, 0), split.total, "labels")
+    loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
+    return split.settle(loss, count)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, span: _Span, smoothing: float, z_loss: float
+        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, span: SplitLogits, smoothing: float, z_loss: float
     ) -> Tensor:
         held = logits[:, : span.stop - span.start]
         here = (labels >= span.start) & (labels < span.stop) & valid

@@ -4,7 +4,7 @@
     dx = reduce_a(gather_c(dy) @ gather_b(w))        dw = reduce_b(gather_c(dy).T @ gather_a(x))
 
 Moving operands, multiplying, and the two gradients are separate functions, so that a schedule can call them apart.
-In backward the reduction of dx travels while dw is computed, and x is gathered again (rather than kept) while dx is.
+In backward the reduction of dx travels while dw is computed; x is gathered again while dx is, unless it was kept.
 """
 
 from __future__ import annotations
@@ -17,34 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.comm.collectives import Pending, Ready, is_recorded
-from colossus.comm.conjugate import start
-from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.route import Route, run
 from colossus.layers.tensor_mode import MatmulTable
+from colossus.layers.weights import WeightStore, deliver
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.moves import Move, moves
-
-Step = tuple[str, AxisGroup, int, int]
-
-
-@dataclass(frozen=True)
-class Route:
-    """Moves of one operand with their groups: ``there`` in forward, ``back`` for its gradient."""
-
-    there: tuple[Step, ...]
-    back: tuple[Step, ...]
-
-    @classmethod
-    def of(cls, steps: Sequence[Move], context: ParallelContext) -> Route:
-        there = [(m.forward, context.group(m.axes), m.dim, m.to_dim) for m in steps if m.forward != "identity"]
-        back = []
-        for m in reversed(steps):
-            dims = (m.to_dim, m.dim) if m.backward == "all_to_all" else (m.dim, m.to_dim)
-            if m.backward != "identity":
-                back.append((m.backward, context.group(m.axes), *dims))
-        return cls(tuple(there), tuple(back))
+from colossus.layout.moves import moves
 
 
 @dataclass(frozen=True)
@@ -53,47 +32,45 @@ class MatmulPlan:
 
     Attributes:
         x, w, y: routes of the operands.
-        bias_as_made: whether the bias is added to the product as made, before y is moved.
+        weights: fetches the weight.
+        keep: whether x as gathered is kept for backward.
+        adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
         weight_axes, bias_axes: over which the gradients stay partial after the backward of this matmul.
     """
 
     x: Route
     w: Route
     y: Route
-    bias_as_made: bool
+    weights: WeightStore
+    keep: bool
+    adds_bias: bool
     weight_axes: tuple[str, ...]
     bias_axes: tuple[str, ...]
 
 
 def make_plan(
-    table: MatmulTable, source: Activation, target: Activation, ndim: int, context: ParallelContext
+    table: MatmulTable,
+    source: Activation,
+    target: Activation,
+    ndim: int,
+    context: ParallelContext,
+    weights: WeightStore,
+    *,
+    keep: bool,
+    rows: Sequence[int] = (),
 ) -> MatmulPlan:
-    """Resolve a table for x stored as ``source`` and y as ``target``."""
-    bias_as_made = not table.y.partial
-    bias_at = table.y if bias_as_made else target
+    """Resolve a table for x stored as ``source`` and y as ``target``; ``rows`` of a fused weight as in `Route`."""
+    x, y = table.x.at(ndim), table.y.at(ndim)
     return MatmulPlan(
-        x=Route.of(moves(source.at(ndim), table.x.at(ndim)), context),
-        w=Route.of(moves(table.weight, table.weight_used), context),
-        y=Route.of(moves(table.y.at(ndim), target.at(ndim)), context),
-        bias_as_made=bias_as_made,
-        weight_axes=gradient_axes(table.weight, table.x.at(ndim), table.y.at(ndim)),
-        bias_axes=gradient_axes(Layout((bias_at.features,)), bias_at.at(ndim)),
+        x=Route.of(moves(source.at(ndim), x), context),
+        w=Route.of(moves(table.weight, table.weight_used), context, rows),
+        y=Route.of(moves(y, target.at(ndim)), context),
+        weights=weights,
+        keep=keep,
+        adds_bias=all(context.coordinates[axis] == 0 for axis in table.y.partial),
+        weight_axes=gradient_axes(table.weight, x, y),
+        bias_axes=gradient_axes(Layout((table.y.features,)), y),
     )
-
-
-def run(steps: tuple[Step, ...], x: Tensor, *, owned: bool = False) -> Pending:
-    """Make the moves; the last one is only started."""
-    if not steps:
-        return Ready(x)
-    for step in steps[:-1]:
-        x = start(*_bind(step, x), owned=owned).wait()
-        owned = True
-    return start(*_bind(steps[-1], x), owned=owned)
-
-
-def _bind(step: Step, x: Tensor) -> tuple[str, Tensor, AxisGroup, int, int]:
-    operation, group, dim, to_dim = step
-    return operation, x, group, dim, to_dim
 
 
 def input_gradient(dy: Tensor, w: Tensor) -> Tensor:
@@ -113,37 +90,44 @@ def bias_gradient(dy: Tensor) -> Tensor:
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: MatmulPlan) -> Tensor:
-        x_used = run(plan.x.there, x).wait()
-        w_used = run(plan.w.there, weight).wait()
-        y = F.linear(x_used, w_used, bias if plan.bias_as_made else None)
+        coming = run(plan.x.there, x)
+        w_used = plan.weights.fetch(weight, plan.w).wait()
+        x_used = coming.wait()
+        y = F.linear(x_used, w_used, bias if plan.adds_bias else None)
         y = run(plan.y.there, y, owned=True).wait()
-        if bias is not None and not plan.bias_as_made:
-            y = y + bias if is_recorded() else y.add_(bias)
-        ctx.save_for_backward(x, weight)
+        needs_x, needs_w = x.requires_grad, weight.requires_grad
+        x_saved = (x_used if plan.keep else x) if needs_w else None
+        w_saved = (w_used if plan.weights.keeps else weight) if needs_x else None
+        ctx.save_for_backward(x_saved, w_saved, weight)
         ctx.plan = plan
-        ctx.has_bias = bias is not None
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: MatmulPlan = ctx.plan
-        x, weight = ctx.saved_tensors
+        weights = plan.weights
+        x, w, weight = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-        db = dw = dx = None
-        if needs_b and ctx.has_bias and not plan.bias_as_made:
-            db = bias_gradient(dy)
         dy = run(plan.y.back, dy).wait()
-        x_coming = run(plan.x.there, x) if needs_w else None
+        coming = run(() if plan.keep else plan.x.there, x) if needs_w and not weights.is_deferring else None
+        dx = dw = None
         if needs_x:
-            w_used = run(plan.w.there, weight).wait()
+            w_used = w if weights.keeps else weights.fetch(weight, plan.w).wait()
             dx = run(plan.x.back, input_gradient(dy, w_used), owned=True)
-        if needs_w:
-            assert x_coming is not None
-            dw = run(plan.w.back, weight_gradient(dy, x_coming.wait()), owned=True)
-        if needs_b and ctx.has_bias and plan.bias_as_made:
-            db = bias_gradient(dy)
+        if coming is not None:
+            dw = weights.reduce(weight, weight_gradient(dy, coming.wait()), plan.w)
+        elif needs_w:
+            weights.defer(lambda: _weight_later(plan, weight, dy, x))
+        db = bias_gradient(dy) if needs_b else None
         return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+
+
+def _weight_later(plan: MatmulPlan, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    x_used = x if plan.keep else run(plan.x.there, x).wait()
+    dw = plan.weights.reduce(weight, weight_gradient(dy, x_used), plan.w)
+    if dw is not None:
+        deliver(weight, dw.wait())
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plan: MatmulPlan) -> Tensor:

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over whole features, wherever batch and tokens are."""
+"""LayerNorm and RMSNorm over features that may be split."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.context.groups import AxisGroup
 from colossus.layers.init import Constant
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.split_norm import split_norm
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -38,20 +40,32 @@ class _Norm(Layer):
         """The norm of a plain local tensor laid out as ``activation``."""
         if activation not in self._seen:
             self._see(x, activation)
+        if activation.features:
+            return self._normalize_split(x, self.context.group(activation.features))
         return self._normalize(x)
 
     def _see(self, x: Tensor, activation: Activation) -> None:
-        if activation.features:
+        if activation.tokens and len(self.normalized_shape) > 1:
             raise ValueError(
-                f"{self.title}: the features of its input are split over {','.join(activation.features)} (local shape "
-                f"{tuple(x.shape)}), but a norm needs them whole: call colossus.layers.to_user(x) before it, or put it "
-                f"outside of the column/row pair"
+                f"{self.title}: it normalizes over the tokens too, which are split over "
+                f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
+                f"colossus.layers.to_user(x) before it"
             )
         self.record_uses(activation, x.dim())
         self._seen.add(activation)
 
     def _normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
+        """The last dim of x is split over ``group``; the parameters are whole, each rank uses its part."""
+        raise NotImplementedError
+
+    def _part(self, parameter: Tensor | None, group: AxisGroup) -> Tensor | None:
+        if parameter is None:
+            return None
+        width = self.normalized_shape[-1] // group.size
+        return parameter.narrow(-1, group.index * width, width)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}"
@@ -79,6 +93,10 @@ class LayerNorm(_Norm):
     def _normalize(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0)
 
+    def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
+        weight, bias = self._part(self.weight, group), self._part(self.bias, group)
+        return split_norm(x, weight, bias, group, len(self.normalized_shape), self.eps or 0.0, centred=True)
+
 
 class RMSNorm(_Norm):
     """``torch.nn.RMSNorm``. Input and output [.., *normalized_shape]."""
@@ -98,3 +116,8 @@ class RMSNorm(_Norm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        weight = self._part(self.weight, group)
+        return split_norm(x, weight, None, group, len(self.normalized_shape), eps, centred=False)

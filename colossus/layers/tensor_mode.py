@@ -1,13 +1,13 @@
 """What a mode of tensor parallelism is: the axes it needs, and for each matmul a table of layouts.
 
-A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and holds nothing but its table.
+A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and holds nothing but its tables.
 No torch here: sizes and layouts are checked before any process starts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from colossus.layout.activation import Activation
@@ -31,7 +31,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class MatmulTable:
-    """One row of the table of ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
+    """One way to compute ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
 
     What x is stored as before and y after belongs to the call: the moves between stored and used follow.
 
@@ -47,18 +47,23 @@ class MatmulTable:
     weight_used: Layout
     y: Activation
 
+    def live(self, sizes: Mapping[str, int]) -> MatmulTable:
+        """Without axes of one rank."""
+        weight, used = self.weight.live(sizes), self.weight_used.live(sizes)
+        return MatmulTable(self.x.live(sizes), weight, used, self.y.live(sizes))
+
 
 class TensorMode:
     """Base of all modes. ``axes`` are the atomic mesh axes, outermost first."""
 
     name: str = ""
     axes: tuple[str, ...] = ()
-    #: whether the layers can run in this mode; False while only its axes are known
-    has_layers: bool = False
+    #: whether ``sequence_sharded`` means something in this mode
+    splits_tokens: bool = False
 
     @classmethod
-    def axis_sizes(cls, size: int, depth: int = 1, shape: Sequence[int] | None = None) -> dict[str, int]:
-        """Size of each axis for ``tensor.size`` ranks.
+    def axis_sizes(cls, size: int, depth: int | None = None, shape: Sequence[int] | None = None) -> dict[str, int]:
+        """Size of each axis for ``tensor.size`` ranks; ``depth`` None is the mode's own choice.
 
         Raises:
             ValueError: when ``size`` does not factor as the mode needs; shows the arithmetic and near sizes.
@@ -75,10 +80,11 @@ class TensorMode:
                     f"parallel.tensor.shape: {product} = {math.prod(shape)}, but parallel.tensor.size = {size}"
                 )
             return dict(zip(cls.axes, shape, strict=True))
-        return dict(zip(cls.axes, cls.default_shape(size, depth), strict=True))
+        return dict(zip(cls.axes, cls.default_shape(size, depth or 0), strict=True))
 
     @classmethod
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        """Ranks along each axis; ``depth`` 0 is not given."""
         raise NotImplementedError
 
     @classmethod
@@ -87,17 +93,24 @@ class TensorMode:
         raise NotImplementedError
 
     @classmethod
-    def linear(cls, split: str, regions: Regions) -> MatmulTable:
-        """The table of a linear: ``split`` is ``column``, ``row`` or ``none`` (every rank the whole matmul).
+    def batch_ways(cls, sizes: Mapping[str, int]) -> int:
+        """What a microbatch must be a multiple of: every region splits it without a rest."""
+        regions = cls.regions(Activation(), sequence_sharded=False)
+        ways = [math.prod(sizes[axis] for axis in r.batch) for r in (regions.user, regions.outer, regions.inner)]
+        return math.lcm(*ways)
 
-        An embedding is the ``column`` table read backwards: its ids are one-hot rows over the vocabulary.
+    @classmethod
+    def tables(cls, split: str, regions: Regions) -> tuple[MatmulTable, ...]:
+        """The ways to compute a ``column`` linear (outer to inner) or a ``row`` linear (inner to outer).
+
+        Of several the one that moves fewer bytes is taken (`colossus.layers.choice`). A linear that stands alone may
+        take any of either; an embedding is a column table read backwards: its ids are one-hot rows over the vocabulary.
         """
         raise NotImplementedError
 
-    @classmethod
-    def lone_split(cls, in_features: int, out_features: Sequence[int], size: int) -> str:
-        """How to split a linear that stands alone between two user layouts, by counted bytes."""
-        raise NotImplementedError
+
+def is_square(size: int) -> bool:
+    return math.isqrt(size) ** 2 == size
 
 
 def square_side(size: int, what: str) -> int:

@@ -6,7 +6,8 @@ dim 0, which is batch and tokens at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from colossus.layout.layout import Layout
@@ -25,6 +26,15 @@ class Activation:
     def at(self, ndim: int) -> Layout:
         """The layout of a tensor with ``ndim`` dims (at least one)."""
         return _layout(self, ndim)
+
+    def live(self, sizes: Mapping[str, int]) -> Activation:
+        """Without axes of one rank."""
+        kept = (tuple(a for a in axes if sizes[a] > 1) for axes in astuple(self))
+        return Activation(*kept)
+
+    def rows(self) -> Activation:
+        """What shards batch and tokens alone."""
+        return Activation(batch=self.batch, tokens=self.tokens)
 
     @property
     def shard_axes(self) -> tuple[str, ...]:

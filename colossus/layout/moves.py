@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -46,29 +47,39 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     out: list[Move] = []
 
     goal = {axis: index for index, axes in enumerate(target.dims) for axis in axes}
-    # 1. one axis, innermost here and next in order there: exchange the sharded dim
-    for index, axes in enumerate(dims):
-        while len(axes) > _common(tuple(axes), target.dims[index]):
-            axis, to_dim = axes[-1], goal.get(axes[-1])
-            if to_dim is None or to_dim == index:
-                break
-            if target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
-                break
-            out.append(Move("all_to_all", "all_to_all", (axis,), index, to_dim))
-            axes.pop()
-            dims[to_dim].append(axis)
-    # 2. gather what is sharded and shall not be, or not in this order
-    for index, axes in enumerate(dims):
-        keep = _common(tuple(axes), target.dims[index])
-        while len(axes) > keep:
-            complete = axes[-1] not in target.grad_partial
-            run = [axes.pop()]
-            while len(axes) > keep and (axes[-1] not in target.grad_partial) is complete:
-                run.insert(0, axes.pop())
-            out.append(Move("gather", "slice" if complete else "reduce_scatter", tuple(run), index))
-            if not complete:
-                grad_partial.update(run)
-    # 3. reduce partial sums, straight into a shard where the target has one
+
+    def exchange() -> None:
+        """One axis, innermost here and next in order there: exchange the sharded dim."""
+        for index, axes in enumerate(dims):
+            while len(axes) > _common(tuple(axes), target.dims[index]):
+                axis, to_dim = axes[-1], goal.get(axes[-1])
+                if to_dim is None or to_dim == index:
+                    break
+                if target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
+                    break
+                out.append(Move("all_to_all", "all_to_all", (axis,), index, to_dim))
+                axes.pop()
+                dims[to_dim].append(axis)
+
+    def gather(leaving: Callable[[str], bool]) -> None:
+        """Gather what is sharded and shall not be, or not in this order."""
+        for index, axes in enumerate(dims):
+            keep = _common(tuple(axes), target.dims[index])
+            while len(axes) > keep and leaving(axes[-1]):
+                complete = axes[-1] not in target.grad_partial
+                run = [axes.pop()]
+                while len(axes) > keep and leaving(axes[-1]) and (axes[-1] not in target.grad_partial) is complete:
+                    run.insert(0, axes.pop())
+                out.append(Move("gather", "slice" if complete else "reduce_scatter", tuple(run), index))
+                if not complete:
+                    grad_partial.update(run)
+
+    # 1. exchange what can be, gather what may stand in the way of another exchange, and only then the rest
+    exchange()
+    gather(lambda axis: axis not in goal)
+    exchange()
+    gather(lambda axis: True)
+    # 2. reduce partial sums, straight into a shard where the target has one
     for index, axes in enumerate(dims):
         for axis in target.dims[index][len(axes) :]:
             if axis not in partial:
@@ -84,7 +95,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             partial.difference_update(run_axes)
             if kind == "sum":
                 grad_partial.update(run_axes)
-    # 4. shard what is replicated
+    # 3. shard what is replicated
     for index, axes in enumerate(dims):
         todo = target.dims[index][len(axes) :]
         for axis in todo:
@@ -92,7 +103,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             out.append(Move("slice", "pad" if axis in grad_partial else "gather", (axis,), index))
             grad_partial.discard(axis)
             axes.append(axis)
-    # 5. from here on the gradient is partial
+    # 4. from here on the gradient is partial
     fresh = tuple(axis for axis in target.grad_partial if axis not in grad_partial)
     if fresh:
         out.append(Move("identity", "sum", fresh))

@@ -6,7 +6,7 @@ One buffer may hold several logical parameters (fused query, key and value); the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,8 @@ class ParameterSpec:
         self.layout = pieces[0].layout
         self.name = ""
         self.gradient_axes: tuple[str, ...] | None = None
+        #: told of a gradient that did not come through autograd
+        self.on_gradient: Callable[[nn.Parameter], None] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -84,6 +86,13 @@ def spec_of(parameter: Tensor) -> ParameterSpec | None:
 def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
     parameter._colossus_spec = spec  # type: ignore[attr-defined]
     return parameter
+
+
+def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
+    """Rows of each logical piece in the local buffer of a parameter made by a layer."""
+    spec = spec_of(parameter)
+    assert spec is not None
+    return [piece.rows for piece in spec.pieces]
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,17 @@ Kept apart from the models, so that a config is checked, and parameters are coun
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from colossus.layers.choice import Tables
+from colossus.layers.tensor_mode import MatmulTable
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.registry import TENSOR_MODES
 
 Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -20,6 +28,28 @@ def _default_ffn(values: dict[str, Any]) -> int:
     """
     hidden: int = values["hidden_size"]
     return 4 * hidden if values["mlp"] == "gelu" else _round_up(-(-8 * hidden // 3), 64)
+
+
+@dataclass(frozen=True)
+class _LinearSpec:
+    """A linear of the model, and the options that say how wide it is; none where another check says more."""
+
+    split: str
+    inputs: int
+    outputs: dict[str, int]
+    in_key: str = "hidden_size"
+    out_key: str = "hidden_size"
+    padded: bool = False
+
+
+def _tables(tensor: Any) -> Tables | None:
+    """The tables of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
+    mode = TENSOR_MODES.get(tensor.mode)
+    try:
+        sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
+    except ValueError:
+        return None
+    return Tables.of(mode, Activation(), sizes, sequence_sharded=tensor.sequence_sharded and mode.splits_tokens)
 
 
 class GPTOptions(BaseModel):
@@ -92,46 +122,88 @@ class GPTOptions(BaseModel):
                 f"model.num_layers = {self.num_layers} is fewer than the stages of parallel.pipeline = "
                 f"{parallel.pipeline}; every stage needs a layer"
             )
-        ranks = parallel.tensor.size
-        if parallel.tensor.mode != "1d" or ranks == 1:
-            return problems  # the other modes check their boxes with their tables
-        by = f"parallel.tensor.size = {ranks}"
-        divided = {key: getattr(self, key) for key in ("hidden_size", "num_heads", "ffn_hidden_size")}
-        grouped = self.num_kv_heads != self.num_heads
-        if grouped and self.num_kv_heads < ranks:
-            problems.append(
-                f"model.num_kv_heads = {self.num_kv_heads} is fewer than {by}: 1D tensor parallelism gives every rank "
-                f"whole key/value heads and does not copy them, so at most {self.num_kv_heads} tensor ranks can share "
-                f"this model; use parallel.tensor.size={self.num_kv_heads} or less, or model.num_kv_heads={ranks}"
-            )
-        elif grouped:
-            divided["num_kv_heads"] = self.num_kv_heads
-        if parallel.tensor.sequence_sharded:
-            divided["seq_len"] = self.seq_len
-        for key, value in divided.items():
-            if value % ranks:
-                problems.append(f"model.{key} = {value} is not a multiple of {by}; nearest: {_near(value, ranks)}")
+        tensor = parallel.tensor
+        if tensor.size == 1:
+            return problems
+        tables = _tables(tensor)
+        if tables is None:
+            return problems  # told with the sizes of the mode
+        needs: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+        def need(key: str, axes: tuple[str, ...]) -> None:
+            ways = tables.ways(axes)
+            if getattr(self, key) % ways and ways > needs.get(key, (1, ()))[0]:
+                needs[key] = ways, axes
+
+        for linear in self._linears():
+            chosen = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
+            for misfit in chosen if isinstance(chosen, list) else ():
+                key = linear.in_key if misfit.what == "in_features" else linear.out_key
+                if key:
+                    need(key, misfit.axes)
+        heads = tables.regions.inner.features
+        need("num_heads", heads)
+        if self.num_kv_heads != self.num_heads:
+            need("num_kv_heads", heads)
+        if tensor.sequence_sharded:
+            need("seq_len", tables.regions.outer.tokens)
+        for key, (ways, axes) in needs.items():
+            value = getattr(self, key)
+            by = f"the {ways} ranks of {' x '.join(axes)} (parallel.tensor.mode = {tensor.mode})"
+            if ways == tensor.size:
+                by = f"parallel.tensor.size = {ways}"
+            if key == "num_kv_heads" and value < ways:
+                problems.append(
+                    f"model.num_kv_heads = {value} is fewer than {by}: tensor parallelism gives every rank whole "
+                    f"key/value heads and does not copy them, so at most {value} ranks can share the heads of this "
+                    f"model; use fewer ranks, or model.num_kv_heads={ways}"
+                )
+            else:
+                problems.append(f"model.{key} = {value} is not a multiple of {by}; nearest: {_near(value, ways)}")
         return problems
+
+    def _linears(self) -> list[_LinearSpec]:
+        """The kinds of matmuls in the model."""
+        hidden, wide, kv = self.hidden_size, self.ffn_hidden_size, self.num_kv_heads * self.head_dim
+        up = {"gate": wide, "value": wide} if self.mlp == "swiglu" else {"": wide}
+        attention = {"query": self.num_heads * self.head_dim, "key": kv, "value": kv}
+        return [
+            _LinearSpec("column", hidden, attention, out_key=""),  # heads are split whole: checked by their number
+            _LinearSpec("row", hidden, {"": hidden}),
+            _LinearSpec("column", hidden, up, out_key="ffn_hidden_size"),
+            _LinearSpec("row", wide, {"": hidden}, in_key="ffn_hidden_size"),
+            _LinearSpec("column", hidden, {"": self.vocab_size}, padded=True),
+        ]
 
     def num_parameters(self) -> int:
         """Number of parameters of the whole model; a tied head is the embedding and counts once."""
-        return self._count(1)
+        return self._count(None)
 
-    def num_parameters_per_rank(self, tensor_size: int) -> int:
-        """Parameters that one rank of 1D tensor parallelism stores, with its part of the padded vocabulary."""
-        return self._count(tensor_size)
+    def num_parameters_per_rank(self, parallel: Any) -> int:
+        """Parameters that one rank of the tensor mode stores, with its part of the padded vocabulary."""
+        return self._count(_tables(parallel.tensor) if parallel.tensor.size > 1 else None)
 
-    def _count(self, ranks: int) -> int:
+    def _count(self, tables: Tables | None) -> int:
         hidden = self.hidden_size
         norm = hidden * (2 if self.norm == "layernorm" and self.bias else 1)
-        # Column-parallel outputs (q, k, v; up and gate) carry their part of the bias, row-parallel ones the whole.
-        column = (hidden + 2 * self.num_kv_heads * self.head_dim) // ranks
-        column += self.ffn_hidden_size * (2 if self.mlp == "swiglu" else 1) // ranks
-        row = (hidden + self.ffn_hidden_size) // ranks
-        block = 2 * norm + column * hidden + row * hidden + (column + 2 * hidden if self.bias else 0)
-        vocabulary = _round_up(self.vocab_size, ranks) // ranks * hidden
-        positions = self.seq_len * hidden if self.positions == "learned" else 0
-        return self.num_layers * block + norm + positions + vocabulary * (1 if self.tie_embeddings else 2)
+        sizes = tables.sizes if tables else {}
+        *linears, head = (self._stored(linear, tables, sizes) for linear in self._linears())
+        features = tables.ways(tables.regions.outer.features) if tables else 1
+        positions = self.seq_len * hidden // features if self.positions == "learned" else 0
+        return self.num_layers * (2 * norm + sum(linears)) + norm + positions + head * (1 if self.tie_embeddings else 2)
+
+    def _stored(self, linear: _LinearSpec, tables: Tables | None, sizes: Any) -> int:
+        """Elements of weight and bias that a rank holds."""
+        weight, bias = Layout.whole(2), Layout.whole(1)
+        if tables is not None:
+            table = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
+            assert isinstance(table, MatmulTable)
+            weight, bias = table.weight, Layout((table.y.features,))
+        total = 0
+        for out in linear.outputs.values():
+            total += math.prod(weight.chunk((out, linear.inputs), sizes))
+            total += bias.chunk((out,), sizes)[0] if self.bias and not linear.padded else 0
+        return total
 
     def flops_per_token(self) -> int:
         """Floating-point operations per token, forward and backward: 6 N + 12 L H S.

@@ -3,7 +3,8 @@
 With ``sequence_sharded`` (2205.05198) the activations between blocks are split by tokens over the same axis.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
 from dataclasses import replace
 
 from colossus.layers.tensor_mode import MatmulTable, Regions, TensorMode
@@ -12,7 +13,6 @@ from colossus.layout.layout import Layout
 from colossus.registry import TENSOR_MODES
 
 AXIS = ("tensor",)
-WHOLE = Layout(((), ()))
 BY_OUT = Layout((AXIS, ()))
 BY_IN = Layout(((), AXIS))
 
@@ -21,7 +21,7 @@ BY_IN = Layout(((), AXIS))
 class OneD(TensorMode):
     name = "1d"
     axes = AXIS
-    has_layers = True
+    splits_tokens = True
 
     @classmethod
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
@@ -33,20 +33,9 @@ class OneD(TensorMode):
         return Regions(user=door, outer=outer, inner=replace(door, features=AXIS))
 
     @classmethod
-    def linear(cls, split: str, regions: Regions) -> MatmulTable:
+    def tables(cls, split: str, regions: Regions) -> tuple[MatmulTable, ...]:
         if split == "column":
             whole = replace(regions.user, grad_partial=AXIS)
-            return MatmulTable(x=whole, weight=BY_OUT, weight_used=BY_OUT, y=regions.inner)
-        if split == "row":
-            partial = replace(regions.user, partial=AXIS)
-            return MatmulTable(x=regions.inner, weight=BY_IN, weight_used=BY_IN, y=partial)
-        return MatmulTable(x=regions.user, weight=WHOLE, weight_used=WHOLE, y=regions.user)
-
-    @classmethod
-    def lone_split(cls, in_features: int, out_features: Sequence[int], size: int) -> str:
-        # column sums dx (2 in) and gathers y (out); row gathers dx (in) and sums y (2 out), per token
-        by_out = all(out % size == 0 for out in out_features)
-        by_in = in_features % size == 0
-        if by_out and (in_features <= sum(out_features) or not by_in):
-            return "column"
-        return "row" if by_in else "none"
+            return (MatmulTable(x=whole, weight=BY_OUT, weight_used=BY_OUT, y=regions.inner),)
+        partial = replace(regions.user, partial=AXIS)
+        return (MatmulTable(x=regions.inner, weight=BY_IN, weight_used=BY_IN, y=partial),)

@@ -1,6 +1,16 @@
-"""3D: each matmul on an i x j x k cube."""
+"""3D (Agarwal et al. 1995; Colossal-AI's 3D, 2105.14450): each product on an i x j x k cube.
 
-from colossus.layers.tensor_mode import TensorMode
+A column linear gathers x over ``j``, the weight over ``i``, and scatters y over ``k``; a row linear does the same with
+``j`` and ``k`` exchanged, so that column then row returns to the layout in which x came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from colossus.layers.tensor_mode import MatmulTable, Regions, TensorMode
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
 from colossus.registry import TENSOR_MODES
 
 
@@ -19,3 +29,21 @@ class ThreeD(TensorMode):
                 f"{(low + 1) ** 3}, or give parallel.tensor.shape for a box"
             )
         return side, side, side
+
+    @classmethod
+    def regions(cls, door: Activation, *, sequence_sharded: bool) -> Regions:
+        user = replace(door, batch=(*door.batch, "i", "j"))
+        inner = replace(door, batch=(*door.batch, "i", "k"), features=("j",))
+        return Regions(user=user, outer=replace(user, features=("k",)), inner=inner)
+
+    @classmethod
+    def tables(cls, split: str, regions: Regions) -> tuple[MatmulTable, ...]:
+        gathered, contracted = ("j", "k") if split == "column" else ("k", "j")
+        rows = replace(regions.user, batch=regions.user.batch[:-1])
+        table = MatmulTable(
+            x=replace(rows, features=(contracted,), grad_partial=(gathered,)),
+            weight=Layout(((gathered, "i"), (contracted,))),
+            weight_used=Layout(((gathered,), (contracted,)), grad_partial=("i",)),
+            y=replace(rows, features=(gathered,), partial=(contracted,)),
+        )
+        return (table,)

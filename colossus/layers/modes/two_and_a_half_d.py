@@ -1,16 +1,26 @@
-"""2.5D: ``depth`` copies of a 2D grid, the batch split over them."""
+"""2.5D (Solomonik and Demmel 2011; Tesseract, 2105.14500): ``depth`` copies of a 2D grid share the batch.
 
-from colossus.layers.tensor_mode import TensorMode, square_side
+Weights are replicated over ``depth``, activations are split by batch over depth x row, and gradients are summed over
+``depth`` with the other gradients: depth d is data d x 2D, within one model.
+"""
+
+from __future__ import annotations
+
+from colossus.layers.modes.two_d import TwoD
+from colossus.layers.tensor_mode import is_square, square_side
 from colossus.registry import TENSOR_MODES
 
 
 @TENSOR_MODES.register("2.5d")
-class TwoAndAHalfD(TensorMode):
+class TwoAndAHalfD(TwoD):
     name = "2.5d"
     axes = ("depth", "row", "col")
+    batch_axes = ("depth", "row")
 
     @classmethod
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        if not depth:  # the fewest copies that leave a square
+            depth = next(d for d in range(1, size + 1) if size % d == 0 and is_square(size // d))
         if size % depth:
             raise ValueError(
                 f"2.5d: parallel.tensor.size = {size} is not a multiple of parallel.tensor.depth = {depth}"

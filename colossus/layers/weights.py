@@ -1,0 +1,128 @@
+"""Fetching of weights, apart from the matmul: how long one is held as used, and when its gradient is reduced.
+
+| scope | the weight is gathered | its gradient is reduced | held as used |
+|---|---|---|---|
+| ``matmul`` | for each matmul, in forward and again in backward | after each | never |
+| ``microbatch`` | in forward | after each backward | from forward to backward |
+| ``step`` | once for all microbatches of a step | once, after the last | for the step, with its gradient |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from colossus.comm.collectives import Pending, Ready
+from colossus.layers.route import Route, run
+from colossus.layout.parameter import spec_of
+
+SCOPES = ("matmul", "microbatch", "step")
+
+
+@dataclass
+class _Held:
+    """A weight as used during a step, and the sum of its gradients so far, as made."""
+
+    weight: Tensor
+    route: Route
+    used: Tensor
+    gradient: Tensor | None = None
+
+
+class WeightStore:
+    """The weights of one model on this rank. The engine opens and closes steps; outside, ``step`` is ``microbatch``.
+
+    Attributes:
+        scope: one of `SCOPES`.
+    """
+
+    def __init__(self, scope: str = "matmul") -> None:
+        if scope not in SCOPES:
+            raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
+        self.scope = scope
+        self._held: dict[int, _Held] = {}
+        self._in_step = self._is_last = False
+        self._later: list[Callable[[], None]] | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether backward uses the weight that forward gathered."""
+        return self.scope != "matmul"
+
+    def fetch(self, weight: Tensor, route: Route) -> Pending:
+        """The weight as used in a multiplication."""
+        if not (self._in_step and self.scope == "step" and route.there):
+            return run(route.there, weight)
+        held = self._held.get(id(weight))
+        if held is None:
+            held = self._held[id(weight)] = _Held(weight, route, run(route.there, weight.detach()).wait())
+        return Ready(held.used)
+
+    def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
+        """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
+        held = self._held.get(id(weight))
+        if held is None:
+            return run(route.back, gradient, owned=True)
+        held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
+        if not self._is_last:
+            return None
+        total, held.gradient = held.gradient, None
+        return run(route.back, total, owned=True)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Weights do not change from here to `end_step`."""
+        self._held.clear()
+        self._in_step, self._is_last = True, False
+
+    def arm(self) -> None:
+        """The next backward is the last of the step."""
+        self._is_last = True
+
+    def end_step(self) -> None:
+        """Reduce what no backward has reduced (a weight that the last microbatch did not use), and let go."""
+        try:
+            for held in self._held.values():
+                if held.gradient is not None:
+                    deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
+        finally:
+            self._held.clear()
+            self._in_step = self._is_last = False
+
+    # -- deferred weight gradients ------------------------------------------------------------------------
+
+    @property
+    def is_deferring(self) -> bool:
+        return self._later is not None
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Keep the making of a weight gradient for later."""
+        assert self._later is not None
+        self._later.append(work)
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[Callable[[], None]]]:
+        """Backward inside the block makes the gradients of inputs only; the list it gives makes those of weights.
+
+        Calling each entry, in order, computes a weight's gradient, reduces it and puts it into ``weight.grad``: the
+        separate backward of weights that zero-bubble schedules need (2401.10241).
+        """
+        outer, self._later = self._later, []
+        try:
+            yield self._later
+        finally:
+            self._later = outer
+
+
+def deliver(weight: Tensor, gradient: Tensor) -> None:
+    """Add a gradient that did not come through autograd, and tell who waits for it."""
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    spec = spec_of(weight)
+    assert spec is not None
+    assert isinstance(weight, nn.Parameter)
+    if spec.on_gradient is not None:
+        spec.on_gradient(weight)
