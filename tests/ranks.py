@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,19 +36,26 @@ def grid(data: int = 1, tensor: int = 1, pipeline: int = 1, sequence: int = 1) -
     return RankGrid(sizes, {name: (name,) for name in sizes})
 
 
+def grid_of(tensor: dict[str, int], data: int = 1) -> RankGrid:
+    """A grid whose tensor parallelism has these atomic axes."""
+    sizes = {"pipeline": 1, "data": data, "sequence": 1, **tensor}
+    return RankGrid(sizes, {name: (name,) for name in ("pipeline", "data", "sequence")} | {"tensor": tuple(tensor)})
+
+
 def run_ranks(
     world: int,
     body: Callable[..., Any],
     *args: Any,
     plan: RankGrid | None = None,
-    seed: int = 0,
-    sequence_sharded: bool = False,
     timeout: float = 60.0,
     with_context: bool = True,
+    mode: str = "1d",
+    **options: Any,
 ) -> list[Any]:
     """``body(context, *args)`` on every rank of ``plan`` (by default 1D tensor over all); the ranks' results.
 
-    With ``with_context=False`` the body gets its rank and finds the environment of a launcher set.
+    With ``with_context=False`` the body gets its rank and finds the environment of a launcher set. ``options`` are of
+    the context.
     """
     plan = plan or grid(tensor=world)
     assert plan.world_size == world
@@ -59,7 +67,8 @@ def run_ranks(
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            _child(rank, world, store_path, write_end, body, args, plan, seed, sequence_sharded, timeout, with_context)
+            make = partial(ParallelContext, plan, rank, tensor_mode=mode, **options) if with_context else None
+            _child(rank, world, store_path, write_end, body, args, timeout, make)
         os.close(write_end)
         pipes[read_end] = rank
         pids[rank] = pid
@@ -99,11 +108,8 @@ def _child(
     write_end: int,
     body: Callable[..., Any],
     args: tuple[Any, ...],
-    plan: RankGrid,
-    seed: int,
-    sequence_sharded: bool,
     timeout: float,
-    with_context: bool,
+    make_context: Callable[[], ParallelContext] | None,
 ) -> None:
     try:
         log.clear()
@@ -115,11 +121,7 @@ def _child(
             dist.init_process_group(
                 "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=min(timeout, 20))
             )
-        if with_context:
-            context = ParallelContext(plan, rank, seed=seed, sequence_sharded=sequence_sharded)
-            value = body(context, *args)
-        else:
-            value = body(rank, *args)
+        value = body(rank if make_context is None else make_context(), *args)
         payload = pickle.dumps((True, value))
     except BaseException as error:
         lines = "\n".join(log.recent()[-6:])

@@ -527,9 +527,7 @@ def test_batch() -> None:
         (
             dict(hidden_size=102, num_heads=6),
             dict(tensor=dict(mode="2d", shape=(4, 2))),
-            [
-                "model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);"
-            ],
+            ["model.hidden_size = 102 is not a multiple of the 4 ranks of row (parallel.tensor.mode = 2d);"],
         ),
         (
             dict(num_heads=1),

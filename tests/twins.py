@@ -9,6 +9,14 @@ from torch import Tensor, nn
 from colossus.models.options import GPTOptions
 
 
+def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
+    """Options of a ``gpt`` block, or of one like Llama's."""
+    sizes = dict(hidden_size=hidden, num_heads=heads, ffn_hidden_size=wide)
+    if kind == "gpt":
+        return GPTOptions(**sizes)
+    return GPTOptions(**sizes, positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False)
+
+
 class PlainAttention(nn.Module):
     def __init__(self, o: GPTOptions) -> None:
         super().__init__()

@@ -36,21 +36,25 @@ class Tables:
     Attributes:
         regions: as the layers see them.
         column, row: the ways to compute a linear of a pair.
+        keep: whether x as gathered is kept for backward.
     """
 
     regions: Regions
     column: tuple[MatmulTable, ...]
     row: tuple[MatmulTable, ...]
     sizes: Sizes
+    keep: bool = False
 
     @classmethod
-    def of(cls, mode: type[TensorMode], door: Activation, sizes: Sizes, *, sequence_sharded: bool) -> Tables:
+    def of(
+        cls, mode: type[TensorMode], door: Activation, sizes: Sizes, *, sequence_sharded: bool, keep: bool = False
+    ) -> Tables:
         full = mode.regions(door, sequence_sharded=sequence_sharded)
         live = Regions(full.user.live(sizes), full.outer.live(sizes), full.inner.live(sizes))
         column, row = (
             tuple(dict.fromkeys(table.live(sizes) for table in mode.tables(split, full))) for split in ("column", "row")
         )
-        return cls(live, column, row, sizes)
+        return cls(live, column, row, sizes, keep)
 
     def ends(self, split: str | None) -> tuple[Activation, Activation]:
         """Between which layouts a linear goes by default."""
@@ -72,7 +76,7 @@ class Tables:
             padded: ``out_features`` need not divide: the last ranks are padded (a vocabulary).
         """
         source, target = self.ends(split)
-        best: tuple[float, MatmulTable] | None = None
+        best: tuple[tuple[float, float], MatmulTable] | None = None
         reasons: list[Misfit] = []
         for table in self.candidates(split):
             if padded and table.y.features != target.features and split is not None:
@@ -85,7 +89,9 @@ class Tables:
                 continue
             # per token, without the weight, which costs the same either way
             moved = matmul_traffic(table, source, target, (self._rows, 1, in_features), sum(parts.values()), self.sizes)
-            cost = sum((r.there + r.back).elements for r in (moved.x, moved.y))
+            again = moved.x.there.elements
+            once = sum((r.there + r.back).elements for r in (moved.x, moved.y))
+            cost = once if self.keep else once + again, again  # of two that move the same, the one that gathers less
             if best is None or cost < best[0]:
                 best = cost, table
         return reasons if best is None else best[1]

@@ -67,7 +67,7 @@ def _make_plan(context: ParallelContext) -> Plan:
     weights = WeightStore(context.weight_scope)
     if context.size("tensor") == 1:
         return Plan(context, mode, Regions(door, door, door), None, weights)
-    tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded)
+    tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
     return Plan(context, mode, tables.regions, tables, weights)
 
 

@@ -49,7 +49,8 @@ def _tables(tensor: Any) -> Tables | None:
         sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
     except ValueError:
         return None
-    return Tables.of(mode, Activation(), sizes, sequence_sharded=tensor.sequence_sharded and mode.splits_tokens)
+    split_tokens = tensor.sequence_sharded and mode.splits_tokens
+    return Tables.of(mode, Activation(), sizes, sequence_sharded=split_tokens, keep=tensor.gathered == "keep")
 
 
 class GPTOptions(BaseModel):
