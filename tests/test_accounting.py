@@ -12,7 +12,7 @@ from colossus import layers
 from colossus.comm import accounting, collectives
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.build import build
+from colossus.layers.construct import build
 from colossus.layers.sharded import unwrap, wrap
 
 # -- the counter ----------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import common, train_step  # noqa: E402
+from benchmarks import common, plot, tensor, tensor_block, train_step  # noqa: E402
 from benchmarks.cases import KINDS  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
+from benchmarks.tensor_cases import CASES  # noqa: E402
 from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
 
 
@@ -98,6 +99,88 @@ def test_startup(tmp_path: Path) -> None:
     text, payload = smoke("startup", tmp_path)
     assert {"colossus --help", "colossus show", "colossus launch, misspelt key"} <= set(payload["seconds"])
     assert "seconds until the answer" in text
+
+
+def assert_counted_is_formula(payload: dict[str, Any]) -> None:
+    """In both tables, for every case of ours."""
+    for name, case in payload["cases"].items():
+        entries = list(case["scopes"].values())
+        assert len(entries) == (3 if name.startswith(("2d", "2.5d", "3d")) else 0)
+        entries += [case] if case["formula"] else []
+        assert bool(case["formula"]) is not name.startswith(("plain", "dtensor"))
+        for entry in entries:
+            assert entry["counted"]["bytes"] > 0
+            assert entry["counted"]["calls"] == entry["formula"]["calls"]
+            assert entry["counted"]["bytes"] == pytest.approx(entry["formula"]["bytes"], rel=1e-9)
+
+
+def test_tensor(tmp_path: Path) -> None:
+    text, payload = smoke("tensor", tmp_path)
+    cases = payload["cases"]
+    assert list(cases) == ["plain", "plain (again)", *tensor.SMOKE_CASES[2:]]
+    assert all(name in text for name in cases)
+    assert_counted_is_formula(payload)
+    assert cases["plain"]["counted"] == {"calls": 0, "bytes": 0}
+    assert cases["dtensor-2"]["counted"] == cases["1d-2"]["counted"]
+    assert cases["2.5d-2x2x2"]["owed"]["matrices"] > 0
+    assert all(case["saved"] < cases["plain"]["saved"] for case in cases.values() if case["ranks"] > 1)
+    hidden = tensor.SMOKE.hidden
+    assert cases["plain"]["parameters"] == 12 * hidden**2 + 13 * hidden
+    assert 3 * hidden**2 < cases["2d-2x2"]["parameters"] < 3 * hidden**2 + 13 * hidden
+    if Path("/proc/self/clear_refs").exists():
+        assert all(case["peak"] > 4 * case["parameters"] for case in cases.values())
+
+
+@pytest.mark.long
+def test_tensor_policies_and_rectangles(tmp_path: Path) -> None:
+    names = ["2d-2x2-keep", "2d-2x3", "2d-2x3-keep", "2.5d-2x2x2-keep", "3d-2x2x2-keep", "1d-4"]
+    text, payload = smoke("tensor", tmp_path, "--no-memory", "--cases", *names)
+    assert list(payload["cases"]) == ["plain", *names[:-1]]
+    assert_counted_is_formula(payload)
+    assert "skipped 1d-4: Attention: num_heads = 6 does not divide over the 4 ranks" in text
+
+
+BENCH = tensor.Bench(tensor.SMOKE, blocks=1, steps=1, microbatches=2)
+
+
+@pytest.mark.parametrize("name", ["2d-2x2", "1d-sequence-2"])
+def test_a_block_whose_gradients_are_not_summed_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_block, "gradient_sum_axes", lambda parameter, context: ())
+    with pytest.raises(RuntimeError, match=rf"{name}: the gradient of .* differs from that of plain by"):
+        tensor.measure(BENCH, {"plain": CASES["plain"], name: CASES[name]}, with_memory=False)
+
+
+def test_a_block_that_sends_more_than_its_formula_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    formula = tensor.block_traffic
+    monkeypatch.setattr(tensor, "block_traffic", lambda *sizes: formula(*sizes) * 2)
+    with pytest.raises(RuntimeError, match=r"1d-2: rank 0 sent .* MB in 4 calls, but the formula says .* in 8"):
+        tensor.measure(BENCH, {"plain": CASES["plain"], "1d-2": CASES["1d-2"]}, with_memory=False)
+
+
+def test_a_gap_is_refused_and_named() -> None:
+    tensor.check("2d", {"output": 1e-6, "gradient of the input": 1e-5})
+    with pytest.raises(RuntimeError, match=r"2d: the gradient of the input differs from that of plain by 0\.1"):
+        tensor.check("2d", {"output": 1e-3, "gradient of the input": 0.1})
+    with pytest.raises(RuntimeError, match="2d: the output differs from that of plain by nan"):
+        tensor.check("2d", {"output": float("nan"), "gradient of the input": 0.1})
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    for file, words in (("bars.png", "pip install -e '.[plot]'"), ("bars.txt", "none of .png, .svg")):
+        with pytest.raises(SystemExit) as stopped:
+            tensor.main(["--plot", file])
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    panels = [plot.Panel("time", {"a-1": Spread(1.0, 0.5, 2.0)}, line=1.0), plot.Panel("MB", {"a-1": 3.0, "b": 0.0})]
+    plot.bars(tmp_path / "bars.svg", "two", panels)
+    assert (tmp_path / "bars.svg").read_text().lstrip().startswith("<?xml")
 
 
 def test_a_case_that_computes_something_else_is_refused() -> None:

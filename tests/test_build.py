@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossus import layers
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.build import build
+from colossus.layers.construct import build
 from colossus.layers.init import Normal
 from colossus.layers.state import full_state_dict
 from colossus.layout.parameter import logical_parameters, num_parameters, spec_of

@@ -18,7 +18,7 @@ from colossus import layers
 from colossus.comm import accounting, collectives, log
 from colossus.comm.conjugate import conjugate, start
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.build import build
+from colossus.layers.construct import build
 from colossus.layers.recompute import checkpoint
 from colossus.layers.state import full_state_dict
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -136,6 +137,15 @@ def test_only_heavy_things_are_imported_late() -> None:
         if room in LEVELS:  # torch may be late in config, cli and launch only
             found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] == "torch"]
     assert not found, "\n".join(found)
+
+
+def test_no_public_name_is_hidden_by_a_module() -> None:
+    """Importing the module would put it where the lazy name is."""
+    for package in ("", "context", "engine", "layers", "layout", "config", "data", "models", "schedule"):
+        module = importlib.import_module(".".join(filter(None, ("colossus", package))))
+        folder = PACKAGE / package
+        inside = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+        assert not inside & set(getattr(module, "__all__", ())), package
 
 
 PLANTED = {

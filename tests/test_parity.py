@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -31,10 +32,16 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2_tensor2_sharded": (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True))),
     "data4_tensor2": (8, dict(data=4, tensor=2)),
     "data2_tensor4_sharded": (8, dict(data=2, tensor=dict(size=4, sequence_sharded=True))),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
+    "data2_2d": (8, dict(data=2, tensor=dict(mode="2d", size=4))),
+    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
+    "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "tensor_outside": (4, dict(data=2, tensor=2, rank_order=("tensor", "pipeline", "data", "sequence"))),
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
     "llama_like": dict(
         model=dict(positions="rotary", norm="rmsnorm", mlp="swiglu", num_kv_heads=2, bias=False,
                    tie_embeddings=False, ffn_hidden_size=44),
@@ -46,12 +53,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpipe": dict(schedule=dict(type="gpipe", microbatches=2)),
     "sgd": dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.01)),
     "small_buckets": dict(comm=dict(bucket_mb=0.002)),
+    "weights_step": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="step", gathered="keep"))),
+    "panels": dict(parallel=dict(tensor=dict(panels=True))),
 }  # fmt: skip
 
 
 @cache
 def alone(precision: str, variant: str | None = None) -> Trace:
-    more = {key: dict(value) for key, value in VARIANTS[variant].items()} if variant else {}
+    more = {key: value for key, value in VARIANTS[variant or ""].items() if key != "parallel"}
     return run_plan(1, config_of({}, STEPS, precision, **more), STEPS)[0]
 
 
@@ -77,12 +86,21 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> No
                     )
 
 
-@pytest.mark.parametrize("plan", ["data2_tensor2", "tensor2_sharded"])
-@pytest.mark.parametrize("variant", list(VARIANTS))
+#: variants that touch what differs between the modes; the rest of the product runs with -m long
+IN_EVERY_MODE = ("llama_like", "selective_checkpoint", "weights_step", "panels")
+
+
+def pairs() -> Iterator[Any]:
+    for plan in ("data2_tensor2", "tensor2_sharded", "2d", "3d_2x1x2"):
+        for variant in filter(None, VARIANTS):
+            few = plan in ("data2_tensor2", "tensor2_sharded") or variant in IN_EVERY_MODE
+            yield pytest.param(variant, plan, marks=() if few else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("variant", "plan"), pairs())
 def test_variants_follow_the_one_process_run(variant: str, plan: str) -> None:
     world, parallel = PLANS[plan]
-    more = {key: dict(value) for key, value in VARIANTS[variant].items()}
-    for trace in run_plan(world, config_of(parallel, STEPS, "fp64", **more), STEPS):
+    for trace in run_plan(world, config_of(parallel, STEPS, "fp64", **VARIANTS[variant]), STEPS):
         assert_same_run(trace, alone("fp64", variant), **FP64)
 
 
@@ -183,3 +201,55 @@ def test_options_count_their_parameters() -> None:
         more = VARIANTS[variant]["model"] if variant else {}
         options = GPTOptions(**{**SIZES, **more})
         assert options.num_parameters() == sum(value.numel() for value in alone("fp64", variant).start.values())
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_depth_is_data_parallelism_within_a_model(precision: str) -> None:
+    """2.5D at depth d is data d x 2D: the same numbers from the same ranks."""
+    deep = run_plan(8, config_of(PLANS["2.5d"][1], 5, precision), 5)
+    flat = run_plan(8, config_of(PLANS["data2_2d"][1], 5, precision), 5)
+    for mine, other in zip(deep, flat, strict=True):
+        assert_same_run(mine, other, loss=1e-14 if precision == "fp64" else 1e-7, norm=1e-6, parameter=1e-6)
+        for name, value in other.end.items():
+            torch.testing.assert_close(mine.end[name], value, rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("plan", ["data2_2d", "2.5d", "3d"])
+def test_weights_of_a_run_load_into_plain_torch(plan: str) -> None:
+    """Gathered after training, they give the plain model the loss that the run has next."""
+    world, parallel = PLANS[plan]
+    config = config_of(parallel, STEPS, "fp64")
+    trace = run_plan(world, config, STEPS)[0]
+    before = run_plan(world, config, STEPS - 1)[0]
+    twin = PlainGPT(**SIZES).double()
+    twin.load_state_dict(before.end)
+    batch = batch_of(STEPS - 1)
+    loss_sum, count = twin.loss_sum(batch["inputs"], batch["labels"])
+    assert relative((loss_sum / count).item(), trace.losses[-1]) < 1e-10
+
+
+def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    engine = colossus.initialize(config_of(parallel, 1, "fp32", model=dict(dropout=0.5)))
+    model: Any = engine.model
+    regions = model.plan.regions
+    drop, x = model.dropout.train(), torch.ones(4, 6, 8)
+    return engine.context.coordinates, {
+        name: drop.apply_local(x, getattr(regions, name)) for name in ("user", "outer", "inner")
+    }
+
+
+@pytest.mark.parametrize("plan", ["2d", "2.5d", "3d", "data2_2d"])
+def test_dropout_masks_agree_where_replicated_and_differ_where_split(plan: str) -> None:
+    world, parallel = PLANS[plan]
+    split = {
+        "2d": dict(user={"row"}, outer={"row", "col"}, inner={"row", "col"}),
+        "2.5d": dict(user={"depth", "row"}, outer={"depth", "row", "col"}, inner={"depth", "row", "col"}),
+        "3d": dict(user={"i", "j"}, outer={"i", "j", "k"}, inner={"i", "j", "k"}),
+        "data2_2d": dict(user={"data", "row"}, outer={"data", "row", "col"}, inner={"data", "row", "col"}),
+    }[plan]
+    ranks = run_ranks(world, _masks, parallel, with_context=False)
+    for region, axes in split.items():
+        for at, masks in ranks:
+            for other, others in ranks:
+                same = all(at[axis] == other[axis] for axis in axes)
+                assert torch.equal(masks[region], others[region]) is same, (region, at, other)

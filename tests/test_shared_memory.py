@@ -144,7 +144,7 @@ def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
         if context.rank == 1:
             time.sleep(1.5)
             return
-        for peer in channel._peers.values():
+        for peer in channel.peers.values():
             peer.settimeout(0.3)
         channel.start(torch.ones(1), _sum)()
 

@@ -12,7 +12,7 @@ from test_modes import MODES, Mode, own
 from colossus import layers
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.build import build
+from colossus.layers.construct import build
 from colossus.layers.layer import plan_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.traffic import Traffic, matmul_traffic

@@ -26,18 +26,26 @@ def batch_of(step: int, sizes: dict[str, Any] = SIZES) -> dict[str, Tensor]:
     return {"inputs": ids[:, :-1], "labels": labels}
 
 
-def config_of(parallel: dict[str, Any], steps: int, precision: str, **more: Any) -> dict[str, Any]:
+def config_of(plan: dict[str, Any], steps: int, precision: str, **more: Any) -> dict[str, Any]:
     config: dict[str, Any] = dict(
-        parallel=parallel,
-        model=dict(type="GPT", **{**SIZES, **more.pop("model", {})}),
+        parallel=plan,
+        model=dict(type="GPT", **SIZES),
         optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.1),
         lr_schedule=dict(type="cosine", warmup_steps=20),
         train=dict(steps=steps, global_batch_size=BATCH, precision=precision, clip_grad_norm=1.0, seed=3),
         device="cpu",
     )
     for key, value in more.items():
-        config[key] = {**config.get(key, {}), **value}
+        config[key] = _merged(config.get(key, {}), value)
     return config
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """``new`` laid over ``old``; a bare number is the size of its section."""
+    if not isinstance(new, dict):
+        return new
+    old = old if isinstance(old, dict) else {"size": old}
+    return {**old, **{key: _merged(old.get(key, {}), value) for key, value in new.items()}}
 
 
 class Trace:

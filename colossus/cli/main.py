@@ -17,7 +17,7 @@ from colossus.registry import nearest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code: 0 done, 1 failed at run time, 2 wrong config or usage.
+    """Run one command line and return its exit code: 0 done, 1 failed at run time, 2 wrong config or usage, 3 differs.
 
     A run that a signal has stopped ends with 128 and the signal's number.
     """
@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
-        return {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor}[command](arguments)
+        handlers = {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor, "verify": _verify}
+        return handlers[command](arguments)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return 2
@@ -79,6 +80,18 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     code: int = importlib.import_module("colossus.launch.doctor").run(nproc=arguments.nproc, json=arguments.json)
+    return code
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    command = importlib.import_module("colossus.launch.verify.command")
+    code: int = command.run(
+        arguments.file,
+        arguments.overrides,
+        nproc=arguments.nproc,
+        steps=arguments.steps,
+        tolerance=arguments.tolerance,
+    )
     return code
 
 

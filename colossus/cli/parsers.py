@@ -22,6 +22,7 @@ commands:
   config FILE   print the resolved config
   show FILE     print which rank is where, without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
+  verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
 
 options:
   --version     print the version
@@ -31,10 +32,14 @@ a first run:
   colossus config configs/gpt_stdlib.py
   colossus show configs/gpt_stdlib.py parallel.tensor=2
   colossus launch configs/gpt_stdlib.py train.steps=50
+  colossus verify configs/gpt_stdlib.py
 
 """
 
-EXIT_CODES = "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 130 stopped by Ctrl-C\n"
+EXIT_CODES = (
+    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify found a difference,\n"
+    "            130 stopped by Ctrl-C\n"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,12 +80,24 @@ def whole(text: str) -> int:
     return value
 
 
+def positive(text: str) -> float:
+    """An argument that is a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above zero, got {text!r}")
+    return value
+
+
 def make_parser(command: str) -> Parser:
-    """The parser of ``config``, ``show``, ``launch`` or ``doctor``."""
-    return {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor}[command]()
+    """The parser of one of `COMMANDS`."""
+    parsers = {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor, "verify": _verify}
+    return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor")
+COMMANDS = ("launch", "config", "show", "doctor", "verify")
 
 
 def _config() -> Parser:
@@ -137,6 +154,33 @@ def _doctor() -> Parser:
     _nproc(parser, "ranks to measure between (default: 2)")
     parser.set_defaults(nproc=2)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _verify() -> Parser:
+    parser = Parser(
+        "verify",
+        "Train the model of a config file for a few steps twice, with the same seed and samples, in float64: in one\n"
+        "process without parallelism, and under the plan of the file. Say that they agree, with the largest\n"
+        "difference seen, or name the first thing that differs: an initial value, a sample, the output of a module,\n"
+        "the loss, the gradient of a parameter, the gradient norm, a weight after a step.",
+        OVERRIDES
+        + "\nexamples:\n  colossus verify config.py                                      # the plan of the file\n"
+        "  colossus verify config.py parallel.data=2 parallel.tensor=2   # another one\n"
+        "  colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4 parallel.data=1\n"
+        "  colossus verify config.py model.num_layers=2 train.global_batch_size=8 --steps 1   # small, so quick\n\n"
+        "The model must fit into one process in float64: verify a small one (fewer layers, smaller batch), it has\n"
+        "the same code. Dropout is turned off in both runs, and reported. The optimizer is that of the file; weights\n"
+        "whose gradient is rounding noise are not compared after its steps. Hooks of the file do not run.\n\n"
+        "exit codes: 0 they agree, 1 failed at run time, 2 wrong config or usage, 3 they differ,\n"
+        "            130 stopped by Ctrl-C\n",
+    )
+    _file(parser)
+    _nproc(parser, "processes of the plan (default: the product of the sizes)")
+    parser.add_argument("--steps", type=whole, default=3, metavar="K", help="steps of each run (default: 3)")
+    parser.add_argument(
+        "--tolerance", type=positive, default=1e-9, metavar="T", help="relative difference allowed (default: 1e-9)"
+    )
     return parser
 
 

@@ -69,7 +69,7 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     n = group.size
     if n == 1:
         return Ready(x)
-    entry = _note("all_reduce", x, group, 2 * (n - 1) / n)
+    entry = note("all_reduce", x, group, 2 * (n - 1) / n)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
     keep = owned and x.is_contiguous()
@@ -91,7 +91,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return Ready(x)
     flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
-    entry = _note("all_gather", x, group, (n - 1))
+    entry = note("all_gather", x, group, (n - 1))
     channel = None if is_recorded() else channel_for(flat, group)
     if channel is not None:
         return Pending(channel.start(flat, lambda parts: torch.cat(parts, dim)), entry)
@@ -114,7 +114,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if n == 1:
         return Ready(x)
     size = _part_size(x, dim, group)
-    entry = _note("reduce_scatter", x, group, (n - 1) / n)
+    entry = note("reduce_scatter", x, group, (n - 1) / n)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = dim, group.index * size, size
@@ -139,7 +139,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
     size = _part_size(x, split_dim, group)
-    entry = _note("all_to_all", x, group, (n - 1) / n)
+    entry = note("all_to_all", x, group, (n - 1) / n)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = split_dim, group.index * size, size
@@ -183,7 +183,7 @@ def _maximum_(total: Tensor, part: Tensor) -> Tensor:
     return torch.maximum(total, part, out=total)
 
 
-def _note(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
+def note(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
     """Log and count a collective that sends ``share`` times the bytes of ``x``; compiled code does neither."""
     if torch.compiler.is_compiling():
         return None

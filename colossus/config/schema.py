@@ -125,6 +125,8 @@ class Tensor(SizedSection):
     gathered: Literal["again", "keep"] = "again"
     #: a gathered weight is held for one "matmul", for a "microbatch", or for a "step" with all its microbatches
     weights: Literal["matmul", "microbatch", "step"] = "matmul"
+    #: matmuls multiply one panel of what they gather or reduce while the next one travels
+    panels: bool = False
 
     @model_validator(mode="before")
     @classmethod

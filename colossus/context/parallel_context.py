@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,7 @@ from colossus.context.groups import AxisGroup, fresh_store, limit_waiting, new_p
 from colossus.context.rng import RngStreams
 
 _stack: list[ParallelContext] = []
+_joined: list[weakref.ref[ParallelContext]] = []
 _serial = itertools.count()
 
 
@@ -37,6 +39,7 @@ class ParallelContext:
         sequence_sharded: whether 1D shards activations between blocks by tokens.
         keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
         weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
+        panels: whether matmuls stream what they gather and reduce.
         connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
     """
 
@@ -53,6 +56,7 @@ class ParallelContext:
         sequence_sharded: bool = False,
         keep_gathered: bool = False,
         weight_scope: str = "matmul",
+        panels: bool = False,
         connect: bool = True,
     ) -> None:
         self.grid = grid
@@ -62,6 +66,7 @@ class ParallelContext:
         self.sequence_sharded = sequence_sharded
         self.keep_gathered = keep_gathered
         self.weight_scope = weight_scope
+        self.panels = panels
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -73,6 +78,7 @@ class ParallelContext:
         self.closed = False
         if grid.world_size > 1 and connect:
             self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"))
+            _joined.append(weakref.ref(self))
 
     @classmethod
     def from_config(cls, config: Any, *, device: torch.device | str = "cpu", connect: bool = True) -> ParallelContext:
@@ -88,6 +94,7 @@ class ParallelContext:
             sequence_sharded=parallel.tensor.sequence_sharded,
             keep_gathered=parallel.tensor.gathered == "keep",
             weight_scope=parallel.tensor.weights,
+            panels=parallel.tensor.panels,
             connect=connect,
         )
 
@@ -181,6 +188,7 @@ class ParallelContext:
         self.closed = True
         if self in _stack:
             _stack.remove(self)
+        _joined[:] = [reference for reference in _joined if reference() not in (None, self)]
         if dist.is_initialized():
             if self._owns_world:
                 dist.destroy_process_group()
@@ -217,5 +225,14 @@ _ALONE = RankGrid(
 
 
 def current_context() -> ParallelContext:
-    """The innermost context entered with ``with``; outside any, one process without parallelism."""
-    return _stack[-1] if _stack else ParallelContext(_ALONE)
+    """The innermost context entered with ``with``; outside any, the last that joined other ranks and is open still.
+
+    Without either, one process without parallelism.
+    """
+    if _stack:
+        return _stack[-1]
+    for reference in reversed(_joined):
+        context = reference()
+        if context is not None and not context.closed:
+            return context
+    return ParallelContext(_ALONE)

@@ -6,12 +6,11 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
-    from colossus.engine.fit import FitSummary, fit
+    from colossus.engine.fit import FitSummary
     from colossus.engine.hooks import Hook
-    from colossus.engine.initialize import initialize
     from colossus.engine.results import EvalResult, EvalSummary, StepResult
 
-__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "StepResult", "fit", "initialize"]
+__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "StepResult"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -22,7 +21,5 @@ __getattr__, __dir__ = lazy_names(
         "FitSummary": "fit",
         "Hook": "hooks",
         "StepResult": "results",
-        "fit": "fit",
-        "initialize": "initialize",
     },
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import share_of_batch, split_microbatches
+from colossus.data.batch import map_batch, share_of_batch, split_microbatches
 from colossus.data.loader import Loaders
 from colossus.engine.gradient_norm import GradientNorm
 from colossus.engine.gradient_sync import AllReduce
@@ -22,6 +22,7 @@ from colossus.layers.layer import plan_of
 from colossus.registry import LR_SCHEDULES, SCHEDULES
 from colossus.schedule.executor import execute
 
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
 
 
@@ -54,6 +55,7 @@ class Engine:
         self.run_dir: Path | None = None
         self._stop = False
         self._norm = GradientNorm(model.parameters(), context)
+        self._dtype = DTYPES[config.train.precision]
         plan = plan_of(context)
         self._weights = plan.weights
         self._batch_axes = plan.regions.user.shard_axes
@@ -121,10 +123,17 @@ class Engine:
         return self._loss(self.model(model_input(part)), part)
 
     def own_part(self, batch: Any) -> Any:
-        """The samples of a data rank's batch that this rank's model takes; modes 2d, 2.5d and 3d split them."""
-        if not self._door:
-            return batch
-        return share_of_batch(batch, self.context.index(self._door), self.context.size(self._door))
+        """The samples of a data rank's batch that this rank's model takes, in the precision of the run.
+
+        All of them, or the rank's part in modes that split a batch.
+        """
+        if self._door:
+            batch = share_of_batch(batch, self.context.index(self._door), self.context.size(self._door))
+        return map_batch(self._cast, batch)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Numbers in the precision of the run: data of float32 would not multiply with weights of float64."""
+        return x.to(self._dtype) if x.is_floating_point() else x
 
     def _arm(self) -> None:
         self._weights.arm()

@@ -14,12 +14,10 @@ from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
-from colossus.engine.engine import Engine, LossFunction
-from colossus.layers.build import build
+from colossus.engine.engine import DTYPES, Engine, LossFunction
+from colossus.layers.construct import build
 from colossus.layers.layer import plan_of
 from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def initialize(

@@ -28,7 +28,7 @@ def check_model(config: Config) -> ModelFacts | None:
     """
     # torch comes in here, once the config is known to be right in itself: it takes seconds to import
     from colossus.context.parallel_context import ParallelContext
-    from colossus.layers.build import build
+    from colossus.layers.construct import build
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:

@@ -6,6 +6,7 @@ from colossus._lazy import lazy_names
 
 _NAMES = {
     "Attention": "attention",
+    "Classifier": "head",
     "Dropout": "dropout",
     "Embedding": "embedding",
     "GatedMLP": "mlp",
@@ -13,11 +14,13 @@ _NAMES = {
     "LayerNorm": "norm",
     "Linear": "linear",
     "MLP": "mlp",
+    "PatchEmbedding": "patch",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
     "ShardedActivation": "sharded",
     "TransformerBlock": "block",
-    "build": "build",
+    "accuracy": "metrics",
+    "build": "construct",
     "checkpoint": "recompute",
     "cross_entropy": "loss",
     "full_state_dict": "state",
@@ -29,14 +32,16 @@ _NAMES = {
 if TYPE_CHECKING:
     from colossus.layers.attention import Attention
     from colossus.layers.block import TransformerBlock
-    from colossus.layers.build import build
+    from colossus.layers.construct import build
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
-    from colossus.layers.head import LMHead
+    from colossus.layers.head import Classifier, LMHead
     from colossus.layers.linear import Linear
     from colossus.layers.loss import cross_entropy
+    from colossus.layers.metrics import accuracy
     from colossus.layers.mlp import MLP, GatedMLP
     from colossus.layers.norm import LayerNorm, RMSNorm
+    from colossus.layers.patch import PatchEmbedding
     from colossus.layers.recompute import checkpoint
     from colossus.layers.sharded import ShardedActivation, to_outer, to_user
     from colossus.layers.state import full_state_dict, load_full_state_dict
@@ -44,16 +49,19 @@ if TYPE_CHECKING:
 __all__ = [
     "MLP",
     "Attention",
+    "Classifier",
     "Dropout",
     "Embedding",
     "GatedMLP",
     "LMHead",
     "LayerNorm",
     "Linear",
+    "PatchEmbedding",
     "PositionEmbedding",
     "RMSNorm",
     "ShardedActivation",
     "TransformerBlock",
+    "accuracy",
     "build",
     "checkpoint",
     "cross_entropy",

@@ -110,8 +110,8 @@ class Tables:
             name = f"out_features ({part})" if part else "out_features"
             for axes in (target.features, table.y.features, table.weight.dims[0], table.weight_used.dims[0]):
                 needs[name, out, axes] = None
-        misfits = (Misfit(what, size, axes, self.ways(axes)) for what, size, axes in needs)
-        return [misfit for misfit in misfits if misfit.size % misfit.ways]
+        misfits = [Misfit(what, size, axes, self.ways(axes)) for what, size, axes in needs if size % self.ways(axes)]
+        return list({(misfit.what, misfit.ways): misfit for misfit in misfits}.values())  # two axes may ask the same
 
     def ways(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)

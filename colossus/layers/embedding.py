@@ -31,6 +31,9 @@ class Embedding(Layer):
     A vocabulary that does not divide is padded on the last ranks; the padding is never looked up, gets no gradient and
     is no part of the logical parameter.
 
+    Args:
+        device: as torch has it; the table is made on the device of the context.
+
     Shape:
         ids [..] in the user layout, output [.., embedding_dim].
 
@@ -44,9 +47,9 @@ class Embedding(Layer):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        *,
         init: Initializer | None = None,
     ) -> None:
         super().__init__()
@@ -79,6 +82,7 @@ class Embedding(Layer):
         return _Lookup.apply(used, self.weight, self.padding_idx, plan)
 
     def _make_plan(self, table: MatmulTable, target: Activation, ndim: int) -> _LookupPlan:
+        self.check_stored(self.weight, table.weight)
         rows = table.y.rows()
         made = replace(rows, features=table.x.features, partial=table.y.features)
         spec = spec_of(self.weight)

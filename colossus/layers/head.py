@@ -79,6 +79,7 @@ class LMHead(Layer):
 
     def _make_plan(self, source: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
+        self.check_stored(self.weight, self.table.weight)
         plan = make_plan(
             self.table,
             source,
@@ -86,7 +87,6 @@ class LMHead(Layer):
             ndim,
             self.context,
             self.plan.weights,
-            keep=self.context.keep_gathered,
         )
         bias_axes = gradient_axes(self.bias_layout, self.table.y.at(ndim))
         for parameter, axes in ((self.weight, plan.weight_axes), (self.bias, bias_axes)):

@@ -127,6 +127,21 @@ class Layer(nn.Module):
         spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
         return attach(nn.Parameter(deferred.allocate(local, spec, self.context, dtype)), spec)
 
+    def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
+        """That a weight is stored as this layer reads it; one tied by assignment may be stored as another layer does.
+
+        Raises:
+            ValueError: when it is not: local shapes may agree where the values do not.
+        """
+        spec = spec_of(weight)
+        if spec is None or spec.layout != layout:
+            held = spec.layout if spec is not None else "whole"
+            raise ValueError(
+                f"{self.title}: its weight is stored as {held}, but this layer stores it as {layout}. A weight that "
+                f"several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
+                f"head to an embedding in every mode"
+            )
+
     def record_uses(self, activation: Activation, ndim: int) -> None:
         """Note that this layer's own parameters meet an activation so laid out, element by element."""
         for parameter in self.parameters(recurse=False):

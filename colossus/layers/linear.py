@@ -35,6 +35,7 @@ class Linear(Layer):
         out_features: size of the last dim of the output; a mapping name -> size gives several outputs from one input,
             each its own logical parameter (``weight`` of ``query``, ...), with one matmul.
         bias: whether to add one.
+        device: as torch has it; parameters are made on the device of the context.
         split: None, ``"column"`` or ``"row"``.
         init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
 
@@ -139,6 +140,7 @@ class Linear(Layer):
 
     def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
+        self.check_stored(self.weight, self.table.weight)
         plan = make_plan(
             self.table,
             source,
@@ -146,7 +148,6 @@ class Linear(Layer):
             ndim,
             self.context,
             self.plan.weights,
-            keep=self.context.keep_gathered,
             rows=[stop - start for start, stop in rows_of(self.weight)] if self.is_fused else (),
         )
         self._record(plan.weight_axes, plan.bias_axes)

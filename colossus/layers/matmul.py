@@ -4,7 +4,7 @@
     dx = reduce_a(gather_c(dy) @ gather_b(w))        dw = reduce_b(gather_c(dy).T @ gather_a(x))
 
 Moving operands, multiplying, and the two gradients are separate functions, so that a schedule can call them apart.
-In backward the reduction of dx travels while dw is computed; x is gathered again while dx is, unless it was kept.
+In backward the reduction of dx travels while dw is computed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.panels import flat, gathered_weight_gradient, product
 from colossus.layers.route import Route, run
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layers.weights import WeightStore, deliver
@@ -34,6 +34,7 @@ class MatmulPlan:
         x, w, y: routes of the operands.
         weights: fetches the weight.
         keep: whether x as gathered is kept for backward.
+        panels: whether products are streamed (see `colossus.layers.panels`).
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
         weight_axes, bias_axes: over which the gradients stay partial after the backward of this matmul.
     """
@@ -43,6 +44,7 @@ class MatmulPlan:
     y: Route
     weights: WeightStore
     keep: bool
+    panels: bool
     adds_bias: bool
     weight_axes: tuple[str, ...]
     bias_axes: tuple[str, ...]
@@ -56,7 +58,6 @@ def make_plan(
     context: ParallelContext,
     weights: WeightStore,
     *,
-    keep: bool,
     rows: Sequence[int] = (),
 ) -> MatmulPlan:
     """Resolve a table for x stored as ``source`` and y as ``target``; ``rows`` of a fused weight as in `Route`."""
@@ -66,37 +67,34 @@ def make_plan(
         w=Route.of(moves(table.weight, table.weight_used), context, rows),
         y=Route.of(moves(y, target.at(ndim)), context),
         weights=weights,
-        keep=keep,
+        keep=context.keep_gathered,
+        panels=context.panels,
         adds_bias=all(context.coordinates[axis] == 0 for axis in table.y.partial),
         weight_axes=gradient_axes(table.weight, x, y),
         bias_axes=gradient_axes(Layout((table.y.features,)), y),
     )
 
 
-def input_gradient(dy: Tensor, w: Tensor) -> Tensor:
-    """dx as made. dy [.., out], w [out, in] -> [.., in], in the layouts of the multiplication."""
-    return dy @ w
-
-
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dw as made. dy [.., out], x [.., in] -> [out, in], summed over all leading dims."""
-    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+def weight_gradient(plan: MatmulPlan, dy: Tensor, x: Tensor) -> Tensor:
+    """dw as made, [out, in] in the layouts of the multiplication. dy [.., out] as used, x [.., in] as saved."""
+    return gathered_weight_gradient(dy, x, () if plan.keep else plan.x.there, panels=plan.panels)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
-    return dy.reshape(-1, dy.shape[-1]).sum(0)
+    return flat(dy).sum(0)
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: MatmulPlan) -> Tensor:
-        coming = run(plan.x.there, x)
-        w_used = plan.weights.fetch(weight, plan.w).wait()
-        x_used = coming.wait()
-        y = F.linear(x_used, w_used, bias if plan.adds_bias else None)
-        y = run(plan.y.there, y, owned=True).wait()
         needs_x, needs_w = x.requires_grad, weight.requires_grad
-        x_saved = (x_used if plan.keep else x) if needs_w else None
+        gather = plan.x.there
+        if plan.keep:
+            x, gather = run(gather, x).wait(), ()
+        w_used = plan.weights.fetch(weight, plan.w).wait()
+        added = bias if plan.adds_bias else None
+        y = product(x, w_used, gather, plan.y.there, added, panels=plan.panels).wait()
+        x_saved = x if needs_w else None
         w_saved = (w_used if plan.weights.keeps else weight) if needs_x else None
         ctx.save_for_backward(x_saved, w_saved, weight)
         ctx.plan = plan
@@ -110,22 +108,20 @@ class _Matmul(torch.autograd.Function):
         x, w, weight = ctx.saved_tensors
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         dy = run(plan.y.back, dy).wait()
-        coming = run(() if plan.keep else plan.x.there, x) if needs_w and not weights.is_deferring else None
         dx = dw = None
         if needs_x:
             w_used = w if weights.keeps else weights.fetch(weight, plan.w).wait()
-            dx = run(plan.x.back, input_gradient(dy, w_used), owned=True)
-        if coming is not None:
-            dw = weights.reduce(weight, weight_gradient(dy, coming.wait()), plan.w)
-        elif needs_w:
+            dx = product(dy, w_used.t(), (), plan.x.back, panels=plan.panels)
+        if needs_w and weights.is_deferring:
             weights.defer(lambda: _weight_later(plan, weight, dy, x))
+        elif needs_w:
+            dw = weights.reduce(weight, weight_gradient(plan, dy, x), plan.w)
         db = bias_gradient(dy) if needs_b else None
         return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _weight_later(plan: MatmulPlan, weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    x_used = x if plan.keep else run(plan.x.there, x).wait()
-    dw = plan.weights.reduce(weight, weight_gradient(dy, x_used), plan.w)
+    dw = plan.weights.reduce(weight, weight_gradient(plan, dy, x), plan.w)
     if dw is not None:
         deliver(weight, dw.wait())
 

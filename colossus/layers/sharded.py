@@ -55,7 +55,7 @@ class ShardedActivation(Tensor):
                         f"{name}: one operand is split as ({first.activation}), the other as ({arg.activation}); bring "
                         f"both to one layout with colossus.layers.to_user or to_outer"
                     )
-            elif Tensor.dim(arg) > 0:
+            elif Tensor.dim(arg) > 0 or arg.requires_grad:
                 raise ValueError(
                     f"{name}: a plain tensor of shape {tuple(arg.shape)} meets an activation that is split "
                     f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"

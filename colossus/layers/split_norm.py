@@ -6,6 +6,7 @@ cancels as it does in E[x^2] - E[x]^2.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ def split_norm(
     return _SplitNorm.apply(x, weight, bias, group, num_dims, eps, centred)
 
 
+def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    count = math.prod(x.shape[dim] for dim in dims)
+    return torch.linalg.vector_norm(x, dim=dims, keepdim=True).square_().div_(count)
+
+
 class _SplitNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -40,17 +46,17 @@ class _SplitNorm(torch.autograd.Function):
     ) -> Tensor:
         dims = tuple(range(-num_dims, 0))
         if centred:
-            square, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
-            parts = collectives.all_gather(torch.stack((mean, square)).unsqueeze(0), group).wait()
+            part = x.mean(dims, keepdim=True)
+            y = x - part  # torch.var_mean takes ten times as long
+            parts = collectives.all_gather(torch.stack((part, _mean_square(y, dims))).unsqueeze(0), group).wait()
             means = parts[:, 0]
             mean = means.mean(0)
             square = parts[:, 1].mean(0) + (means - mean).square_().mean(0)
             scale = (square + eps).rsqrt_()
-            y = (x - mean).mul_(scale)
+            y.add_(part - mean).mul_(scale)
         else:
             mean = None
-            square = x.square().mean(dims, keepdim=True)
-            square = collectives.all_reduce(square, group, owned=True).wait() / group.size
+            square = collectives.all_reduce(_mean_square(x, dims), group, owned=True).wait() / group.size
             scale = (square + eps).rsqrt_()
             y = x * scale
         if weight is not None:

@@ -7,10 +7,10 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.layout.activation import Activation
     from colossus.layout.layout import Layout
-    from colossus.layout.moves import Move, moves
-    from colossus.layout.redistribute import gather, redistribute, shard
+    from colossus.layout.moves import Move
+    from colossus.layout.redistribute import gather, shard
 
-__all__ = ["Activation", "Layout", "Move", "gather", "moves", "redistribute", "shard"]
+__all__ = ["Activation", "Layout", "Move", "gather", "shard"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -18,9 +18,7 @@ __getattr__, __dir__ = lazy_names(
         "Activation": "activation",
         "Layout": "layout",
         "Move": "moves",
-        "moves": "moves",
         "gather": "redistribute",
-        "redistribute": "redistribute",
         "shard": "redistribute",
     },
 )

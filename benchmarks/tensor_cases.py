@@ -1,0 +1,154 @@
+"""The cases of the tensor-mode benchmark by name, and what the formula says that their block moves.
+
+A name is the mode, its ranks (along each axis where there are several) and ``keep`` for the policy that trades memory
+for traffic: x is kept as gathered and weights are gathered once per microbatch. Without it both are gathered again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.workload import Workload
+from colossus.context.grid import RankGrid
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.choice import Tables
+from colossus.layers.tensor_mode import MatmulTable
+from colossus.layers.traffic import Traffic, matmul_traffic
+from colossus.layout.activation import Activation
+from colossus.registry import TENSOR_MODES
+
+PLAIN, DTENSOR = "plain", "dtensor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block on some ranks: plain torch, torch's DTensor, or colossus in a tensor mode.
+
+    Attributes:
+        mode: ``plain``, ``dtensor`` or a tensor mode.
+        shape: ranks along each axis of the mode.
+        keep, weights: policies of colossus, see `colossus.layers.weights`.
+    """
+
+    mode: str
+    shape: tuple[int, ...] = (1,)
+    sequence_sharded: bool = False
+    keep: bool = False
+    weights: str = "matmul"
+
+    @property
+    def name(self) -> str:
+        ranks = "" if self.mode == PLAIN else "x".join(map(str, self.shape))
+        parts = (self.mode, "sequence" if self.sequence_sharded else "", ranks, "keep" if self.keep else "")
+        return "-".join(filter(None, parts))
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.mode not in (PLAIN, DTENSOR)
+
+    @property
+    def grid(self) -> RankGrid:
+        axes = TENSOR_MODES.get(self.mode).axes
+        others = ("pipeline", "data", "sequence")
+        sizes = {**dict.fromkeys(others, 1), **dict(zip(axes, self.shape, strict=True))}
+        return RankGrid(sizes, {**{name: (name,) for name in others}, "tensor": tuple(axes)})
+
+    def context(self, rank: int = 0, *, connect: bool = True) -> ParallelContext:
+        return ParallelContext(
+            self.grid,
+            rank,
+            tensor_mode=self.mode,
+            sequence_sharded=self.sequence_sharded,
+            keep_gathered=self.keep,
+            weight_scope=self.weights,
+            connect=connect,
+        )
+
+    def tables(self) -> Tables:
+        mode = TENSOR_MODES.get(self.mode)
+        sizes = self.grid.sizes
+        return Tables.of(mode, Activation(), sizes, sequence_sharded=self.sequence_sharded, keep=self.keep)
+
+
+def _cases() -> dict[str, Case]:
+    cases = [Case(PLAIN)]
+    for n in (2, 4, 8):
+        cases += [Case("1d", (n,)), Case("1d", (n,), sequence_sharded=True), Case(DTENSOR, (n,))]
+    for mode, shape in (("2d", (2, 2)), ("2d", (2, 3)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2))):
+        again = Case(mode, shape)
+        cases += [again, replace(again, keep=True, weights="microbatch")]
+    cases.sort(key=lambda case: case.world)
+    return {case.name: case for case in cases}
+
+
+CASES = _cases()
+
+
+def misfit(case: Case, workload: Workload) -> str | None:
+    """Why a block of this size does not divide over the ranks of a case; None when it does."""
+    w = workload
+    if case.mode == DTENSOR and w.heads % case.world:
+        return f"heads = {w.heads} does not divide over {case.world} ranks"
+    if not case.is_ours:
+        return None
+    from colossus.layers import TransformerBlock, build
+
+    try:
+        build(lambda: TransformerBlock(w.hidden, w.heads), case.context(connect=False), materialize=False)
+    except ValueError as error:
+        return str(error)
+    regions = case.tables().regions
+    for what, size, ways in (
+        ("batch", w.batch, math.lcm(*(_ways(case, region.batch) for region in (regions.outer, regions.inner)))),
+        ("tokens", w.tokens, _ways(case, regions.outer.tokens)),
+    ):
+        if size % ways:
+            return f"{what} = {size} is not a multiple of {ways}"
+    return None
+
+
+def _ways(case: Case, axes: Sequence[str]) -> int:
+    return math.prod(case.grid.sizes[axis] for axis in axes)
+
+
+# -- the formula ----------------------------------------------------------------------------------------------
+
+
+def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traffic:
+    """What one rank sends for the block, forward and backward of all microbatches of a step."""
+    h = workload.hidden
+    tables = case.tables()
+    total = Traffic()
+    for split, inner, parts in (
+        ("column", h, {"query": h, "key": h, "value": h}),
+        ("row", h, {"": h}),
+        ("column", h, {"": 4 * h}),
+        ("row", 4 * h, {"": h}),
+    ):
+        table = tables.choose(split, inner, parts)
+        assert isinstance(table, MatmulTable), table
+        shape = (workload.batch, workload.tokens, inner)
+        moved = matmul_traffic(table, *tables.ends(split), shape, sum(parts.values()), tables.sizes)
+        total += moved.step(microbatches, keep=case.keep, weights=case.weights)
+    return total + _norms(case, workload) * microbatches
+
+
+def _norms(case: Case, workload: Workload) -> Traffic:
+    """Two LayerNorms: means and squares of the parts of the features gathered, in backward two sums reduced."""
+    outer = case.tables().regions.outer
+    n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
+    return Traffic(4, 2 * (2 * (n - 1) * rows + 2 * (n - 1) / n * 2 * rows)) if n > 1 else Traffic()
+
+
+def gathers_weights(case: Case, workload: Workload) -> bool:
+    """Whether the scope of weights makes a difference."""
+    if not case.is_ours:
+        return False
+    often, once = (block_traffic(replace(case, weights=scope), workload) for scope in ("matmul", "step"))
+    return often != once

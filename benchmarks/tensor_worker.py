@@ -1,0 +1,94 @@
+"""What a rank of the tensor-mode benchmark is told to do with its block: compare, count, time, measure memory."""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks import memory
+from benchmarks.tensor_block import RUNS, ColossusRun, Counted, Owed, Run, cut, local_part
+from benchmarks.tensor_cases import Case
+from benchmarks.workload import Workload
+from colossus.comm import shared_memory
+
+#: what a block computes -> whole values, query, key and value fused
+Values = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+
+class Worker:
+    """A case on one rank, for a `RankGroup`. The block is made at the first use, so that `peak` sees its making."""
+
+    def __init__(self, case: Case, workload: Workload, use_shared_memory: bool, rank: int) -> None:
+        shared_memory.enable(use_shared_memory)
+        self.make = partial(RUNS.get(case.mode, ColossusRun), case, workload, rank)
+
+    @cached_property
+    def run(self) -> Run:
+        return self.make()
+
+    def reference(self) -> Values:
+        return {name: value.numpy() for name, value, _ in self.run.values()}
+
+    def gaps(self, reference: Values) -> dict[str, float]:
+        """Largest difference from the reference, by what is compared, over the largest value there (or 1)."""
+        found = {}
+        for name, value, box in self.run.values():
+            want = torch.from_numpy(reference[name])
+            found[name] = ((value - cut(want, box)).abs().max() / want.abs().max().clamp(min=1.0)).item()
+        return {name: found.get(name, float("nan")) for name in reference}
+
+    def block(self, count: int) -> float:
+        """Seconds per step; the first is not timed: caches hold what another case left there."""
+        self.run.step()
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.run.step()
+        return (time.perf_counter() - begin) / count
+
+    def count(self) -> Counted:
+        return self.run.count()
+
+    def count_step(self, microbatches: int, scope: str) -> Counted:
+        run = self.run
+        assert isinstance(run, ColossusRun)
+        return run.count_step(microbatches, scope)
+
+    def owed(self) -> Owed:
+        return self.run.owed()
+
+    def num_parameters(self) -> int:
+        """Stored on this rank."""
+        return sum(part.numel() for part in self.run.held())
+
+    def saved(self) -> int:
+        """Bytes that forward keeps for backward, without the parameters as stored: each storage once."""
+        stored = {part.untyped_storage().data_ptr() for part in self.run.held()}
+        storages: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = local_part(tensor).untyped_storage()
+            if storage.data_ptr() not in stored:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = self.run.forward()
+        y.backward(self.run.dy)  # what was saved lived until here: no address was used twice
+        return sum(storages.values())
+
+    def peak(self) -> int | None:
+        """Bytes at the peak of a step: parameters, their gradients, x, its gradient and dy, and what the step adds.
+
+        Slots of shared memory are left out: they are as large for any block. None where the system does not tell.
+        """
+        found = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
+        if found is None:
+            return None
+        run = self.run
+        return 2 * sum(part.nbytes for part in run.held()) + 3 * run.dy.nbytes + found.peak - found.held

@@ -1,0 +1,75 @@
+"""Images as sequences of patches: a convolution whose kernel is its stride, written as a linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.layers.linear import Linear
+from colossus.layout.parameter import Initializer
+
+
+class PatchEmbedding(Linear):
+    """``Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)``, its weight split over the tensor ranks.
+
+    Patches do not overlap, so the convolution is one matmul of the flattened patches: a lone `Linear`, in every mode.
+    ``weight`` is [hidden_size, in_channels * patch height * patch width], the convolution's ``weight.flatten(1)``, and
+    ``bias`` is the convolution's. Both start as Conv2d's do, uniform within 1/sqrt(fan-in).
+
+    Args:
+        in_channels: of the images.
+        hidden_size: features of each patch.
+        patch_size: side of a square patch, or (height, width).
+        bias: whether to add one.
+        init, bias_init: see `colossus.layers.init`.
+
+    Shape:
+        images [batch, in_channels, height, width]; output [batch, patches, hidden_size], row after row of patches: what
+        ``conv(images).flatten(2).transpose(1, 2)`` gives.
+
+    Raises:
+        ValueError: for images of another number of dims or channels, or that do not divide into patches.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_size: int,
+        patch_size: int | tuple[int, int],
+        bias: bool = True,
+        *,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        high, wide = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
+        for what, size in (("in_channels", in_channels), ("hidden_size", hidden_size), ("patch_size", min(high, wide))):
+            if size < 1:
+                raise ValueError(f"PatchEmbedding: {what} = {size} is not a positive number")
+        # Linear's own values are Conv2d's: both draw within 1/sqrt(fan-in), weight and bias
+        super().__init__(in_channels * high * wide, hidden_size, bias, dtype=dtype, init=init, bias_init=bias_init)
+        self.in_channels, self.hidden_size, self.patch_size = in_channels, hidden_size, (high, wide)
+
+    def forward(self, images: Tensor) -> Any:
+        return super().forward(self.patches(images))
+
+    def patches(self, images: Tensor) -> Tensor:
+        """[batch, channels, height, width] -> [batch, patches, channels * patch height * patch width]."""
+        if images.dim() != 4 or images.shape[1] != self.in_channels:
+            raise ValueError(
+                f"{self.title}: images have shape {tuple(images.shape)}; [batch, channels, height, width] with "
+                f"{self.in_channels} channels are taken"
+            )
+        high, wide = self.patch_size
+        for what, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
+            if size % side or not size:
+                low, up = size // side * side, -(-size // side) * side
+                near = f"{low} or {up}" if low else f"{side}"
+                raise ValueError(f"{self.title}: {what} {size} does not divide into patches of {side}; use {near}")
+        parts = images.unflatten(3, (-1, wide)).unflatten(2, (-1, high))  # [b, c, rows, high, columns, wide]
+        return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels} channels, patch {self.patch_size[0]} x {self.patch_size[1]}; {super().extra_repr()}"
