@@ -680,6 +680,12 @@ def test_not_available_yet(config: dict[str, Any], words: str) -> None:
     assert found.startswith(words)
 
 
+def test_options_of_the_loader_are_options_of_every_dataset() -> None:
+    load_config(dict(data=dict(type="PythonStdlib", num_workers=2, collate_fn=list, validation=[1])))
+    with pytest.raises(ConfigError, match=r"data\.num_worker: .*num_workers"):
+        load_config(dict(data=dict(type="PythonStdlib", num_worker=2)))
+
+
 def test_what_is_available_passes() -> None:
     require_available(load_config(dict(parallel=dict(data=2, tensor=dict(size=2, sequence_sharded=True)))))
 

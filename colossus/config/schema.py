@@ -20,6 +20,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Counts = Annotated[tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 
+#: options of ``data`` that the loader takes, whatever the dataset
+READING_OPTIONS = ("num_workers", "collate_fn", "per_rank")
+
 AXES = ("pipeline", "data", "sequence", "tensor")
 
 

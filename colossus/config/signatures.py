@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from colossus.config.errors import unknown_key
-from colossus.config.schema import Named
-from colossus.registry import Registry
+from colossus.config.schema import READING_OPTIONS, Named
+from colossus.registry import DATASETS, Registry
 
 
 def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
@@ -22,6 +22,8 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
     known = parameters(named.type, registry)
     if known is None:
         return []
+    if registry is DATASETS:
+        known = [*known, *READING_OPTIONS, "validation"]
     fields = [name for name in type(named).model_fields if name not in known]
     return [
         f"{key}.{option}: {unknown_key(f'{key}.{option}', option, [*fields, *known])}"

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from colossus.config.schema import Named
+from colossus.config.schema import READING_OPTIONS, Named
 from colossus.data.sources import MapSource, Part, Source
 from colossus.data.streams import BatchStream, SampleStream
 from colossus.registry import DATASETS, nearest
 
-READING_OPTIONS = ("num_workers", "collate_fn", "per_rank")
 NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
