@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from colossus import layers
-from colossus.comm import accounting, collectives, log
+from colossus.comm import accounting, collectives, log, shared_memory
 from colossus.comm.conjugate import conjugate, start
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.construct import build
@@ -110,6 +110,18 @@ def test_conjugates_against_whole_tensors(world: int, recorded: bool) -> None:
     """Every pair, every dim from both ends, several numbers of dims, both dtypes, values and gradients."""
     counts = run_ranks(world, _check_pairs, recorded)
     assert min(counts) > 150
+
+
+def _by_messages(context: ParallelContext) -> int:
+    """On gloo, with every tensor as large as those that messages carry faster."""
+    shared_memory.enable(False)
+    collectives._MESSAGES_BYTES = 1
+    return _check_pairs(context, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_tensors_go_by_messages_on_gloo(world: int) -> None:
+    assert min(run_ranks(world, _by_messages)) > 150
 
 
 def _sub_groups(context: ParallelContext) -> list[Any]:
