@@ -54,6 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.01)),
     "small_buckets": dict(comm=dict(bucket_mb=0.002)),
     "weights_step": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="step", gathered="keep"))),
+    "coalesce": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(coalesce=True, gathered="keep"))),
     "panels": dict(parallel=dict(tensor=dict(panels=True))),
 }  # fmt: skip
 
@@ -87,7 +88,7 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> No
 
 
 #: variants that touch what differs between the modes; the rest of the product runs with -m long
-IN_EVERY_MODE = ("llama_like", "selective_checkpoint", "weights_step", "panels")
+IN_EVERY_MODE = ("llama_like", "selective_checkpoint", "weights_step", "coalesce", "panels")
 
 
 def pairs() -> Iterator[Any]:
@@ -97,7 +98,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(variant, plan, marks=() if few else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("variant", "plan"), pairs())
+@pytest.mark.parametrize(("variant", "plan"), list(pairs()))
 def test_variants_follow_the_one_process_run(variant: str, plan: str) -> None:
     world, parallel = PLANS[plan]
     for trace in run_plan(world, config_of(parallel, STEPS, "fp64", **VARIANTS[variant]), STEPS):

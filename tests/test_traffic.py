@@ -168,8 +168,10 @@ def _block(context: ParallelContext) -> tuple[int, float]:
     outer = plan.regions.outer
     local = outer.at(3).chunk((16, 128, HIDDEN), context.grid.sizes)
     x = torch.zeros(local, requires_grad=True)
+    plan.weights.begin_step()
     with accounting.count() as moved:
         unwrap(layer(wrap(x * 1.0, outer, outer, plan)), plan)[0].sum().backward()
+        plan.weights.end_step()
     return moved.calls(), moved.bytes() / 1e6
 
 
@@ -186,3 +188,11 @@ def test_a_block_moves_what_the_formula_says(mode: str, keep: bool, weights: str
     sent, calls = megabytes(MODES[mode], keep, weights)
     for counted in MODES[mode].run(_block, keep_gathered=keep, weight_scope=weights, timeout=120):
         assert counted == (calls, pytest.approx(sent, rel=1e-9))
+
+
+def test_coalesced_weights_move_the_same_in_fewer_calls() -> None:
+    sent, calls = megabytes(MODES["3d"], True, "microbatch")
+    options = dict(keep_gathered=True, weight_scope="microbatch", coalesce=True)
+    for counted in MODES["3d"].run(_block, timeout=120, **options):
+        assert counted == (calls - 4, pytest.approx(sent, rel=1e-9))
+        assert calls - 4 == 24

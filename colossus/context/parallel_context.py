@@ -40,6 +40,7 @@ class ParallelContext:
         keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
         weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
         panels: whether matmuls stream what they gather and reduce.
+        coalesce: whether weights used one after the other move in one collective.
         connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
     """
 
@@ -57,6 +58,7 @@ class ParallelContext:
         keep_gathered: bool = False,
         weight_scope: str = "matmul",
         panels: bool = False,
+        coalesce: bool = False,
         connect: bool = True,
     ) -> None:
         self.grid = grid
@@ -67,6 +69,7 @@ class ParallelContext:
         self.keep_gathered = keep_gathered
         self.weight_scope = weight_scope
         self.panels = panels
+        self.coalesce = coalesce
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -95,6 +98,7 @@ class ParallelContext:
             keep_gathered=parallel.tensor.gathered == "keep",
             weight_scope=parallel.tensor.weights,
             panels=parallel.tensor.panels,
+            coalesce=parallel.tensor.coalesce,
             connect=connect,
         )
 

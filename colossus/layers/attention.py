@@ -8,7 +8,7 @@ from torch import Tensor
 
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear
+from colossus.layers.linear import Linear, move_together
 from colossus.layers.rotary import Rotary
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
@@ -78,6 +78,7 @@ class Attention(Layer):
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation, mask: Tensor | None = None) -> Tensor:
         inner = self.plan.regions.inner
+        move_together(self, self.qkv, self.out)
         query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)

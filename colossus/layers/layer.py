@@ -64,7 +64,7 @@ def _make_plan(context: ParallelContext) -> Plan:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
     door = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
-    weights = WeightStore(context.weight_scope)
+    weights = WeightStore(context.weight_scope, coalesce=context.coalesce)
     if context.size("tensor") == 1:
         return Plan(context, mode, Regions(door, door, door), None, weights)
     tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)

@@ -10,13 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.choice import whole
+from colossus.layers.coalesced import Member
 from colossus.layers.init import torch_linear
 from colossus.layers.layer import Layer
 from colossus.layers.matmul import MatmulPlan, make_plan, matmul
+from colossus.layers.route import Route
 from colossus.layers.sharded import move, unwrap, wrap
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, rows_of, spec_of
 
 SPLITS = (None, "column", "row")
@@ -138,6 +141,13 @@ class Linear(Layer):
         apart = self.is_fused and self.table.y.features != target.features
         return self.table.y if apart else target
 
+    @property
+    def member(self) -> Member:
+        """The weight and its route, to be moved together with others."""
+        assert self.table is not None
+        rows = [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else ()
+        return Member(self.weight, Route.of(moves(self.table.weight, self.table.weight_used), self.context, rows))
+
     def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
         self.check_stored(self.weight, self.table.weight)
@@ -167,3 +177,10 @@ class Linear(Layer):
         where = f", weight {self.table.weight}" if self.table else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {parts}, bias={self.bias is not None}{split}{where}"
+
+
+def move_together(owner: Layer, *linears: Linear) -> None:
+    """Let the weights of linears that follow each other share their collectives, where the config asks for it."""
+    weights = owner.plan.weights
+    if weights.coalesces and owner.is_split and not weights.is_together(linears[0].weight):
+        weights.put_together(*(linear.member for linear in linears))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear
+from colossus.layers.linear import Linear, move_together
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
@@ -23,6 +23,7 @@ class _Pair(Layer):
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.plan.regions.inner
+        move_together(self, self.up, self.down)
         return self.down.apply_local(self._hidden(self.up.apply_local(x, source, inner)), inner, target)
 
     def _hidden(self, made: Tensor) -> Tensor:

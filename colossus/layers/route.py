@@ -33,17 +33,17 @@ class Step:
         if len(set(self.rows)) == 1:  # as one dim more: no copy beside the collective's own
             return start(self.operation, x.unflatten(0, (outputs, -1)), self.group, 1).then(lambda y: y.flatten(0, 1))
         if self.operation == "gather":
-            return start("gather", x, self.group, 0).then(lambda y: _by_output(y, self.rows, ranks))
-        return start(self.operation, _by_rank(x, self.rows, ranks), self.group, 0)
+            return start("gather", x, self.group, 0).then(lambda y: by_output(y, self.rows, ranks))
+        return start(self.operation, by_rank(x, self.rows, ranks), self.group, 0)
 
 
-def _by_output(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
+def by_output(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
     """[rank, output, ..] rows to [output, rank, ..]."""
     blocks = [block.split(list(rows)) for block in x.chunk(ranks)]
     return torch.cat([block[output] for output in range(len(rows)) for block in blocks])
 
 
-def _by_rank(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
+def by_rank(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
     """[output, rank, ..] rows to [rank, output, ..]."""
     outputs = [part.chunk(ranks) for part in x.split([count * ranks for count in rows])]
     return torch.cat([part[rank] for rank in range(ranks) for part in outputs])

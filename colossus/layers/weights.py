@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from colossus.comm.collectives import Pending, Ready
+from colossus.layers.coalesced import Member, Together
 from colossus.layers.route import Route, run
 from colossus.layout.parameter import spec_of
 
@@ -39,13 +40,17 @@ class WeightStore:
         scope: one of `SCOPES`.
     """
 
-    def __init__(self, scope: str = "matmul") -> None:
+    def __init__(self, scope: str = "matmul", *, coalesce: bool = False) -> None:
         if scope not in SCOPES:
             raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
         self.scope = scope
+        #: whether weights that are used one after the other move in one collective
+        self.coalesces = coalesce and scope != "step"
         self._held: dict[int, _Held] = {}
         self._in_step = self._is_last = False
         self._later: list[Callable[[], None]] | None = None
+        self._together: dict[int, Together] = {}
+        self._asked: set[int] = set()
 
     @property
     def keeps(self) -> bool:
@@ -54,6 +59,9 @@ class WeightStore:
 
     def fetch(self, weight: Tensor, route: Route) -> Pending:
         """The weight as used in a multiplication."""
+        together = self._together.get(id(weight)) if self._in_step else None
+        if together is not None:
+            return Ready(together.fetch(weight))
         if not (self._in_step and self.scope == "step" and route.there):
             return run(route.there, weight)
         held = self._held.get(id(weight))
@@ -63,6 +71,9 @@ class WeightStore:
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
         """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
+        together = self._together.get(id(weight)) if self._in_step else None
+        if together is not None:
+            return together.reduce(weight, gradient, deliver)
         held = self._held.get(id(weight))
         if held is None:
             return run(route.back, gradient, owned=True)
@@ -71,6 +82,20 @@ class WeightStore:
             return None
         total, held.gradient = held.gradient, None
         return run(route.back, total, owned=True)
+
+    def is_together(self, weight: Tensor) -> bool:
+        """Whether `put_together` was called for it."""
+        return id(weight) in self._asked
+
+    def put_together(self, *members: Member) -> None:
+        """From here on, within steps, these weights are fetched together and their gradients reduced together."""
+        self._asked.update(id(member.weight) for member in members)
+        if self.coalesces and all(member.can_join for member in members):
+            groups = {member.route.there[0].group for member in members}
+            dtypes = {member.weight.dtype for member in members}
+            if len(groups) == len(dtypes) == 1:
+                together = Together(members)
+                self._together.update({id(member.weight): together for member in members})
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -89,8 +114,16 @@ class WeightStore:
             for held in self._held.values():
                 if held.gradient is not None:
                     deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
+            for together in dict.fromkeys(self._together.values()):
+                for member in together.members:
+                    gradient = together.gradients.pop(id(member.weight), None)
+                    if gradient is not None:
+                        deliver(member.weight, run(member.route.back, gradient, owned=True).wait())
         finally:
             self._held.clear()
+            for together in self._together.values():
+                together.used.clear()
+                together.gradients.clear()
             self._in_step = self._is_last = False
 
     # -- deferred weight gradients ------------------------------------------------------------------------
