@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Case
+from colossus.comm.shared_memory import mapped_storages
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -62,7 +63,7 @@ def _status(key: str) -> int:
 
 
 def _live_bytes() -> int:
-    """Bytes of all storages that some tensor of this process uses."""
+    """Bytes of all storages that some tensor of this process uses, without the slots that ranks share."""
     storages: dict[int, int] = {}
     # issubclass of the type: isinstance would ask torch's deprecated module objects for their class, and they warn
     todo: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
@@ -76,4 +77,5 @@ def _live_bytes() -> int:
         elif not tensor.is_meta:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    shared = mapped_storages()
+    return sum(size for place, size in storages.items() if place not in shared)

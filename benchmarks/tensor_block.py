@@ -170,13 +170,13 @@ class DTensorRun(Run):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from benchmarks.peers.dtensor import _plan
+        from benchmarks.peers.dtensor import block_plan
 
         w, world = self.workload, self.case.world
         module = Block(w.hidden, w.heads, ways=world)
         module.load_state_dict(fuse_qkv(block_state(w), interleave=world))
         prefix = "blocks.0."
-        plan = {name.removeprefix(prefix): style for name, style in _plan(1).items() if name.startswith(prefix)}
+        plan = {name.removeprefix(prefix): style for name, style in block_plan(1).items() if name.startswith(prefix)}
         return parallelize_module(module, init_device_mesh("cpu", (world,)), plan)
 
     def gradients(self) -> State:

@@ -174,6 +174,34 @@ class PlainPositions(nn.Module):
         return x + self.weight[: x.shape[-2]]
 
 
+class PlainMasked(PlainAttention):
+    """Attention under a mask, causal or not."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__(options_of("gpt", HIDDEN, HEADS, WIDE))
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = (
+            self.qkv[name](x).view(batch, tokens, HEADS, -1).transpose(1, 2) for name in ("query", "key", "value")
+        )
+        scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def masks() -> Iterator[tuple[str, Tensor]]:
+    """Every token sees itself, so that no row is empty."""
+    eye = torch.eye(TOKENS, dtype=torch.bool)
+    shapes = {"all": (), "heads": (HEADS,), "samples": (BATCH, 1), "samples and heads": (BATCH, HEADS), "ones": (1, 1)}
+    for name, shape in shapes.items():
+        yield name, (numbers(*shape, TOKENS, TOKENS) > 0) | eye
+    yield "floating", numbers(BATCH, HEADS, TOKENS, TOKENS)
+
+
 def cases() -> Iterator[Case]:
     for ndim in (2, 3, 4):
         x = numbers(*lead(ndim), HIDDEN)
@@ -248,6 +276,11 @@ def cases() -> Iterator[Case]:
                            lambda p=place: Sequential(p, "at", at=layers.PositionEmbedding(9, HIDDEN)),
                            lambda: Sequential("at", at=PlainPositions()), (x,))  # fmt: skip
     x = numbers(BATCH, TOKENS, HIDDEN)
+    for name, mask in masks():
+        for causal in (False, True):
+            yield Case(f"attention, mask of {name}, causal {causal}",
+                       partial(layers.Attention, HIDDEN, HEADS, causal=causal), partial(PlainMasked, causal),
+                       (x, mask))  # fmt: skip
     for place in (layers.to_user, layers.to_outer):
         for kind in ("gpt", "llama"):
             o = options_of(kind, HIDDEN, HEADS, WIDE)
@@ -276,7 +309,9 @@ def cases() -> Iterator[Case]:
 
 
 def own(context: ParallelContext, x: Tensor) -> Tensor:
-    """What the user layout gives this rank of a global batch."""
+    """What the user layout gives this rank of a global batch, or of a mask, which may have none."""
+    if x.shape[0] != BATCH:
+        return x
     axes = plan_of(context).regions.user.batch
     return x.chunk(context.size(axes) if axes else 1)[context.index(axes)]
 

@@ -1,6 +1,6 @@
 """torch's own tensor parallelism: DTensor with ``parallelize_module``.
 
-The fastest of the plans that were tried for it: see `_plan`.
+The fastest of the plans that were tried for it: see `block_plan`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peers.plain import PlainGPT, loss_of
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
 
 
-def _plan(layers: int) -> dict[str, ParallelStyle]:
+def block_plan(layers: int) -> dict[str, ParallelStyle]:
     """Column and row pairs in the blocks, the head split by vocabulary, everything else replicated.
 
     Query, key and value are one column-parallel linear (three would cost three all-reduces in backward); between the
@@ -47,7 +47,7 @@ class DTensorCase:
         self.model = PlainGPT(workload, ways=world)
         # rows ordered so that the even split of the fused weight gives every rank whole heads
         self.model.load_state_dict(fuse_qkv(workload.state(), interleave=world))
-        parallelize_module(self.model, mesh, _plan(workload.layers))
+        parallelize_module(self.model, mesh, block_plan(workload.layers))
         self.params = list(self.model.parameters())
         self.split: list[nn.Parameter] = []
         self.replicated: list[nn.Parameter] = []

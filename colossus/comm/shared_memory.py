@@ -243,6 +243,11 @@ def enable(wanted: bool) -> None:
     _enabled = wanted
 
 
+def mapped_storages() -> set[int]:
+    """Where the mapped slots begin, for who counts the memory of tensors: they belong to all ranks of a group."""
+    return {channel.slots[0][0].untyped_storage().data_ptr() for channel in _channels.values() if channel is not None}
+
+
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
     """The group's channel when ``x`` can go through it, else None. All ranks of the group must ask alike."""
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in _DTYPES:
