@@ -54,6 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sgd": dict(optimizer=dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.01)),
     "small_buckets": dict(comm=dict(bucket_mb=0.002)),
     "weights_step": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="step", gathered="keep"))),
+    "weights_step_selective": dict(
+        model=dict(activation_checkpoint="selective"), schedule=dict(microbatches=2),
+        parallel=dict(tensor=dict(weights="step")),
+    ),
     "coalesce": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(coalesce=True, gathered="keep"))),
     "panels": dict(parallel=dict(tensor=dict(panels=True))),
 }  # fmt: skip
@@ -88,7 +92,7 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> No
 
 
 #: variants that touch what differs between the modes; the rest of the product runs with -m long
-IN_EVERY_MODE = ("llama_like", "selective_checkpoint", "weights_step", "coalesce", "panels")
+IN_EVERY_MODE = ("llama_like", "selective_checkpoint", "weights_step", "weights_step_selective", "coalesce", "panels")
 
 
 def pairs() -> Iterator[Any]:

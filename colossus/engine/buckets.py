@@ -47,6 +47,11 @@ class Bucket:
         param.grad = self.views[index]
         self._present.add(index)
 
+    def forget(self) -> None:
+        """Drop what was taken."""
+        self._present.clear()
+        self._pending = None
+
     def start(self) -> None:
         """Start the reduction; parameters that are not here count as zero and unused."""
         self.flags.fill_(1.0)

@@ -101,14 +101,19 @@ class Engine:
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.begin_step()
-        totals = execute(
-            self._actions,
-            microbatches,
-            self._forward,
-            before_backward=self.context.rng.return_to,
-            before_last_backward=self._arm,
-            reduce=self._finish_gradients,
-        )
+        try:
+            totals = execute(
+                self._actions,
+                microbatches,
+                self._forward,
+                before_backward=self.context.rng.return_to,
+                before_last_backward=self._arm,
+                reduce=self._finish_gradients,
+            )
+        except BaseException:  # whoever catches it finds no weights and no half of a reduction of this step
+            self._weights.abandon_step()
+            self.strategy.disarm()
+            raise
         numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
         lr = self.lr_at(self.completed_steps)
         for group in self.optimizer.param_groups:
@@ -120,7 +125,8 @@ class Engine:
     def _forward(self, index: int, microbatch: Any) -> tuple[Tensor, Tensor]:
         self.context.rng.move_to(self.completed_steps, index)
         part = self.own_part(microbatch)
-        return self._loss(self.model(model_input(part)), part)
+        with self.context:
+            return self._loss(self.model(model_input(part)), part)
 
     def own_part(self, batch: Any) -> Any:
         """The samples of a data rank's batch that this rank's model takes, in the precision of the run.
@@ -170,7 +176,7 @@ class Engine:
             ]
         )
         numbers = collectives.all_reduce(numbers, self._step_group, owned=True).wait()
-        count = numbers[1].clamp(min=1.0)
+        count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         norm = numbers[2].sqrt() / count
         scale = 1.0 / count
         limit = self.config.train.clip_grad_norm
@@ -235,7 +241,8 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         try:
-            yield
+            with self.context:
+                yield
         finally:
             self.model.train(was_training)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from colossus.comm import collectives
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.buckets import Bucket
@@ -26,6 +27,36 @@ def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tupl
     return tuple(axis for axis in context.grid.names if axis in live)
 
 
+def agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> list[nn.Parameter]:
+    """Let every rank know what the others recorded of parameters that are decided by their first use.
+
+    A layer may be used on some ranks only, or not before a later step. All ranks must call with the same parameters.
+
+    Returns:
+        Those that no rank has used yet.
+    """
+    if not parameters:
+        return []
+    names = context.grid.names
+    masks = []
+    for parameter in parameters:
+        spec = spec_of(parameter)
+        assert spec is not None
+        axes = spec.gradient_axes
+        masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
+    found = torch.tensor(masks, dtype=torch.int64, device=context.device)
+    found = collectives.all_reduce(found, context.group(names), op="max", owned=True).wait()
+    unused = []
+    for parameter, mask in zip(parameters, found.tolist(), strict=True):
+        spec = spec_of(parameter)
+        assert spec is not None
+        if mask:
+            spec.record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
+        else:
+            unused.append(parameter)
+    return unused
+
+
 class AllReduce:
     """The exact data-parallel strategy: one all-reduce per bucket of gradients, in the order backward fills them.
 
@@ -41,20 +72,32 @@ class AllReduce:
         self.bucket_bytes = int(bucket_mb * 2**20)
         self.buckets: list[Bucket] | None = None
         self._of: dict[int, int] = {}
-        self._frozen: list[nn.Parameter] = []
+        self._frozen = [param for param in model.parameters() if not param.requires_grad]
+        #: trainable parameters whose axes their first use decides, not used so far
+        self._unused = [param for param in model.parameters() if param.requires_grad and _is_open(param)]
         self._next = 0
         self._armed = False
 
     def arm(self) -> None:
         """The next backward is the last of the step: reduce what it finishes."""
-        if self.buckets is None:
-            self._make_buckets()
-            self._frozen = [param for param in self.model.parameters() if not param.requires_grad]
-        elif any(param.requires_grad for param in self._frozen):
+        if any(param.requires_grad for param in self._frozen):
             raise ValueError(
-                "a parameter that was frozen at the first step is trainable now: its gradient would not be summed over "
-                "the ranks, and the optimizer does not have it. Unfreeze before the first step, or make a new engine"
+                "a parameter that was frozen when the engine was made is trainable now: its gradient would not be "
+                "summed over the ranks, and the optimizer does not have it. Unfreeze it while the model is built, or "
+                "make a new engine"
             )
+        if self._unused:
+            waiting = self._unused
+            self._unused = agree_on_axes(waiting, self.context)
+            ready = {id(param) for param in waiting} - {id(param) for param in self._unused}
+        else:
+            ready = set()
+        if self.buckets is None:
+            late = {id(param) for param in self._unused}
+            self.buckets = self._make_buckets([param for param in self._params() if id(param) not in late])
+        elif ready:
+            self.buckets += self._make_buckets([param for param in self._params() if id(param) in ready])
+        self._of = {id(param): index for index, bucket in enumerate(self.buckets) for param in bucket.params}
         self._next = 0
         self._armed = True
 
@@ -80,36 +123,48 @@ class AllReduce:
             self.buckets[self._next].start()
             self._next += 1
 
-    def _make_buckets(self) -> None:
-        self.buckets = []
-        for params, axes in self._groups():
+    def disarm(self) -> None:
+        """Forget a backward that did not come to its end."""
+        self._armed = False
+        for bucket in self.buckets or []:
+            bucket.forget()
+
+    def _params(self) -> list[nn.Parameter]:
+        """Trainable parameters in the order of backward."""
+        return [param for param in reversed(list(self.model.parameters())) if param.requires_grad]
+
+    def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
+        buckets = []
+        for group, axes in self._groups(params):
             limit = self.bucket_bytes
-            if params[0].device.type == "cpu":  # with room for the flags of a bucket, so that it fits a slot
-                limit = min(limit, SLOT_BYTES - 4096 * params[0].element_size())
-            for chunk in _chunks(params, limit):
-                bucket = Bucket(chunk, self.context.group(axes))
+            if group[0].device.type == "cpu":  # with room for the flags of a bucket, so that it fits a slot
+                limit = min(limit, SLOT_BYTES - 4096 * group[0].element_size())
+            for chunk in _chunks(group, limit):
+                buckets.append(Bucket(chunk, self.context.group(axes)))
                 for param in chunk:
-                    self._of[id(param)] = len(self.buckets)
                     param.register_post_accumulate_grad_hook(self._on_gradient)
                     spec = spec_of(param)
                     if spec is not None:
                         spec.on_gradient = self._on_gradient
-                self.buckets.append(bucket)
         # in the order in which backward reaches the end of each
-        order = {id(param): index for index, param in enumerate(reversed(list(self.model.parameters())))}
-        self.buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
-        self._of = {id(param): index for index, bucket in enumerate(self.buckets) for param in bucket.params}
+        order = {id(param): index for index, param in enumerate(params)}
+        buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
+        return buckets
 
-    def _groups(self) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...]]]:
-        """Trainable parameters in the order of backward, by axes and dtype; those without axes need nothing."""
+    def _groups(self, params: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...]]]:
+        """Parameters by axes and dtype; those without axes need nothing."""
         groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
-        for param in reversed(list(self.model.parameters())):
-            if param.requires_grad:
-                axes = gradient_sum_axes(param, self.context)
-                if axes:
-                    groups.setdefault((axes, param.dtype), []).append(param)
-        for (axes, _), params in groups.items():
-            yield params, axes
+        for param in params:
+            axes = gradient_sum_axes(param, self.context)
+            if axes:
+                groups.setdefault((axes, param.dtype), []).append(param)
+        for (axes, _), held in groups.items():
+            yield held, axes
+
+
+def _is_open(param: nn.Parameter) -> bool:
+    spec = spec_of(param)
+    return spec is not None and not spec.is_decided
 
 
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:

@@ -82,25 +82,35 @@ class Attention(Layer):
         query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        mixed = self._attend(query, key, value, self._local_mask(mask), inner)
+        mixed = self._attend(query, key, value, self._local_mask(mask, x.shape[0]), inner)
         return self.out.apply_local(mixed.transpose(-3, -2).flatten(-2), inner, target)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
-    def _local_mask(self, mask: Tensor | None) -> Tensor | None:
-        """The mask [batch, heads, tokens, tokens] of the samples and heads this rank computes."""
-        if mask is None or not self.is_split or mask.dim() < 3:
+    def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
+        """The mask [batch, heads, tokens, tokens] of the samples and heads this rank computes.
+
+        Its gradient, where it has one, is a sum over what it is broadcast to.
+        """
+        if mask is None or not self.is_split:
             return mask
         user, inner = self.plan.regions.user, self.plan.regions.inner
-        heads = inner.features if mask.shape[-3] > 1 else ()
-        has_batch = mask.dim() > 3 and mask.shape[0] > 1
-        rest = ((),) * (mask.dim() - 4) + (heads, (), ()) if mask.dim() > 3 else (heads, (), ())
-        if mask.dim() == 3:
-            return redistribute(mask, Layout.whole(3), Layout(rest), self.context)
-        source = Layout((user.batch if has_batch else (),) + ((),) * (mask.dim() - 1))
-        return redistribute(mask, source, Layout((inner.batch if has_batch else (), *rest)), self.context)
+        dims = mask.dim()
+        by_sample = dims > 3 and mask.shape[0] == batch
+        by_head = dims > 2 and mask.shape[-3] > 1
+        there: list[tuple[str, ...]] = [()] * dims
+        here: list[tuple[str, ...]] = [()] * dims
+        summed_there, summed_here = user.batch, inner.batch
+        if by_sample:
+            there[0], here[0], summed_there, summed_here = user.batch, inner.batch, (), ()
+        if by_head:
+            here[-3] = inner.features
+        else:
+            summed_here += inner.features
+        source, target = Layout(tuple(there), (), summed_there), Layout(tuple(here), (), summed_here)
+        return redistribute(mask, source, target, self.context)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads

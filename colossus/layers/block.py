@@ -79,7 +79,13 @@ class TransformerBlock(Layer):
         local, activation, home = unwrap(x, self.plan)
         if self.activation_checkpoint != "none" and self.training:
             local = checkpoint(
-                self.apply_local, local, activation, mask, context=self.context, kind=self.activation_checkpoint
+                self.apply_local,
+                local,
+                activation,
+                mask,
+                context=self.context,
+                kind=self.activation_checkpoint,
+                own_draws=True,
             )
         else:
             local = self.apply_local(local, activation, mask)

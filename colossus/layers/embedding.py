@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.layers.init import Normal
+from colossus.layers.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
+from colossus.layers.matmul import stored_gradient
 from colossus.layers.route import Route, Step, run
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
+from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 
 
@@ -57,16 +58,17 @@ class Embedding(Layer):
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.table = vocabulary_table(self, embedding_dim, num_embeddings)
+        draws = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
         layout = self.table.weight if self.table else Layout.whole(2)
-        self.weight = self.make_parameter(
-            {"": (num_embeddings, embedding_dim)}, layout, init or Normal(1.0), dtype=dtype
-        )
+        self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, draws, dtype=dtype)
         self._routes: dict[tuple[Activation, int], _LookupPlan] = {}
-        if self.table is None:
-            self.record_uses(self.plan.regions.user, 3)
+        made = self._made(self.table) if self.table else self.plan.regions.user
+        self.decide_gradients(self.weight, made)
 
     def forward(self, ids: Tensor) -> Tensor:
         user = self.plan.regions.user
+        if self.table is not None and ids.dim() == 0:  # one sample of every rank
+            return self(ids.unsqueeze(0)).squeeze(0)
         return wrap(self.apply_local(ids, user), user, user, self.plan)
 
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
@@ -81,13 +83,14 @@ class Embedding(Layer):
         used = run(plan.ids, ids).wait()
         return _Lookup.apply(used, self.weight, self.padding_idx, plan)
 
+    @staticmethod
+    def _made(table: MatmulTable) -> Activation:
+        """The layout of the rows as looked up."""
+        return replace(table.y.rows(), features=table.x.features, partial=table.y.features)
+
     def _make_plan(self, table: MatmulTable, target: Activation, ndim: int) -> _LookupPlan:
         self.check_stored(self.weight, table.weight)
-        rows = table.y.rows()
-        made = replace(rows, features=table.x.features, partial=table.y.features)
-        spec = spec_of(self.weight)
-        assert spec is not None
-        spec.record(gradient_axes(spec.layout, made.at(ndim)))
+        made, rows = self._made(table), table.y.rows()
         user = self.plan.regions.user.rows()
         return _LookupPlan(
             ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).there,
@@ -158,7 +161,7 @@ class _Lookup(torch.autograd.Function):
         dy = run(plan.y.back, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
         made = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = plan.weights.reduce(weight, made, plan.w)
-        return None, dw.wait() if dw else None, None, None
+        return None, stored_gradient(weight, dw), None, None
 
 
 class PositionEmbedding(Layer):
@@ -194,8 +197,7 @@ class PositionEmbedding(Layer):
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
-            self.record_uses(activation, x.dim())
-            self._seen.add(activation)
+            self._see(x, activation)
         count, start = x.shape[-2], 0
         if activation.tokens:
             start = self.context.index(activation.tokens) * count
@@ -206,6 +208,15 @@ class PositionEmbedding(Layer):
             self.weight[start : start + count], self.layout, Layout(((), activation.features)), self.context
         )
         return x + weight
+
+    def _see(self, x: Tensor, activation: Activation) -> None:
+        if activation.features not in ((), *self.layout.dims[1:]):
+            raise ValueError(
+                f"{self.title}: it adds positions where features are split over {','.join(activation.features)} (local "
+                f"shape {tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
+            )
+        self.record_uses(activation)
+        self._seen.add(activation)
 
 
 def check_range(ids: Tensor, size: int, what: str) -> None:

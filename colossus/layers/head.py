@@ -12,10 +12,10 @@ from colossus.layers.embedding import Embedding, vocabulary_table
 from colossus.layers.init import torch_linear
 from colossus.layers.layer import Layer
 from colossus.layers.matmul import MatmulPlan, make_plan, matmul
-from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.sharded import one_sample, unwrap, wrap
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.parameter import Initializer, spec_of
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 
 
@@ -63,37 +63,31 @@ class LMHead(Layer):
         draws = bias_init or torch_linear(hidden_size)
         self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, draws, dtype=dtype) if bias else None
         self._matmul_plans: dict[tuple[Activation, int], MatmulPlan] = {}
-        if self.table is None:
-            self.record_uses(self.plan.regions.user, 3)
+        x, y = (self.table.x, self.table.y) if self.table else (self.plan.regions.user,) * 2
+        if tied_to is None:
+            self.decide_gradients(self.weight, x, y)
+        self.decide_gradients(self.bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.table is None:
             return F.linear(x, self.weight, self.bias)
+        if x.dim() == 1:  # one sample of every rank
+            return one_sample(self, x)
         local, source, home = unwrap(x, self.plan)
         inner = self.plan.regions.inner
         plan = self._matmul_plans.get((source, local.dim()))
         if plan is None:
             plan = self._matmul_plans[source, local.dim()] = self._make_plan(source, local.dim())
         y = matmul(local, self.weight, self._used_bias(), plan)
+        if inner == self.plan.regions.user:  # whole on every rank, with its padding
+            return y[..., : self.vocab_size]
         return wrap(y, inner, home, self.plan, self.vocab_size)
 
     def _make_plan(self, source: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
         self.check_stored(self.weight, self.table.weight)
-        plan = make_plan(
-            self.table,
-            source,
-            self.plan.regions.inner,
-            ndim,
-            self.context,
-            self.plan.weights,
-        )
-        bias_axes = gradient_axes(self.bias_layout, self.table.y.at(ndim))
-        for parameter, axes in ((self.weight, plan.weight_axes), (self.bias, bias_axes)):
-            spec = spec_of(parameter) if parameter is not None else None
-            if spec is not None:
-                spec.record(axes)
-        return plan
+        inner = self.plan.regions.inner
+        return make_plan(self.table, source, inner, ndim, self.context, self.plan.weights)
 
     def _used_bias(self) -> Tensor | None:
         if self.bias is None or self.table is None:

@@ -8,6 +8,7 @@ split, and without the infinities a float32 inverse CDF gives.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,21 @@ class Constant:
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
         return np.full([stop - start for start, stop in box], float(self.value))
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """As another initializer draws, but one row of dim 0 zero."""
+
+    draw: Callable[[int, tuple[int, ...], Box], Array]
+    row: int
+
+    def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
+        out = self.draw(key, shape, box)
+        start, stop = box[0]
+        if start <= self.row < stop:
+            out[self.row - start] = 0.0
+        return out
 
 
 @dataclass(frozen=True)

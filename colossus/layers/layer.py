@@ -127,6 +127,13 @@ class Layer(nn.Module):
         spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
         return attach(nn.Parameter(deferred.allocate(local, spec, self.context, dtype)), spec)
 
+    def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:
+        """Note, before any use, which activations this parameter meets: the same whenever it is used."""
+        spec = spec_of(parameter) if parameter is not None else None
+        if spec is not None:
+            spec.record(gradient_axes(spec.layout, *uses))
+            spec.is_decided = True
+
     def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
         """That a weight is stored as this layer reads it; one tied by assignment may be stored as another layer does.
 
@@ -142,12 +149,12 @@ class Layer(nn.Module):
                 f"head to an embedding in every mode"
             )
 
-    def record_uses(self, activation: Activation, ndim: int) -> None:
+    def record_uses(self, activation: Activation) -> None:
         """Note that this layer's own parameters meet an activation so laid out, element by element."""
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
             if spec is not None:
-                spec.record(gradient_axes(spec.layout, activation.at(ndim)))
+                spec.record(gradient_axes(spec.layout, activation))
 
     @property
     def title(self) -> str:

@@ -15,12 +15,12 @@ from colossus.layers.init import torch_linear
 from colossus.layers.layer import Layer
 from colossus.layers.matmul import MatmulPlan, make_plan, matmul
 from colossus.layers.route import Route
-from colossus.layers.sharded import move, unwrap, wrap
+from colossus.layers.sharded import move, one_sample, unwrap, wrap
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.layout.parameter import Initializer, rows_of, spec_of
+from colossus.layout.parameter import Initializer, rows_of
 
 SPLITS = (None, "column", "row")
 
@@ -90,8 +90,9 @@ class Linear(Layer):
             if bias
             else None
         )
-        if self.table is None:
-            self._record(self.plan.regions.user.shard_axes, self.plan.regions.user.shard_axes)
+        x, y = (self.table.x, self.table.y) if self.table else (self.plan.regions.user,) * 2
+        self.decide_gradients(self.weight, x, y)
+        self.decide_gradients(self.bias, y)
         ways = self.context.size(features) if features else 1
         self.local_parts = [out // ways for out in self.parts.values()]
         self._matmul_plans: dict[tuple[Activation, Activation, int], MatmulPlan] = {}
@@ -114,6 +115,8 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Any:
         if self.table is None:
             return self._outputs(F.linear(x, self.weight, self.bias))
+        if x.dim() == 1:  # one sample of every rank
+            return one_sample(self, x)
         local, source, home = unwrap(x, self.plan)
         target = self.plan.regions.inner if self.split == "column" else home
         y = self.apply_local(local, source, target)
@@ -151,7 +154,7 @@ class Linear(Layer):
     def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
         self.check_stored(self.weight, self.table.weight)
-        plan = make_plan(
+        return make_plan(
             self.table,
             source,
             self._made(target),
@@ -160,14 +163,6 @@ class Linear(Layer):
             self.plan.weights,
             rows=[stop - start for start, stop in rows_of(self.weight)] if self.is_fused else (),
         )
-        self._record(plan.weight_axes, plan.bias_axes)
-        return plan
-
-    def _record(self, weight_axes: tuple[str, ...], bias_axes: tuple[str, ...]) -> None:
-        for parameter, axes in ((self.weight, weight_axes), (self.bias, bias_axes)):
-            spec = spec_of(parameter) if parameter is not None else None
-            if spec is not None:
-                spec.record(axes)
 
     def _outputs(self, y: Tensor) -> Any:
         return torch.split(y, self.local_parts, dim=-1) if self.is_fused else y

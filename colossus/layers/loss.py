@@ -35,15 +35,16 @@ def cross_entropy(
         z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
 
     Returns:
-        (sum, count): scalars, the same on all tensor ranks that hold the same samples.
+        (sum, count): scalars, the same on all tensor ranks that hold the same samples. In 3D a rank's sum is its share
+        of the sum over all ranks (see `SplitLogits.settle`), since other ranks have the logits of its samples.
 
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
+    count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = take_split(logits, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
-    count = valid.sum()
     if split.group is None and z_loss == 0.0:
         loss = F.cross_entropy(
             flat, labels.reshape(-1), reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
@@ -51,7 +52,7 @@ def cross_entropy(
         return loss, count
     check_range(labels.masked_fill(~valid, 0), split.total, "labels")
     loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
-    return split.settle(loss, count)
+    return split.settle(loss), count
 
 
 class _CrossEntropy(torch.autograd.Function):

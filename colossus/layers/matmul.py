@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.comm.collectives import Pending
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.panels import flat, gathered_weight_gradient, product
 from colossus.layers.route import Route, run
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layers.weights import WeightStore, deliver
 from colossus.layout.activation import Activation
-from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.moves import moves
 
 
@@ -36,7 +36,6 @@ class MatmulPlan:
         keep: whether x as gathered is kept for backward.
         panels: whether products are streamed (see `colossus.layers.panels`).
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
-        weight_axes, bias_axes: over which the gradients stay partial after the backward of this matmul.
     """
 
     x: Route
@@ -46,8 +45,6 @@ class MatmulPlan:
     keep: bool
     panels: bool
     adds_bias: bool
-    weight_axes: tuple[str, ...]
-    bias_axes: tuple[str, ...]
 
 
 def make_plan(
@@ -70,8 +67,6 @@ def make_plan(
         keep=context.keep_gathered,
         panels=context.panels,
         adds_bias=all(context.coordinates[axis] == 0 for axis in table.y.partial),
-        weight_axes=gradient_axes(table.weight, x, y),
-        bias_axes=gradient_axes(Layout((table.y.features,)), y),
     )
 
 
@@ -117,7 +112,14 @@ class _Matmul(torch.autograd.Function):
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(plan, dy, x), plan.w)
         db = bias_gradient(dy) if needs_b else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+        return dx.wait() if dx else None, stored_gradient(weight, dw), db, None
+
+
+def stored_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
+    """What autograd is given: nothing where the gradient comes later, unless the weight has hooks, which want some."""
+    if gradient is not None:
+        return gradient.wait()
+    return torch.zeros_like(weight) if weight._backward_hooks else None
 
 
 def _weight_later(plan: MatmulPlan, weight: Tensor, dy: Tensor, x: Tensor) -> None:

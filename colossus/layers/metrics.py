@@ -24,6 +24,7 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
         (correct, count): float64 scalars over the samples this rank holds in the user layout; sum them over the ranks
         that hold other samples.
     """
+    count = (labels != ignore_index).sum().double()
     split, labels = take_split(logits, labels)
     columns = split.local[..., : split.stop - split.start]
     valid = labels != ignore_index
@@ -37,9 +38,10 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
         own = collectives.all_reduce(own, split.group, owned=True).wait()
     own = own.unsqueeze(-1)
     index = torch.arange(split.start, split.stop, device=labels.device)
-    above = (columns > own) | ((columns == own) & (index < labels.unsqueeze(-1)))
+    # what cannot be compared counts as higher: a model that gives NaN is never right
+    above = ~(columns <= own) | ((columns == own) & (index < labels.unsqueeze(-1)))
     higher = above.sum(-1).double()
     if split.group is not None:
         higher = collectives.all_reduce(higher, split.group, owned=True).wait()
     correct = ((higher < k) & valid).sum().double()
-    return split.settle(correct, valid.sum().double())
+    return split.settle(correct), count

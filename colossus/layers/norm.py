@@ -51,7 +51,7 @@ class _Norm(Layer):
                 f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
                 f"colossus.layers.to_user(x) before it"
             )
-        self.record_uses(activation, x.dim())
+        self.record_uses(activation)
         self._seen.add(activation)
 
     def _normalize(self, x: Tensor) -> Tensor:

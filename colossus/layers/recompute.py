@@ -36,13 +36,17 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, context: ParallelContext, kind: str = "full") -> Any:
+def checkpoint(
+    function: Callable[..., Any], *args: Any, context: ParallelContext, kind: str = "full", own_draws: bool = False
+) -> Any:
     """``function(*args)`` whose activations are computed again in backward instead of kept.
 
     Args:
         function: of plain local tensors.
         context: whose random streams the recomputation repeats.
         kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
+
+        own_draws: the function draws from the context's streams alone, so that torch's generators need not be kept.
 
     Raises:
         ValueError: for another kind.
@@ -63,4 +67,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, context: ParallelContex
     options: dict[str, Any] = {}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **options)
+    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=not own_draws, **options)

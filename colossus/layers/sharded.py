@@ -114,6 +114,11 @@ def wrap(x: Tensor, activation: Activation, home: Activation, plan: Plan, num_fe
 def unwrap(x: Tensor, plan: Plan) -> tuple[Tensor, Activation, Activation]:
     """The plain local tensor, how it is split, and its home. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
+        if x.plan is not plan:
+            raise ValueError(
+                f"an activation of {x.plan.context} meets a layer of {plan.context}: a model belongs to one context; "
+                f"where several are alive, run it inside of `with context:`"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor), x.activation, x.home
     return x, plan.regions.user, plan.regions.user
@@ -143,4 +148,28 @@ def to_outer(x: Tensor, plan: Plan | None = None) -> Tensor:
     plan = plan or (x.plan if isinstance(x, ShardedActivation) else plan_of(current_context()))
     local, activation, _ = unwrap(x, plan)
     outer = plan.regions.outer
-    return wrap(move(local, activation, outer, plan.context), outer, outer, plan)
+    num_features = x.num_features if isinstance(x, ShardedActivation) else None
+    out = move(local, activation, outer, plan.context)
+    if num_features is not None and not outer.features:
+        out, num_features = out[..., :num_features], None
+    return wrap(out, outer, outer, plan, num_features)
+
+
+def one_sample(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """A layer on [features], as on a batch of one sample."""
+    if isinstance(x, ShardedActivation):
+        plan = x.plan
+        local, activation, home = unwrap(x, plan)
+        x = wrap(local.unsqueeze(0), activation, home, plan, x.num_features)
+    else:
+        x = x.unsqueeze(0)
+    out = layer(x)
+    return tuple(map(_only_sample, out)) if isinstance(out, tuple) else _only_sample(out)
+
+
+def _only_sample(x: Tensor) -> Tensor:
+    if not isinstance(x, ShardedActivation):
+        return x.squeeze(0)
+    plan, num_features = x.plan, x.num_features
+    local, activation, home = unwrap(x, plan)
+    return wrap(local.squeeze(0), activation, home, plan, num_features)

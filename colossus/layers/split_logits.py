@@ -37,11 +37,15 @@ class SplitLogits:
     sum_over: AxisGroup | None = None
     shared_by: int = 1
 
-    def settle(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """A sum and a number over the rows held, as the user layout has them. The sum's gradient passes as it is."""
+    def settle(self, total: Tensor) -> Tensor:
+        """A sum over the rows held, as the user layout has it; its gradient passes as it is.
+
+        Where these are other rows than those of the rank's samples (3D), ranks whose samples share them each get an
+        equal share: the sum over all ranks is exact, that of one rank is not the sum of its own samples.
+        """
         if self.sum_over is None:
-            return total, count
-        settled: tuple[Tensor, Tensor] = _Settle.apply(total, count, self.sum_over, self.shared_by)
+            return total
+        settled: Tensor = _Settle.apply(total, self.sum_over, self.shared_by)
         return settled
 
 
@@ -90,15 +94,10 @@ def _check(logits: Tensor, labels: Tensor, held: Tensor) -> None:
 
 class _Settle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, total: Tensor, count: Tensor, group: AxisGroup, shared_by: int) -> tuple[Tensor, Tensor]:
-        both = (
-            collectives.all_reduce(torch.stack([total.double(), count.double()]), group, owned=True).wait() / shared_by
-        )
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(settled_count := both[1].clone())
-        return both[0].to(total.dtype), settled_count
+    def forward(ctx: Any, total: Tensor, group: AxisGroup, shared_by: int) -> Tensor:
+        return collectives.all_reduce(total, group).wait() / shared_by
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grad, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None, None

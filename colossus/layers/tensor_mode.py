@@ -79,7 +79,13 @@ class TensorMode:
                 raise ValueError(
                     f"parallel.tensor.shape: {product} = {math.prod(shape)}, but parallel.tensor.size = {size}"
                 )
-            return dict(zip(cls.axes, shape, strict=True))
+            sizes = dict(zip(cls.axes, shape, strict=True))
+            if depth is not None and sizes.get("depth", depth) != depth:
+                raise ValueError(
+                    f"parallel.tensor.shape = {tuple(shape)} has depth {sizes['depth']}, but parallel.tensor.depth = "
+                    f"{depth}"
+                )
+            return sizes
         return dict(zip(cls.axes, cls.default_shape(size, depth or 0), strict=True))
 
     @classmethod

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from colossus.comm.collectives import Pending, Ready
+from colossus.comm.collectives import Pending, Ready, is_recorded
 from colossus.layers.coalesced import Member, Together
 from colossus.layers.route import Route, run
 from colossus.layout.parameter import spec_of
@@ -59,10 +59,11 @@ class WeightStore:
 
     def fetch(self, weight: Tensor, route: Route) -> Pending:
         """The weight as used in a multiplication."""
-        together = self._together.get(id(weight)) if self._in_step else None
+        together = self._together.get(id(weight)) if self._in_step and not is_recorded() else None
         if together is not None:
             return Ready(together.fetch(weight))
-        if not (self._in_step and self.scope == "step" and route.there):
+        # a recorded gather is kept, and played back, by what records it
+        if not (self._in_step and self.scope == "step" and route.there) or is_recorded():
             return run(route.there, weight)
         held = self._held.get(id(weight))
         if held is None:
@@ -71,11 +72,11 @@ class WeightStore:
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
         """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
-        together = self._together.get(id(weight)) if self._in_step else None
+        together = self._together.get(id(weight)) if self._in_step and not is_recorded() else None
         if together is not None:
             return together.reduce(weight, gradient, deliver)
         held = self._held.get(id(weight))
-        if held is None:
+        if held is None or is_recorded():
             return run(route.back, gradient, owned=True)
         held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
         if not self._is_last:
@@ -120,11 +121,15 @@ class WeightStore:
                     if gradient is not None:
                         deliver(member.weight, run(member.route.back, gradient, owned=True).wait())
         finally:
-            self._held.clear()
-            for together in self._together.values():
-                together.used.clear()
-                together.gradients.clear()
-            self._in_step = self._is_last = False
+            self.abandon_step()
+
+    def abandon_step(self) -> None:
+        """Let go of everything without reducing it."""
+        self._held.clear()
+        for together in self._together.values():
+            together.used.clear()
+            together.gradients.clear()
+        self._in_step = self._is_last = False
 
     # -- deferred weight gradients ------------------------------------------------------------------------
 
@@ -152,7 +157,10 @@ class WeightStore:
 
 
 def deliver(weight: Tensor, gradient: Tensor) -> None:
-    """Add a gradient that did not come through autograd, and tell who waits for it."""
+    """Add a gradient that did not come through autograd, as autograd would: past its hooks, and tell who waits."""
+    for hook in list((weight._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     spec = spec_of(weight)
     assert spec is not None

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 Dims = tuple[tuple[str, ...], ...]
 Box = tuple[tuple[int, int], ...]
@@ -118,7 +119,17 @@ class Layout:
         return text
 
 
-def gradient_axes(parameter: Layout, *uses: Layout) -> tuple[str, ...]:
+class Use(Protocol):
+    """A `Layout`, or an activation by role."""
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def grad_partial(self) -> tuple[str, ...]: ...
+
+
+def gradient_axes(parameter: Layout, *uses: Use) -> tuple[str, ...]:
     """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
 
     The gradient is a sum over everything the activations are split or partial over; where the parameter itself is

@@ -50,6 +50,8 @@ class ParameterSpec:
         self.layout = pieces[0].layout
         self.name = ""
         self.gradient_axes: tuple[str, ...] | None = None
+        #: whether ``gradient_axes`` is known before the first use
+        self.is_decided = False
         #: told of a gradient that did not come through autograd
         self.on_gradient: Callable[[nn.Parameter], None] | None = None
 

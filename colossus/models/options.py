@@ -130,6 +130,7 @@ class GPTOptions(BaseModel):
         if tables is None:
             return problems  # told with the sizes of the mode
         needs: dict[str, tuple[int, tuple[str, ...]]] = {}
+        told: set[tuple[str, int]] = set()
 
         def need(key: str, axes: tuple[str, ...]) -> None:
             ways = tables.ways(axes)
@@ -142,6 +143,9 @@ class GPTOptions(BaseModel):
                 key = linear.in_key if misfit.what == "in_features" else linear.out_key
                 if key:
                     need(key, misfit.axes)
+                elif (misfit.what, misfit.ways) not in told:
+                    told.add((misfit.what, misfit.ways))
+                    problems.append(f"model: heads x head size of the attention, {misfit}")
         heads = tables.regions.inner.features
         need("num_heads", heads)
         if self.num_kv_heads != self.num_heads:
