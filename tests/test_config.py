@@ -534,6 +534,14 @@ def test_batch() -> None:
             dict(tensor=dict(mode="3d", size=8)),
             ["model.num_heads = 1 is not a multiple of the 2 ranks of j (parallel.tensor.mode = 3d); nearest: 2"],
         ),
+        (
+            dict(hidden_size=24, num_heads=3, num_kv_heads=1, ffn_hidden_size=96),
+            dict(tensor=dict(mode="3d", shape=(3, 1, 4))),
+            [
+                "model: heads x head size of the attention, out_features (key) = 8 does not divide over the 3 ranks",
+                "train.global_batch_size = 32 is not a multiple of data 1 x microbatches 1 x 12",
+            ],
+        ),
         (dict(num_kv_heads=3), dict(), ["model.num_kv_heads = 3 does not divide model.num_heads = 8 (every"]),
         (
             dict(seq_len=30),

@@ -6,12 +6,13 @@ import argparse
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 
 from colossus import __version__
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
-from colossus.cli.show import render
+from colossus.cli.show import join_timeline, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
 from colossus.registry import nearest
 
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        arguments = make_parser(command).parse_intermixed_args(words[1:])
+        rest = join_timeline(words[1:]) if command == "show" else words[1:]
+        arguments = make_parser(command).parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
     try:
@@ -59,7 +61,11 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    print(render(_load(arguments), every_rank=arguments.all))
+    config = _load(arguments)
+    if arguments.timeline is None:
+        print(render(config, every_rank=arguments.all))
+    else:
+        print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import NoReturn
 
 from colossus.registry import nearest
+from colossus.schedule.figure import FORMATS
 
 OVERRIDES = """\
 overrides are section.key=value and win over the file:
@@ -20,7 +21,7 @@ Train large models on many processes, declared in a Python config file.
 commands:
   launch FILE   train
   config FILE   print the resolved config
-  show FILE     print which rank is where, without starting anything
+  show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
 
@@ -117,13 +118,23 @@ def _show() -> Parser:
     parser = Parser(
         "show",
         "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
-        "Works for any plan, of any size, in any tensor mode; nothing is started.",
-        OVERRIDES + "\nexample:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
-        "parallel.tensor.depth=2 --nproc 4096\n",
+        "Works for any plan, of any size, in any tensor mode; nothing is started. With --timeline, what each rank of\n"
+        "the pipeline does when, its bubble and the activations it holds, for any schedule.",
+        OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
+        "parallel.tensor.depth=2 --nproc 4096\n"
+        "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
+        "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n",
     )
     _file(parser)
     _nproc(parser, "processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
     parser.add_argument("--all", action="store_true", help="print every rank of a plan of more than 64")
+    parser.add_argument(
+        "--timeline",
+        nargs="?",
+        const="",
+        metavar="OUT",
+        help=f"draw the pipeline schedule over time; with OUT ({', '.join(FORMATS)}) into this file, too",
+    )
     return parser
 
 

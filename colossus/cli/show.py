@@ -1,13 +1,18 @@
-"""``colossus show``: who is where, as text. Arithmetic only, so any plan of any size can be drawn."""
+"""``colossus show``: who is where, and what runs when, as text. Arithmetic only, so any plan can be drawn."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from colossus.config import Config, model_options
+from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import arithmetic, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.schedule.actions import placement
+from colossus.schedule.figure import save
+from colossus.schedule.make import make_schedule
+from colossus.schedule.simulate import Times, simulate
+from colossus.schedule.timeline import draw, figures
 
 MANY = 64
 ENDS = (16, 4)  # ranks printed from the start and from the end of a long table
@@ -18,6 +23,59 @@ def render(config: Config, every_rank: bool = False) -> str:
     grid = build_grid(config.parallel)
     parts = [_head(config, grid), _groups(grid), _table(grid, every_rank)]
     return "\n\n".join(parts)
+
+
+def render_timeline(config: Config, width: int, picture: str | None = None) -> str:
+    """The pipeline schedule of a resolved config over time, and what it costs; drawn into ``picture``, too, if given.
+
+    Times are in forwards of a rank's whole share of the model: a backward takes 2, each of its halves 1, a transfer 0.
+
+    Raises:
+        ConfigError: for a schedule that is wrong, naming its first bad action, and for a picture that cannot be drawn.
+    """
+    stages, schedule = config.parallel.pipeline, config.schedule
+    try:
+        actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
+        pieces = len(placement(actions))
+        simulation = simulate(actions, Times(stages=[stages / pieces] * pieces))
+        name = schedule.type if isinstance(schedule.type, str) else getattr(schedule.type, "__name__", "schedule")
+        count = f"{pieces} stages on {_count(stages, 'rank')}" if pieces > 1 else "1 stage"
+        title = f"{name}, {count}, {_count(schedule.microbatches, 'microbatch', 'es')}"
+    except ValueError as error:
+        raise ConfigError(f"schedule: {error}", config.source) from error
+    if picture:
+        try:
+            save(simulation, picture, title)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--timeline: {error}") from error
+    head = [
+        f"schedule    {title}",
+        "time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0",
+    ]
+    alike = world_size(config.parallel) // stages
+    if alike > 1 and stages > 1:
+        head.append(f"rank        of the pipeline axis; each stands for {alike} processes")
+    parts = ["\n".join(head), draw(simulation, width), figures(simulation)]
+    return "\n\n".join([*parts, f"drawn in {picture}"] if picture else parts)
+
+
+def join_timeline(words: Sequence[str]) -> list[str]:
+    """The words with ``--timeline`` joined to the picture behind it, or to nothing.
+
+    Left alone, the parser would take a config file or an override that follows for the picture.
+    """
+    out: list[str] = []
+    for word in words:
+        other = word.startswith("-") or "=" in word or word.endswith(".py")
+        if out and out[-1] == "--timeline=" and not other:
+            out[-1] += word
+        else:
+            out.append("--timeline=" if word == "--timeline" else word)
+    return out
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _head(config: Config, grid: RankGrid) -> str:

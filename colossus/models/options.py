@@ -130,7 +130,7 @@ class GPTOptions(BaseModel):
         if tables is None:
             return problems  # told with the sizes of the mode
         needs: dict[str, tuple[int, tuple[str, ...]]] = {}
-        told: set[tuple[str, int]] = set()
+        heads_line: list[str] = []
 
         def need(key: str, axes: tuple[str, ...]) -> None:
             ways = tables.ways(axes)
@@ -143,15 +143,16 @@ class GPTOptions(BaseModel):
                 key = linear.in_key if misfit.what == "in_features" else linear.out_key
                 if key:
                     need(key, misfit.axes)
-                elif (misfit.what, misfit.ways) not in told:
-                    told.add((misfit.what, misfit.ways))
-                    problems.append(f"model: heads x head size of the attention, {misfit}")
+                else:
+                    heads_line = heads_line or [f"model: heads x head size of the attention, {misfit}"]
         heads = tables.regions.inner.features
         need("num_heads", heads)
         if self.num_kv_heads != self.num_heads:
             need("num_kv_heads", heads)
         if tensor.sequence_sharded:
             need("seq_len", tables.regions.outer.tokens)
+        if not needs:  # else these say the same once more
+            problems += heads_line
         for key, (ways, axes) in needs.items():
             value = getattr(self, key)
             by = f"the {ways} ranks of {' x '.join(axes)} (parallel.tensor.mode = {tensor.mode})"

@@ -47,7 +47,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, slots=True)
 class Action:
     """One thing a rank does.
 

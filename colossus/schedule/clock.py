@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from colossus.schedule.actions import COMPUTE, INPUT_GRADIENT, SENDS, TRANSFERS, Action, Actions, has_transfers, placement
+from colossus.schedule.actions import (
+    COMPUTE,
+    INPUT_GRADIENT,
+    SENDS,
+    TRANSFERS,
+    Action,
+    Actions,
+    has_transfers,
+    placement,
+)
 
 #: seconds (or any unit) of an action
 Duration = Callable[[Action], float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from colossus.schedule.actions import COMPUTE, INPUT_GRADIENT, KINDS, TRANSFERS, Action, Actions, Kind, placement
+from colossus.schedule.actions import INPUT_GRADIENT, KINDS, TRANSFERS, Action, Actions, Kind, placement
 from colossus.schedule.words import where
 
 
@@ -17,39 +17,50 @@ def check_order(actions: Actions, microbatches: int, *, explicit: bool = True) -
     Raises:
         ValueError: naming the first bad action of the lowest rank, its index, and what to do.
     """
-    rank_of = placement(actions)
     for rank, own in enumerate(actions):
         for index, action in enumerate(own):
-            if problem := _odd(action, rank, rank_of, microbatches):
+            if problem := _malformed(action, microbatches):
                 raise ValueError(f"{where(rank, index, action)}: {problem}")
+    rank_of = placement(actions)
     if not rank_of:
         raise ValueError("no rank computes anything: a schedule holds a list of actions for each rank")
     if missing := sorted(set(range(max(rank_of) + 1)) - rank_of.keys()):
         raise ValueError(f"no rank has stage {missing[0]} of {max(rank_of) + 1}: give it to one")
     for rank, own in enumerate(actions):
+        for index, action in enumerate(own):
+            if problem := _misplaced(action, rank, rank_of):
+                raise ValueError(f"{where(rank, index, action)}: {problem}")
+    if idle := sorted(set(range(len(actions))) - set(rank_of.values())):
+        raise ValueError(f"rank {idle[0]} of {len(actions)} has no stage: give it one, or use fewer ranks")
+    for rank, own in enumerate(actions):
         _Walk(rank, own, rank_of, microbatches, explicit).run()
 
 
-def _odd(action: object, rank: int, rank_of: dict[int, int], microbatches: int) -> str | None:
-    """What is wrong with an action whatever comes before it."""
+def _malformed(action: object, microbatches: int) -> str | None:
+    """What is wrong with an action as it stands."""
     if not isinstance(action, Action) or action.kind not in KINDS:
         return f"no action; make it with Action(kind, stage, microbatch), kind one of {', '.join(KINDS)}"
-    if not 0 <= action.microbatch < microbatches:
+    if not isinstance(action.stage, int) or action.stage < 0:
+        return f"a stage is a whole number from 0, got {action.stage!r}"
+    if not isinstance(action.microbatch, int) or not 0 <= action.microbatch < microbatches:
         return f"there are {microbatches} microbatches, from 0; drop it"
-    if action.kind in COMPUTE and (action.stage < 0 or rank_of[action.stage] != rank):
+    if action.kind in ("reduce", "step") and (action.microbatch or (action.kind == "step" and action.stage)):
         return (
-            f"stage {action.stage} is on rank {rank_of[action.stage]}; a stage is on one rank"
-            if action.stage >= 0
-            else "stages count from 0"
+            f"a {action.kind} is for all microbatches{' and stages' if action.kind == 'step' else ''}; leave them out"
         )
     if action.kind not in TRANSFERS:
-        return None if action.peer is None else "only sends and receives have a peer; drop it"
-    onward = action.kind in ("send_activation", "receive_gradient")
-    peer = action.stage + (1 if onward else -1)
-    if action.peer != peer:
-        return f"the stage at the other end is {peer}: peer={peer}"
-    if rank_of.get(action.stage) != rank or rank_of.get(peer, rank) == rank:
-        return f"it is for a rank with stage {action.stage} and not stage {peer}; drop it"
+        return None if action.peer is None else "only sends and receives have a peer; leave it out"
+    peer = action.stage + (1 if action.kind in ("send_activation", "receive_gradient") else -1)
+    return None if action.peer == peer else f"the stage at the other end is {peer}: peer={peer}"
+
+
+def _misplaced(action: Action, rank: int, rank_of: dict[int, int]) -> str | None:
+    """What is wrong with an action on this rank."""
+    if action.kind != "step" and rank_of.get(action.stage) != rank:
+        home = f"on rank {rank_of[action.stage]}" if action.stage in rank_of else "computed by no rank"
+        return f"stage {action.stage} is {home}; drop it, or move the stage as a whole"
+    if action.peer is not None and rank_of.get(action.peer, rank) == rank:
+        return f"stage {action.peer} is {'on this rank' if action.peer in rank_of else 'no stage'}; drop it"
     return None
 
 
@@ -62,6 +73,7 @@ class _Walk:
         self.stages = sorted(stage for stage, home in rank_of.items() if home == rank)
         self.last = max(rank_of)
         self.index_of: dict[Action, int] = {}
+        self._present = frozenset(own)
 
     def run(self) -> None:
         for index, action in enumerate(self.own):
@@ -89,13 +101,10 @@ class _Walk:
     def _once(self, action: Action) -> Action:
         """The action that stands for this one in "done once": a backward may be whole or in halves."""
         whole = Action("backward", action.stage, action.microbatch)
-        if action.kind == "backward" and self._half(action) in self.index_of:
-            return self._half(action)
+        inputs = Action("backward_input", action.stage, action.microbatch)
+        if action.kind == "backward" and inputs in self.index_of:
+            return inputs
         return whole if action.kind in ("backward_input", "backward_weight") and whole in self.index_of else action
-
-    @staticmethod
-    def _half(action: Action, kind: Kind = "backward_input") -> Action:
-        return Action(kind, action.stage, action.microbatch)
 
     def _needs(self, action: Action) -> Iterator[Action]:
         kind, stage, index = action.kind, action.stage, action.microbatch
@@ -106,7 +115,7 @@ class _Walk:
             if stage < self.last:
                 yield from self._from(stage + 1, self._backward(stage + 1, index), "receive_gradient", action)
         elif kind == "backward_weight":
-            yield self._half(action)
+            yield Action("backward_input", stage, index)
         elif kind == "send_activation":
             yield Action("forward", stage, index)
         elif kind == "send_gradient":
@@ -125,14 +134,10 @@ class _Walk:
 
     def _backward(self, stage: int, microbatch: int, weights: bool = False) -> Action:
         """The backward of a stage of this rank, in the form that the list has it."""
-        half = Action("backward_weight" if weights else "backward_input", stage, microbatch)
-        return half if half in self._present else Action("backward", stage, microbatch)
-
-    @property
-    def _present(self) -> set[Action]:
-        if not hasattr(self, "_all"):
-            self._all = set(self.own)
-        return self._all
+        inputs, parameters = Action("backward_input", stage, microbatch), Action("backward_weight", stage, microbatch)
+        if self._present.isdisjoint((inputs, parameters)):
+            return Action("backward", stage, microbatch)
+        return parameters if weights else inputs
 
     def _wanted(self) -> Iterator[Action]:
         """Everything that the list must hold; in lists of compute actions only these."""

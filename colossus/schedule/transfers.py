@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from colossus.schedule.actions import COMPUTE, INPUT_GRADIENT, LAST_USE, Action, Actions, has_transfers, placement
+from colossus.schedule.actions import COMPUTE, INPUT_GRADIENT, LAST_USE, Action, Actions, Kind, has_transfers, placement
 from colossus.schedule.clock import Stuck, play
+from colossus.schedule.order import check_order
 from colossus.schedule.words import waits_for_ever
 
 #: any times above zero give a correct order; these give a good one
@@ -36,16 +37,20 @@ def complete(actions: Actions) -> Actions:
         actions: for each rank its compute actions in order, or full lists, which stay as they are.
 
     Raises:
-        ValueError: when the compute actions wait for each other, naming the first that waits for ever.
+        ValueError: naming the first action that comes before what it needs, or waits for ever for another rank.
     """
-    actions = [_with_reductions(own) for own in actions]
+    out = [_with_reductions(own) for own in actions]
     if not has_transfers(actions):
+        microbatches = 1 + max((action.microbatch for own in actions for action in own), default=0)
+        check_order(actions, microbatches, explicit=False)
         try:
-            actions = _with_transfers(actions)
+            out = _with_transfers(out)
         except Stuck as stuck:
-            raise ValueError(waits_for_ever(actions, stuck.heads)) from None
+            # told by the lists as they were given: without the reductions put in
+            heads = {rank: actions[rank].index(out[rank][index]) for rank, index in stuck.heads.items()}
+            raise ValueError(waits_for_ever(actions, heads)) from None
     step = Action("step")
-    return [own if step in own else [*own, step] for own in actions]
+    return [own if step in own else [*own, step] for own in out]
 
 
 def _with_reductions(own: list[Action]) -> list[Action]:
@@ -85,5 +90,5 @@ def _send_after(action: Action, rank_of: dict[int, int], rank: int) -> Action | 
     peer = action.stage + (-1 if action.kind in INPUT_GRADIENT else 1)
     if rank_of.get(peer, rank) == rank:
         return None
-    kind = "send_gradient" if action.kind in INPUT_GRADIENT else "send_activation"
+    kind: Kind = "send_gradient" if action.kind in INPUT_GRADIENT else "send_activation"
     return Action(kind, action.stage, action.microbatch, peer)

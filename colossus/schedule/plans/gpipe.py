@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
+from colossus.schedule.memory import bounded
+from colossus.schedule.transfers import complete
 
 
 @SCHEDULES.register("gpipe")
+@bounded(lambda stages, microbatches: [microbatches] * stages)
 def gpipe(stages: int, microbatches: int) -> Actions:
-    """Forward and backward order of every stage."""
-    return [
+    """Rank r has stage r."""
+    return complete(
         [
-            *(Action("forward", stage, index) for index in range(microbatches)),
-            *(Action("backward", stage, index) for index in range(microbatches)),
-            Action("reduce", stage),
+            [
+                *(Action("forward", stage, index) for index in range(microbatches)),
+                *(Action("backward", stage, index) for index in range(microbatches)),
+            ]
+            for stage in range(stages)
         ]
-        for stage in range(stages)
-    ]
+    )

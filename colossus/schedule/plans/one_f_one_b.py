@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
+from colossus.schedule.memory import bounded
+from colossus.schedule.transfers import complete
 
 
 @SCHEDULES.register("1f1b")
+@bounded(lambda stages, microbatches: [min(stages - stage, microbatches) for stage in range(stages)])
 def one_f_one_b(stages: int, microbatches: int) -> Actions:
-    """Forward and backward order of every stage."""
+    """Rank r has stage r."""
     out: Actions = []
     for stage in range(stages):
         warm_up = min(stages - stage - 1, microbatches)
@@ -21,5 +24,5 @@ def one_f_one_b(stages: int, microbatches: int) -> Actions:
             actions.append(Action("forward", stage, warm_up + index))
             actions.append(Action("backward", stage, index))
         actions += [Action("backward", stage, index) for index in range(microbatches - warm_up, microbatches)]
-        out.append([*actions, Action("reduce", stage)])
-    return out
+        out.append(actions)
+    return complete(out)
