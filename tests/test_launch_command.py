@@ -409,4 +409,4 @@ def test_sizes_that_a_users_own_model_cannot_split_exit_with_2(
     assert command.run(str(file), []) == 2
     said = capsys.readouterr().err
     assert "odd.py: the model cannot be built under this plan" in said
-    assert "out_features = 9 does not divide over parallel.tensor.size = 2; use 8 or 10" in said
+    assert "out_features = 9 does not divide over the 2 ranks of tensor; 8 or 10 does" in said
