@@ -127,13 +127,13 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return _functional_pending(out, entry)
-    mine = x.new_empty(stacked.shape[1:])
     if _is_slow_on_gloo(stacked):
         received = torch.empty_like(stacked)
         work = dist.all_to_all_single(
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
         )
         return _work_pending(work, received, entry, lambda parts: parts.sum(0))
+    mine = x.new_empty(stacked.shape[1:])
     work = dist.reduce_scatter_single(mine, stacked.flatten(0, 1), group=group.process_group, async_op=True)
     return _work_pending(work, mine, entry)
 
@@ -169,6 +169,15 @@ def _is_slow_on_gloo(whole: Tensor) -> bool:
     return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES
 
 
+def message_pair(mine: Tensor, theirs: Tensor, group: AxisGroup, *, to: int, source: int) -> list[dist.P2POp]:
+    """``mine`` to one rank of the group and ``theirs`` from another; indices go round."""
+    ranks, n = group.ranks, group.size
+    return [
+        dist.P2POp(dist.isend, mine, ranks[to % n], group.process_group),
+        dist.P2POp(dist.irecv, theirs, ranks[source % n], group.process_group),
+    ]
+
+
 def _gather_by_messages(x: Tensor, gathered: Tensor, group: AxisGroup, dim: int, entry: log.Entry | None) -> Pending:
     """All-gather in which every rank sends its part to every other."""
     n, me = group.size, group.index
@@ -176,9 +185,7 @@ def _gather_by_messages(x: Tensor, gathered: Tensor, group: AxisGroup, dim: int,
     parts[me].copy_(x)
     messages = []
     for step in range(1, n):
-        to, source = (me + step) % n, (me - step) % n
-        messages.append(dist.P2POp(dist.isend, x, group.ranks[to], group.process_group))
-        messages.append(dist.P2POp(dist.irecv, parts[source], group.ranks[source], group.process_group))
+        messages += message_pair(x, parts[(me - step) % n], group, to=me + step, source=me - step)
     works = dist.batch_isend_irecv(messages)
 
     def finish() -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm.collectives import note
-from colossus.comm.shared_memory import SLOT_BYTES, channel_for
+from colossus.comm.collectives import message_pair, note
+from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 
 
@@ -52,13 +52,7 @@ def _receive(x: Tensor, group: AxisGroup, step: int) -> tuple[Tensor, list[dist.
 
 
 def _start(mine: Tensor, theirs: Tensor, group: AxisGroup, *, to: int, source: int) -> list[dist.Work]:
-    ranks, n = group.ranks, group.size
-    return dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, mine, ranks[to % n], group.process_group),
-            dist.P2POp(dist.irecv, theirs, ranks[source % n], group.process_group),
-        ]
-    )
+    return dist.batch_isend_irecv(message_pair(mine, theirs, group, to=to, source=source))
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
@@ -82,8 +76,7 @@ def reduce_parts(compute: Compute, like: Tensor, shape: Sequence[int], group: Ax
     n, me = group.size, group.index
     own = like.new_empty(tuple(shape))
     entry = note("reduce_scatter", own, group, n - 1)
-    fits = own.nbytes * n <= SLOT_BYTES
-    channel = channel_for(own, group) if fits else None
+    channel = channel_for(own, group)
     if channel is not None and own.nbytes * n <= channel.slot_bytes:
         exchange = channel.exchange(own.shape, own.dtype)
         for step in range(1, n):

@@ -124,9 +124,13 @@ class Engine:
 
     def _forward(self, index: int, microbatch: Any) -> tuple[Tensor, Tensor]:
         self.context.rng.move_to(self.completed_steps, index)
-        part = self.own_part(microbatch)
         with self.context:
-            return self._loss(self.model(model_input(part)), part)
+            return self._apply(microbatch)
+
+    def _apply(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Model and loss on this rank's part of a data rank's batch."""
+        part = self.own_part(batch)
+        return self._loss(self.model(model_input(part)), part)
 
     def own_part(self, batch: Any) -> Any:
         """The samples of a data rank's batch that this rank's model takes, in the precision of the run.
@@ -202,8 +206,7 @@ class Engine:
     def eval_step(self, batch: Any) -> EvalResult:
         """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
         with self._evaluating():
-            part = self.own_part(batch)
-            loss_sum, tokens = self._loss(self.model(model_input(part)), part)
+            loss_sum, tokens = self._apply(batch)
             return self._reduce_evaluation(loss_sum.double(), tokens.double())
 
     @torch.no_grad()
@@ -225,8 +228,7 @@ class Engine:
                 if self._agree_to_stop():
                     complete = False
                     break
-                part = self.own_part(batch)
-                loss, count = self._loss(self.model(model_input(part)), part)
+                loss, count = self._apply(batch)
                 loss_sum += loss
                 tokens += count
             result = self._reduce_evaluation(loss_sum, tokens)

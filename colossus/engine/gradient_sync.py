@@ -86,18 +86,10 @@ class AllReduce:
                 "summed over the ranks, and the optimizer does not have it. Unfreeze it while the model is built, or "
                 "make a new engine"
             )
-        if self._unused:
-            waiting = self._unused
-            self._unused = agree_on_axes(waiting, self.context)
-            ready = {id(param) for param in waiting} - {id(param) for param in self._unused}
-        else:
-            ready = set()
-        if self.buckets is None:
-            late = {id(param) for param in self._unused}
-            self.buckets = self._make_buckets([param for param in self._params() if id(param) not in late])
-        elif ready:
-            self.buckets += self._make_buckets([param for param in self._params() if id(param) in ready])
-        self._of = {id(param): index for index, bucket in enumerate(self.buckets) for param in bucket.params}
+        waiting = len(self._unused)
+        self._unused = agree_on_axes(self._unused, self.context)
+        if self.buckets is None or len(self._unused) < waiting:
+            self._add_buckets()
         self._next = 0
         self._armed = True
 
@@ -129,9 +121,16 @@ class AllReduce:
         for bucket in self.buckets or []:
             bucket.forget()
 
-    def _params(self) -> list[nn.Parameter]:
-        """Trainable parameters in the order of backward."""
-        return [param for param in reversed(list(self.model.parameters())) if param.requires_grad]
+    def _add_buckets(self) -> None:
+        """Buckets for all parameters whose axes are known and that are in none yet, in the order of backward."""
+        waiting = {id(param) for param in self._unused}
+        params = [
+            param
+            for param in reversed(list(self.model.parameters()))
+            if param.requires_grad and id(param) not in waiting and id(param) not in self._of
+        ]
+        self.buckets = (self.buckets or []) + self._make_buckets(params)
+        self._of = {id(param): index for index, bucket in enumerate(self.buckets) for param in bucket.params}
 
     def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
         buckets = []

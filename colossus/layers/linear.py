@@ -148,8 +148,12 @@ class Linear(Layer):
     def member(self) -> Member:
         """The weight and its route, to be moved together with others."""
         assert self.table is not None
-        rows = [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else ()
-        return Member(self.weight, Route.of(moves(self.table.weight, self.table.weight_used), self.context, rows))
+        steps = moves(self.table.weight, self.table.weight_used)
+        return Member(self.weight, Route.of(steps, self.context, self._local_rows()))
+
+    def _local_rows(self) -> list[int]:
+        """Rows of each output in the local weight of a fused linear."""
+        return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
 
     def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
         assert self.table is not None
@@ -161,7 +165,7 @@ class Linear(Layer):
             ndim,
             self.context,
             self.plan.weights,
-            rows=[stop - start for start, stop in rows_of(self.weight)] if self.is_fused else (),
+            rows=self._local_rows(),
         )
 
     def _outputs(self, y: Tensor) -> Any:

@@ -59,7 +59,7 @@ class WeightStore:
 
     def fetch(self, weight: Tensor, route: Route) -> Pending:
         """The weight as used in a multiplication."""
-        together = self._together.get(id(weight)) if self._in_step and not is_recorded() else None
+        together = self._together_with(weight)
         if together is not None:
             return Ready(together.fetch(weight))
         # a recorded gather is kept, and played back, by what records it
@@ -72,7 +72,7 @@ class WeightStore:
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
         """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
-        together = self._together.get(id(weight)) if self._in_step and not is_recorded() else None
+        together = self._together_with(weight)
         if together is not None:
             return together.reduce(weight, gradient, deliver)
         held = self._held.get(id(weight))
@@ -83,6 +83,10 @@ class WeightStore:
             return None
         total, held.gradient = held.gradient, None
         return run(route.back, total, owned=True)
+
+    def _together_with(self, weight: Tensor) -> Together | None:
+        """What a weight moves with just now."""
+        return self._together.get(id(weight)) if self._in_step and not is_recorded() else None
 
     def is_together(self, weight: Tensor) -> bool:
         """Whether `put_together` was called for it."""

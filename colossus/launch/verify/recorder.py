@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from colossus.data.batch import Batch, map_batch
-from colossus.data.loader import Loader
 from colossus.engine.engine import Engine
 from colossus.engine.gradient_sync import gradient_sum_axes
 from colossus.engine.hooks import Hook
@@ -26,7 +23,7 @@ from colossus.layout.parameter import logical_parameters, spec_of
 
 
 class Recorder(Hook):
-    """Turns dropout off, makes the data float64, and records every step of the run.
+    """Turns dropout off, and records every step of the run.
 
     Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
     function of the global norm, so that one wrong gradient would otherwise change all of them.
@@ -46,8 +43,6 @@ class Recorder(Hook):
         self._silence = Silence(model)
         self._watch = ForwardWatch(model)
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
-        if engine.loaders is not None:
-            engine.loaders = dataclasses.replace(engine.loaders, train=DoubleLoader(engine.loaders.train))
         loss_fn = engine.loss_fn
 
         def watched_loss(outputs: Any, part: Any) -> Any:
@@ -118,16 +113,6 @@ class Recorder(Hook):
                 f"that follows depend on the plan"
             )
         return tuple(notes)
-
-
-class DoubleLoader(Loader):
-    """A loader whose floating-point tensors are float64."""
-
-    def __init__(self, loader: Loader) -> None:
-        super().__init__(loader.source, part=loader.part, device=loader.device)
-
-    def __next__(self) -> Batch:
-        return map_batch(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, super().__next__())
 
 
 def _parameter_facts(engine: Engine) -> dict[str, ParameterFacts]:
