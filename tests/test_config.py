@@ -441,7 +441,7 @@ def test_arithmetic_of_a_plan_that_does_not_multiply() -> None:
         "parallel: data 2 x pipeline 2 x tensor 4 = 16, but 8 processes",
         "  nearest plans that fit 8 processes:",
         "    parallel.tensor.size=2",
-        "    parallel.pipeline=1",
+        "    parallel.pipeline.size=1",
         "    parallel.data=1",
         "    parallel.data=4 parallel.tensor.size=1",
         "  or keep the plan and start 16 processes (--nproc 16)",
@@ -549,7 +549,14 @@ def test_batch() -> None:
             ["model.seq_len = 30 is not a multiple of parallel.tensor.size = 4; nearest: 28 or 32"],
         ),
         (dict(hidden_size=24, positions="rotary"), dict(), ["model.hidden_size / model.num_heads = 24 / 8 = 3 is odd"]),
-        (dict(), dict(pipeline=8), ["model.num_layers = 4 is fewer than the stages of parallel.pipeline = 8"]),
+        (
+            dict(),
+            dict(pipeline=8),
+            [
+                "model.num_layers = 4 gives 6 blocks (embedding, layers, head), fewer than the stages of "
+                "parallel.pipeline.size = 8; every stage needs a block"
+            ],
+        ),
     ],
 )
 def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any], words: list[str]) -> None:
@@ -558,6 +565,38 @@ def test_model_does_not_divide(options: dict[str, Any], parallel: dict[str, Any]
     for line, beginning in zip(found, words, strict=True):
         assert line.startswith(beginning)
     assert "nearest plans" in found[-1] or "no plan" in found[-1]
+
+
+def test_a_stage_needs_a_block() -> None:
+    load_config(dict(model=GPT, parallel=dict(pipeline=6)))  # four layers, embedding and head
+
+
+@pytest.mark.parametrize(
+    ("given", "split"),
+    [
+        (4, "parameters"),
+        (dict(size=4, split="time"), "time"),
+        (dict(size=2, split=[4, 2]), (4, 2)),
+        (dict(size=2, split=("blocks.1",)), ("blocks.1",)),
+    ],
+)
+def test_pipeline_section(given: Any, split: Any) -> None:
+    pipeline = load_config(dict(parallel=dict(pipeline=given))).parallel.pipeline
+    assert (pipeline.size, pipeline.split) == (given if isinstance(given, int) else given["size"], split)
+
+
+@pytest.mark.parametrize("split", ["equal", [], [0, 3], [1, "blocks.1"], [True, 2], 3])
+def test_wrong_split(split: Any) -> None:
+    (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
+    assert found.startswith("parallel.pipeline.split: must be 'parameters', 'time', 'memory', the number of blocks of")
+    assert found.endswith(f"got {split!r}")
+
+
+def test_overrides_of_the_pipeline() -> None:
+    file = dict(parallel=dict(pipeline=dict(size=2, split="memory")))
+    assert load_config(file, ["parallel.pipeline=3"]).parallel.pipeline.split == "memory"
+    changed = load_config(dict(parallel=dict(pipeline=2)), ["parallel.pipeline.split=[3,2,1]", "parallel.pipeline=3"])
+    assert (changed.parallel.pipeline.size, changed.parallel.pipeline.split) == (3, (3, 2, 1))
 
 
 def test_sequence_and_vocabulary_need_not_divide() -> None:
@@ -670,11 +709,10 @@ def test_nearest_plans_of_many_processes() -> None:
     ("config", "words"),
     [
         (
-            dict(parallel=dict(pipeline=2)),
-            "parallel.pipeline = 2: pipeline parallelism is not available in this version (colossus 0.1); "
-            "parallel.data and parallel.tensor are",
+            dict(parallel=dict(sequence=2)),
+            "parallel.sequence.size = 2: sequence parallelism is not available in this version (colossus 0.1); "
+            "parallel.data, parallel.pipeline and parallel.tensor are",
         ),
-        (dict(parallel=dict(sequence=2)), "parallel.sequence.size = 2: sequence parallelism is not available"),
         (dict(parallel=dict(zero=1)), "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not"),
         (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
         (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),

@@ -208,6 +208,45 @@ def test_set_step_goes_back_too(make: Callable[[], Any]) -> None:
         train.set_step(-1)
 
 
+@kinds
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_look_at_the_next_batch_takes_nothing(make: Callable[[], Any], step: int) -> None:
+    run = list(islice(loaders(make()).train, step + 3))
+    train = loaders(make()).train
+    for _ in range(step):
+        next(train)
+    assert same(train.peek(), run[step])
+    assert same(train.peek(), run[step])
+    assert train.step == step
+    state = train.state_dict()
+    assert same(next(train), run[step])
+    assert train.step == step + 1
+    assert same(next(train), run[step + 1])
+    assert same(train.peek(), run[step + 2])
+    resumed = loaders(make()).train
+    resumed.peek()
+    resumed.load_state_dict(state)
+    assert resumed.step == step
+    for expected in run[step:]:
+        assert same(next(resumed), expected)
+
+
+def test_set_step_drops_what_was_looked_at() -> None:
+    train = loaders(Numbers()).train
+    run = list(islice(loaders(Numbers()).train, 4))
+    train.peek()
+    train.set_step(2)
+    assert train.step == 2
+    assert same(train.peek(), run[2])
+    train.set_step(2)  # it is the next one still
+    assert same(next(train), run[2])
+    assert same(next(train), run[3])
+    ended = loaders(iter(list(Batches(count=1)))).train
+    next(ended)
+    with pytest.raises(StopIteration):
+        ended.peek()
+
+
 def test_epochs_visit_every_sample_once_and_differ() -> None:
     train = loaders(Numbers()).train
     seen = [i for batch in islice(train, SAMPLES) for i in ids(batch)]  # SAMPLES * BATCH samples are BATCH epochs

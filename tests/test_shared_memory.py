@@ -73,7 +73,7 @@ def test_every_rank_falls_back_when_one_cannot_map(monkeypatch: pytest.MonkeyPat
         if broken == "map" and context.rank == 1:
             shared_memory._map = _fails
         if broken == "create":
-            shared_memory._create = lambda name, size: 0
+            shared_memory._create = lambda name, parts, most: 0
         if broken == "disabled":
             shared_memory.enable(False)
         group = context.group("tensor")

@@ -33,7 +33,7 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     Raises:
         ConfigError: for a schedule that is wrong, naming its first bad action, and for a picture that cannot be drawn.
     """
-    stages, schedule = config.parallel.pipeline, config.schedule
+    stages, schedule = config.parallel.pipeline.size, config.schedule
     try:
         actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
         pieces = len(placement(actions))
@@ -108,10 +108,10 @@ def _model(config: Config) -> str:
     text = f"{name}, {options.num_parameters():,} parameters"
     parallel = config.parallel
     per_rank = getattr(options, "num_parameters_per_rank", None)
-    exact = parallel.pipeline == 1 and parallel.zero < 3
+    exact = parallel.pipeline.size == 1 and parallel.zero < 3
     if per_rank is not None and exact:
         return f"{text}, {per_rank(parallel):,} on each rank"
-    parts = parallel.tensor.size * parallel.pipeline
+    parts = parallel.tensor.size * parallel.pipeline.size
     return f"{text}, about {options.num_parameters() // parts:,} on each rank" if parts > 1 else text
 
 

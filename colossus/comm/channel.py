@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -146,14 +145,11 @@ class Channel:
     a peer's message about collective k + 1 says that it has read all of collective k, whose slots are free again.
     """
 
-    def __init__(self, group: AxisGroup, memory: mmap.mmap, slot_bytes: int, peers: dict[int, socket.socket]) -> None:
+    def __init__(self, group: AxisGroup, slots: list[list[Tensor]], peers: dict[int, socket.socket]) -> None:
         self.me, self.size, self._ranks = group.index, group.size, group.ranks
         self.peers = peers
-        self.slot_bytes = slot_bytes
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        self.slots = [
-            [whole[(rank * 2 + turn) * slot_bytes :][:slot_bytes] for turn in (0, 1)] for rank in range(self.size)
-        ]
+        self.slots = slots
+        self.slot_bytes = slots[0][0].numel()
         self._sequence = 0
         self._open: _Operation | None = None
 

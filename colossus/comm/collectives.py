@@ -164,6 +164,16 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     return _work_pending(work, received, entry, lambda out: _unstack(out, n, concat_dim))
 
 
+def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
+    """The ``x`` of the rank at place ``source`` of the group, on every rank, in ``x``: contiguous, of one shape."""
+    if group.size > 1:
+        entry = note("broadcast", x, group, 1.0)
+        dist.broadcast(x, group.ranks[source], group=group.process_group)
+        if entry is not None:
+            entry.done = True
+    return x
+
+
 def _is_slow_on_gloo(whole: Tensor) -> bool:
     """Whether gloo gathers or scatters a tensor of this size slower than messages between its ranks do."""
     return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES

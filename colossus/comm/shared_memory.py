@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 _FOLDER = Path("/dev/shm")
 SLOT_BYTES = 8 << 20
-_SMALLEST_SLOT = 64 << 10
+_SMALLEST_PART = 64 << 10
 _PAGE = 4096
 
 _channels: WeakKeyDictionary[AxisGroup, Channel | None] = WeakKeyDictionary()
@@ -52,23 +53,62 @@ def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
     if x.device.type != "cpu" or x.nbytes > SLOT_BYTES or x.dtype not in DTYPES:
         return None
     if group not in _channels:
-        _channels[group] = _open_channel(group) if _enabled else None
+        _channels[group] = _open_channel(group)
     channel = _channels[group]
     return channel if channel is not None and x.nbytes <= channel.slot_bytes else None
 
 
-def _open_channel(group: AxisGroup) -> Channel | None:
-    """Map one file in all ranks and connect them in pairs; None, on all ranks, where that is not possible."""
-    if sys.platform != "linux" or group.process_group is None or dist.get_backend(group.process_group) != "gloo":
+@dataclass
+class Mapped:
+    """A file that all ranks of a group have mapped, and the way to connect to each of them."""
+
+    name: str
+    memory: mmap.mmap
+    part_bytes: int
+    timeout: float
+    _listener: socket.socket
+
+    def part(self, number: int) -> Tensor:
+        """The bytes of one of the equal parts."""
+        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+        return whole[number * self.part_bytes :][: self.part_bytes]
+
+    def connect(self, index: int, me: int) -> socket.socket:
+        """A stream to a rank of the group, which has to `accept`, now or later."""
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(self.timeout)
+        peer.connect(f"\0{self.name}-{index}")
+        peer.sendall(bytes([me]))
+        return peer
+
+    def accept(self, count: int) -> dict[int, socket.socket]:
+        """The streams that ``count`` other ranks have made to this one, by index. No more are taken afterwards."""
+        peers: dict[int, socket.socket] = {}
+        while len(peers) < count:
+            peer, _ = self._listener.accept()
+            peer.settimeout(self.timeout)
+            peers[read_exactly(peer, 1)[0]] = peer
+        self._listener.close()
+        return peers
+
+
+def map_together(group: AxisGroup, parts: int, most: int) -> Mapped | None:
+    """Map one file of ``parts`` equal parts, of at most ``most`` bytes each; None, on all ranks, where it cannot be.
+
+    All ranks of the group must call.
+    """
+    if not _enabled or sys.platform != "linux":
+        return None
+    if group.process_group is None or dist.get_backend(group.process_group) != "gloo":
         return None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     name = f"colossus-{os.getpid()}-{secrets.token_hex(8)}"
-    slot = _create(name, group.size) if group.index == 0 else 0
-    name, slot = _share((name, slot), group)[0]
+    size = _create(name, parts, most) if group.index == 0 and group.size <= 255 else 0
+    name, size = _share((name, size), group)[0]
     memory = listener = None
-    if slot:
+    if size:
         with contextlib.suppress(OSError):
-            memory = _map(name, slot * 2 * group.size)
+            memory = _map(name, size * parts)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{name}-{group.index}")
             listener.listen(group.size)
@@ -79,38 +119,37 @@ def _open_channel(group: AxisGroup) -> Channel | None:
             (_FOLDER / name).unlink()
     if not ready or memory is None or listener is None:
         return None
-    peers: dict[int, socket.socket] = {}
-    for rank in range(group.index):
-        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        peer.settimeout(timeout)
-        peer.connect(f"\0{name}-{rank}")
-        peer.sendall(bytes([group.index]))
-        peers[rank] = peer
-    while len(peers) < group.size - 1:
-        peer, _ = listener.accept()
-        peer.settimeout(timeout)
-        peers[read_exactly(peer, 1)[0]] = peer
-    listener.close()
-    return Channel(group, memory, slot, dict(sorted(peers.items())))
+    return Mapped(name, memory, size, timeout, listener)
 
 
-def _create(name: str, size: int) -> int:
-    """Make the file, really allocated so that no page of it can be missing later. Bytes of a slot, 0 without room."""
+def _open_channel(group: AxisGroup) -> Channel | None:
+    """Every rank has two slots, and a stream to every other."""
+    mapped = map_together(group, 2 * group.size, SLOT_BYTES)
+    if mapped is None:
+        return None
+    peers = {rank: mapped.connect(rank, group.index) for rank in range(group.index)}
+    peers |= mapped.accept(group.size - 1 - group.index)
+    slots = [[mapped.part(rank * 2 + turn) for turn in (0, 1)] for rank in range(group.size)]
+    return Channel(group, slots, dict(sorted(peers.items())))
+
+
+def _create(name: str, parts: int, most: int) -> int:
+    """Make the file, really allocated so that no page of it can be missing later. Bytes of a part, 0 without room."""
     try:
         space = os.statvfs(_FOLDER)
-        slot = min(SLOT_BYTES, space.f_bavail * space.f_frsize // 4 // (2 * size)) // _PAGE * _PAGE
-        if slot < _SMALLEST_SLOT or size > 255:
+        size = min(most, space.f_bavail * space.f_frsize // 4 // parts) // _PAGE * _PAGE
+        if size < _SMALLEST_PART:
             return 0
         handle = os.open(_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(handle, 0, slot * 2 * size)
+            os.posix_fallocate(handle, 0, size * parts)
         finally:
             os.close(handle)
     except OSError:
         with contextlib.suppress(OSError):
             (_FOLDER / name).unlink()
         return 0
-    return slot
+    return size
 
 
 def _map(name: str, size: int) -> mmap.mmap:

@@ -101,7 +101,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
     options = model_options(config)
-    others = parallel.pipeline * parallel.sequence.size * parallel.tensor.size
+    others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     problems = _mode_problems(parallel)
     if parallel.data is None:
         fits = nproc is None or nproc % others == 0
@@ -127,12 +127,12 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
 def world_size(parallel: Parallel) -> int:
     """Number of processes of a plan whose data size is known."""
     assert parallel.data is not None
-    return parallel.data * parallel.pipeline * parallel.sequence.size * parallel.tensor.size
+    return parallel.data * parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
 
 
 def arithmetic(parallel: Parallel) -> str:
     """``data 2 x pipeline 2 x tensor 4``: data when it is given, the others when they are not 1."""
-    sizes = {"pipeline": parallel.pipeline, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
+    sizes = {"pipeline": parallel.pipeline.size, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
     factors = [] if parallel.data is None else [f"data {parallel.data}"]
     return " x ".join(factors + [f"{name} {size}" for name, size in sizes.items() if size > 1]) or "1"
 
@@ -156,12 +156,13 @@ def require_available(config: Config) -> None:
     parallel = config.parallel
     problems = []
     for key, value, unset, words in (
-        ("parallel.pipeline", parallel.pipeline, 1, "pipeline parallelism is"),
         ("parallel.sequence.size", parallel.sequence.size, 1, "sequence parallelism is"),
         ("parallel.zero", parallel.zero, 0, "sharding of optimizer state, gradients or parameters is"),
     ):
         if value != unset:
-            problems.append(f"{key} = {value}: {words} {tail}; parallel.data and parallel.tensor are")
+            problems.append(
+                f"{key} = {value}: {words} {tail}; parallel.data, parallel.pipeline and parallel.tensor are"
+            )
     checkpoint = config.checkpoint
     for key in type(checkpoint).model_fields:
         value = getattr(checkpoint, key)
@@ -220,8 +221,8 @@ def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits:
 
 def _plans(config: Config, options: ModelOptions | None, nproc: int, most: int) -> list[str]:
     parallel = config.parallel
-    now: Sizes = (parallel.data or 0, parallel.pipeline, parallel.sequence.size, parallel.tensor.size)
-    keys = ("parallel.data", "parallel.pipeline", "parallel.sequence.size", "parallel.tensor.size")
+    now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
+    keys = ("parallel.data", "parallel.pipeline.size", "parallel.sequence.size", "parallel.tensor.size")
 
     def distance(sizes: Sizes) -> tuple[float, int]:
         # A derived data size (0) is free: it is not the user's choice.
@@ -236,7 +237,7 @@ def _plans(config: Config, options: ModelOptions | None, nproc: int, most: int) 
         candidate = parallel.model_copy(
             update={
                 "data": data,
-                "pipeline": pipeline,
+                "pipeline": parallel.pipeline.model_copy(update={"size": pipeline}),
                 "sequence": parallel.sequence.model_copy(update={"size": sequence}),
                 "tensor": parallel.tensor.model_copy(update={"size": tensor}),
             }

@@ -116,6 +116,29 @@ def _mode(value: Any) -> Any:
     return value.lower() if isinstance(value, str) and value.lower() in ("1d", "2d", "2.5d", "3d") else value
 
 
+#: what ``parallel.pipeline.split`` may say the stages are equal in
+PIPELINE_SPLITS = ("parameters", "time", "memory")
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, str) and value in PIPELINE_SPLITS:
+        return value
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
+            return tuple(value)
+        if all(isinstance(item, str) and item for item in value):
+            return tuple(value)
+    raise ValueError(
+        f"must be {', '.join(map(repr, PIPELINE_SPLITS))}, the number of blocks of each stage, [3, 3], or the names of "
+        f"the blocks with which stages begin, ['blocks.3'], got {value!r}"
+    )
+
+
+class Pipeline(SizedSection):
+    #: what stages are equal in, as far as they can be; or the numbers or names of blocks that say where they begin
+    split: Annotated[str | tuple[int, ...] | tuple[str, ...], BeforeValidator(_split)] = "parameters"
+
+
 class Tensor(SizedSection):
     mode: Annotated[str, BeforeValidator(_mode)] = "1d"
     #: copies of the grid in 2.5D; None takes the fewest that leave a square
@@ -157,7 +180,7 @@ def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
 class Parallel(Section):
     #: replicas; None is derived from the number of processes
     data: Count | None = None
-    pipeline: Count = 1
+    pipeline: Pipeline = Pipeline()
     tensor: Tensor = Tensor()
     sequence: Sequence = Sequence()
     zero: Annotated[int, Field(ge=0, le=3)] = 0

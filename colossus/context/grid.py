@@ -105,7 +105,7 @@ def build_grid(parallel: Any) -> RankGrid:
     mode = TENSOR_MODES.get(parallel.tensor.mode)
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
     atomic: dict[str, dict[str, int]] = {
-        "pipeline": {"pipeline": parallel.pipeline},
+        "pipeline": {"pipeline": parallel.pipeline.size},
         "data": {"data": parallel.data},
         "sequence": {"sequence": parallel.sequence.size},
         "tensor": tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -73,7 +74,7 @@ class ParallelContext:
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
-        self._groups: dict[tuple[str, ...], AxisGroup] = {}
+        self._groups: dict[tuple[str | int, ...], AxisGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._serial = next(_serial)
@@ -171,10 +172,25 @@ class ParallelContext:
             elif len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
-                name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
-                process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
-                self._made.append(process_group)
+                process_group = self._connect(names, ranks)
         return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
+
+    def subgroup(self, axis: str, indices: Sequence[int]) -> AxisGroup:
+        """Some ranks of this rank's group along one axis, this one among them, in this order. All of them must ask."""
+        key: tuple[str | int, ...] = (axis, *indices)
+        held = self._groups.get(key)
+        if held is None:
+            whole = self.grid.group(self.rank, axis)
+            ranks = tuple(whole[index] for index in indices)
+            process_group = self._connect((axis,), ranks) if len(ranks) > 1 else None
+            held = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
+        return held
+
+    def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+        process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
+        self._made.append(process_group)
+        return process_group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
         """The mesh's own groups, without the world where an axis spans all ranks."""

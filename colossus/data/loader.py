@@ -23,6 +23,15 @@ from colossus.data.windows import TooLittleData
 log = logging.getLogger("colossus.data")
 
 
+@dataclass(frozen=True)
+class _Peeked:
+    """A batch that was read and not taken, its number, and the place in the data before it."""
+
+    batch: Batch
+    step: int
+    place: dict[str, Any]
+
+
 class Loader:
     """Training batches of one data rank, without end for data that can start over.
 
@@ -34,22 +43,42 @@ class Loader:
         self.source = source
         self.part = part
         self.device = device
+        self._peeked: _Peeked | None = None
 
     @property
     def step(self) -> int:
         """Number of the next batch."""
-        return self.source.step
+        return self.source.step if self._peeked is None else self._peeked.step
 
     def set_step(self, step: int) -> None:
         """Make ``step`` the next one."""
         if step < 0:
             raise ValueError(f"step = {step} is negative")
-        self.source.seek(step)
+        if step != self.step:
+            self._peeked = None
+            self.source.seek(step)
+
+    def peek(self) -> Batch:
+        """The next batch, which stays the next one.
+
+        Raises:
+            StopIteration: when there is none.
+        """
+        if self._peeked is None:
+            step, state = self.step, self.source.state_dict()
+            self._peeked = _Peeked(self._read(), step, state)
+        return self._peeked.batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        if self._peeked is not None:
+            batch, self._peeked = self._peeked.batch, None
+            return batch
+        return self._read()
+
+    def _read(self) -> Batch:
         try:
             batch = self.source.read()
         except EndOfPass:
@@ -61,7 +90,8 @@ class Loader:
 
         It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
         """
-        return {**self.source.state_dict(), **self._facts()}
+        place = self.source.state_dict() if self._peeked is None else self._peeked.place
+        return {**place, **self._facts()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
@@ -71,6 +101,7 @@ class Loader:
                     "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
                     key, state[key], now,
                 )  # fmt: skip
+        self._peeked = None
         self.source.load_state_dict(state)
 
     def _facts(self) -> dict[str, int]:

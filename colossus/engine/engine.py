@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.config import Config
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import map_batch, share_of_batch, split_microbatches
+from colossus.data.batch import batch_size_of, split_microbatches
 from colossus.data.loader import Loaders
+from colossus.engine.door import checked_loss, door_axes, model_input, own_part
 from colossus.engine.gradient_norm import GradientNorm
-from colossus.engine.gradient_sync import AllReduce
+from colossus.engine.pipeline import Pipeline
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
+from colossus.engine.stages import ModelStages, reduced_with
+from colossus.engine.tied import TiedGradients
 from colossus.layers.layer import plan_of
-from colossus.registry import LR_SCHEDULES, SCHEDULES
-from colossus.schedule.executor import execute
+from colossus.registry import LR_SCHEDULES, STRATEGIES
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -30,7 +33,7 @@ class Engine:
     """What `colossus.initialize` returns.
 
     Attributes:
-        model: this rank's shards; call it as any module.
+        model: this rank's shards; call it as any module, unless a pipeline has cut it into stages.
         loader: training batches of this data rank, without end.
         eval_loader: validation batches, or None.
         context: ranks, axes, groups.
@@ -44,30 +47,56 @@ class Engine:
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
-        strategy: AllReduce,
+        pipeline: Pipeline,
         loaders: Loaders | None,
     ) -> None:
         self.config, self.context, self.model, self.loss_fn = config, context, model, loss_fn
-        self.optimizer, self.strategy, self.loaders = optimizer, strategy, loaders
+        self.optimizer, self.loaders = optimizer, loaders
+        self.pipeline = pipeline
         self.device = context.device
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = False
-        self._norm = GradientNorm(model.parameters(), context)
-        self._dtype = DTYPES[config.train.precision]
+        dtype = DTYPES[config.train.precision]
         plan = plan_of(context)
         self._weights = plan.weights
-        self._batch_axes = plan.regions.user.shard_axes
-        # the axes beside data over which a model's batch is split at its door
-        self._door = tuple(axis for axis in plan.regions.user.batch if axis not in context.grid.axes("data"))
-        # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop
-        loss_axes, norm_axes, at = set(self._batch_axes), set(self._norm.axes), context.coordinates
-        self._step_group = context.group(tuple(axis for axis in context.grid.names if axis in loss_axes | norm_axes))
+        parts = reduced_with(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
+        self.strategy = STRATEGIES.build(
+            config.parallel.strategy.spec(),
+            model=model,
+            context=context,
+            bucket_mb=config.comm.bucket_mb,
+            parts=list(parts.values()),
+        )
+        self._tied = TiedGradients(pipeline.shared(model), context)
+        self._norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
+        self._stages = ModelStages(
+            context,
+            pipeline.calls(model),
+            pipeline.last,
+            door=lambda batch: own_part(batch, context, dtype),
+            enter=model_input,
+            loss=lambda outputs, batch: checked_loss(self.loss_fn(outputs, batch)),
+            weights=plan.weights,
+            strategy=self.strategy,
+            parts=parts,
+            in_halves=pipeline.in_halves,
+        )
+        self._executor = pipeline.executor(self._stages, plan)
+        # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
+        # pipeline that do not have the loss, or a parameter, add zeros
+        pipes = ("pipeline",) if context.size("pipeline") > 1 else ()
+        loss_axes, norm_axes, at = {*plan.regions.user.shard_axes, *pipes}, set(self._norm.axes), context.coordinates
+        self._loss_group = self._group_over(loss_axes)
+        self._step_group = self._group_over(loss_axes | norm_axes)
         self._counts_loss = all(at[axis] == 0 for axis in norm_axes - loss_axes)
         self._counts_norm = all(at[axis] == 0 for axis in loss_axes - norm_axes)
-        self._actions = SCHEDULES.get(config.schedule.type)(1, config.schedule.microbatches)[0]
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
+        self._broken = False
+
+    def _group_over(self, axes: set[str]) -> AxisGroup:
+        return self.context.group(tuple(axis for axis in self.context.grid.names if axis in axes))
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -96,23 +125,26 @@ class Engine:
         Raises:
             ValueError: when the batch does not divide, or the loss function does not return (sum, count).
         """
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step failed on this rank while others waited for its values: the ranks of a pipeline no "
+                "longer agree on where they are. Close this engine and make a new one"
+            )
         microbatches = split_microbatches(batch, self.config.schedule.microbatches)
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.begin_step()
+        self._stages.step = self.completed_steps
         try:
-            totals = execute(
-                self._actions,
-                microbatches,
-                self._forward,
-                before_backward=self.context.rng.return_to,
-                before_last_backward=self._arm,
-                reduce=self._finish_gradients,
-            )
+            totals = self._executor.run(self.pipeline.actions, microbatches)
+            self._weights.end_step()
+            self.strategy.finish()
+            self._tied.sum()
         except BaseException:  # whoever catches it finds no weights and no half of a reduction of this step
             self._weights.abandon_step()
-            self.strategy.disarm()
+            self.strategy.abandon()
+            self._broken = self.context.size("pipeline") > 1
             raise
         numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
         lr = self.lr_at(self.completed_steps)
@@ -121,51 +153,6 @@ class Engine:
         self.optimizer.step()
         self.completed_steps += 1
         return StepResult(self.completed_steps, lr, numbers)
-
-    def _forward(self, index: int, microbatch: Any) -> tuple[Tensor, Tensor]:
-        self.context.rng.move_to(self.completed_steps, index)
-        with self.context:
-            return self._apply(microbatch)
-
-    def _apply(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Model and loss on this rank's part of a data rank's batch."""
-        part = self.own_part(batch)
-        return self._loss(self.model(model_input(part)), part)
-
-    def own_part(self, batch: Any) -> Any:
-        """The samples of a data rank's batch that this rank's model takes, in the precision of the run.
-
-        All of them, or the rank's part in modes that split a batch.
-        """
-        if self._door:
-            batch = share_of_batch(batch, self.context.index(self._door), self.context.size(self._door))
-        return map_batch(self._cast, batch)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """Numbers in the precision of the run: data of float32 would not multiply with weights of float64."""
-        return x.to(self._dtype) if x.is_floating_point() else x
-
-    def _arm(self) -> None:
-        self._weights.arm()
-        self.strategy.arm()
-
-    def _finish_gradients(self) -> None:
-        self._weights.end_step()
-        self.strategy.finish()
-
-    def _loss(self, outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        result = self.loss_fn(outputs, batch)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
-            raise ValueError(
-                f"the loss function returned {_describe(result)}; it must return (sum, count): the sum of the losses "
-                f"of all valid samples or tokens, and their number, so that the mean over the global batch does not "
-                f"depend on how it is split. For example: "
-                f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
-            )
-        total, count = result
-        if total.dim():
-            raise ValueError(f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar")
-        return total, torch.as_tensor(count, device=total.device)
 
     def _reduce_numbers(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
         """[loss sum, tokens, gradient norm, stop]; gradients divided by the tokens and clipped."""
@@ -206,8 +193,7 @@ class Engine:
     def eval_step(self, batch: Any) -> EvalResult:
         """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
         with self._evaluating():
-            loss_sum, tokens = self._apply(batch)
-            return self._reduce_evaluation(loss_sum.double(), tokens.double())
+            return self._reduce_evaluation(*self._evaluate(batch))
 
     @torch.no_grad()
     def evaluate(self) -> EvalSummary:
@@ -228,11 +214,20 @@ class Engine:
                 if self._agree_to_stop():
                     complete = False
                     break
-                loss, count = self._apply(batch)
+                loss, count = self._evaluate(batch)
                 loss_sum += loss
                 tokens += count
             result = self._reduce_evaluation(loss_sum, tokens)
         return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
+
+    def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Sum of losses and count of this rank; a pipeline takes as many microbatches as divide the batch."""
+        count = 1
+        if self.pipeline.last:
+            size = batch_size_of(batch) // self.context.size(door_axes(self.context))
+            count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
+        totals = self._executor.run(self.pipeline.forwards(count), split_microbatches(batch, count))
+        return totals.loss_sum, totals.tokens
 
     def _agree_to_stop(self) -> bool:
         wish = torch.full((), float(self._stop), device=self.device)
@@ -240,7 +235,7 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training = self.model.training
+        was_training, self._stages.step = self.model.training, None
         self.model.eval()
         try:
             with self.context:
@@ -249,9 +244,9 @@ class Engine:
             self.model.train(was_training)
 
     def _reduce_evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
-        group = self.context.group(self._batch_axes)
-        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), group, owned=True).wait().tolist()
-        return EvalResult(numbers[0], round(numbers[1]))
+        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
+        total, count = numbers.tolist()
+        return EvalResult(total, round(count))
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -260,20 +255,6 @@ class Engine:
         self._stop = True
 
     def close(self) -> None:
-        """Destroy the process groups."""
+        """Close the links between stages, and destroy the process groups."""
+        self.pipeline.close()
         self.context.close()
-
-
-def model_input(batch: Any) -> Any:
-    """What the model is called with: ``batch["inputs"]``, the first of a tuple, or the batch itself."""
-    if isinstance(batch, dict):
-        if "inputs" not in batch:
-            raise ValueError(f"a batch that is a dict needs the key 'inputs' for the model; it has {sorted(batch)}")
-        return batch["inputs"]
-    return batch[0] if isinstance(batch, (tuple, list)) else batch
-
-
-def _describe(result: Any) -> str:
-    if isinstance(result, Tensor):
-        return f"one tensor of shape {tuple(result.shape)}"
-    return f"a {type(result).__name__}"

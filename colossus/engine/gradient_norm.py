@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import spec_of
+from colossus.layout.parameter import ParameterSpec, spec_of
 
 
 class GradientNorm:
@@ -16,19 +16,26 @@ class GradientNorm:
 
     A part held by several ranks is counted by the first of them, so that the plain sum over ``axes`` is exact. The
     ranks of one data index agree on all gradients, so the sum goes over the axes that shard parameters, and no further.
+
+    Args:
+        counted_elsewhere: ids of parameters that another stage shares and counts.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], context: ParallelContext) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], context: ParallelContext, counted_elsewhere: Container[int] = ()
+    ) -> None:
         self.params = [param for param in params if param.requires_grad]
         sizes, at = context.grid.sizes, context.coordinates
         specs = [spec_of(param) for param in self.params]
         shard = {axis for spec in specs if spec is not None for axis in spec.layout.shard_axes if sizes[axis] > 1}
+        if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
+            shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
         #: axes that shard some parameter
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
         self.counted = [
             param
             for param, spec in zip(self.params, specs, strict=True)
-            if (spec.layout.owns(sizes, at, self.axes) if spec else all(at[axis] == 0 for axis in self.axes))
+            if id(param) not in counted_elsewhere and _is_first(spec, sizes, at, self.axes)
         ]
 
     def local_square(self, device: torch.device) -> Tensor:
@@ -45,3 +52,11 @@ class GradientNorm:
             if param.grad is not None:
                 by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
         return list(by_dtype.values())
+
+
+def _is_first(
+    spec: ParameterSpec | None, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
+) -> bool:
+    """Whether this rank is the first of those that hold the same part; the stages of a pipeline hold different ones."""
+    axes = tuple(axis for axis in axes if axis != "pipeline")
+    return spec.layout.owns(sizes, at, axes) if spec is not None else all(at[axis] == 0 for axis in axes)

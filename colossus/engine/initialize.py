@@ -13,11 +13,16 @@ from torch import nn
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
 from colossus.context.parallel_context import ParallelContext
+from colossus.data.batch import split_microbatches
 from colossus.data.loader import Loaders, build_loaders
+from colossus.engine.door import model_input, own_part
 from colossus.engine.engine import DTYPES, Engine, LossFunction
+from colossus.engine.pipeline import Pipeline
 from colossus.layers.construct import build
 from colossus.layers.layer import plan_of
-from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
+from colossus.registry import MODELS, OPTIMIZERS
+from colossus.schedule.measure import measure_blocks
+from colossus.schedule.partition import BlockCost
 
 
 def initialize(
@@ -70,10 +75,16 @@ def _assemble(
     data: Any,
 ) -> Engine:
     spec = config.model
+    dtype = DTYPES[config.train.precision]
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
-    module = build(factory, context, dtype=DTYPES[config.train.precision])
+    held = data if data is not None else config.data
+    loaders = _load(config, context, held) if held is not None else None
+    pipeline = Pipeline(config, context)
+    costs = _measure(config, context, factory, loaders, dtype) if pipeline.needs_costs else None
+    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
-    torch.manual_seed(context.rng.key("torch", context.index(plan_of(context).regions.user.batch)))
+    door = context.index(plan_of(context).regions.user.batch)
+    torch.manual_seed(context.rng.key("torch", door, *([pipeline.rank] if pipeline.rank else [])))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(
@@ -81,15 +92,29 @@ def _assemble(
             f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
         )
     params = [param for param in module.parameters() if param.requires_grad]
-    if not params:
+    if not params and pipeline.partition is None:
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params)
-    strategy = STRATEGIES.build(
-        config.parallel.strategy.spec(), model=module, context=context, bucket_mb=config.comm.bucket_mb
-    )
-    held = data if data is not None else config.data
-    loaders = _load(config, context, held) if held is not None else None
-    return Engine(config, context, module, loss, optimizer, strategy, loaders)
+    # a stage without parameters has nothing to step, but torch's optimizers insist on something
+    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params or [nn.Parameter(torch.zeros(0))])
+    return Engine(config, context, module, loss, optimizer, pipeline, loaders)
+
+
+def _measure(
+    config: Config,
+    context: ParallelContext,
+    factory: Callable[[], nn.Module],
+    loaders: Loaders | None,
+    dtype: torch.dtype,
+) -> list[BlockCost]:
+    """What each block of the model costs for one microbatch of the training data."""
+    if loaders is None:
+        raise ValueError(
+            f"parallel.pipeline.split = {config.parallel.pipeline.split!r} measures the blocks of the model on a "
+            f"batch, but there is no data: give the config `data`, or take split='parameters'"
+        )
+    batch = split_microbatches(loaders.train.peek(), config.schedule.microbatches)[0]
+    with context:
+        return measure_blocks(factory, context, model_input(own_part(batch, context, dtype)), dtype=dtype)
 
 
 def _load(config: Config, context: ParallelContext, data: Any) -> Loaders:

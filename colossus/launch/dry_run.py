@@ -28,7 +28,20 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
         "steps": f"{train.steps}, {train.precision}, seed {train.seed}",
         "run folder": str(folder) if folder is not None else "chosen by rank 0",
     }
-    return "\n".join(["nothing was started (--dry-run)", *(f"{key:<11} {value}" for key, value in rows.items())])
+    lines = [f"{key:<11} {value}" for key, value in rows.items()]
+    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(_stages(config, model))]
+    return "\n".join(["nothing was started (--dry-run)", *lines[:4], *stages, *lines[4:]])
+
+
+def _stages(config: Config, model: ModelFacts | None) -> list[str]:
+    """How the pipeline is cut, a line for each stage."""
+    if model is None or not model.stages:
+        return []
+    lines = [line.removeprefix("stage ") for line in model.stages]
+    split = config.parallel.pipeline.split
+    if split in ("time", "memory"):
+        lines.append(f"(by parameters; the run measures the blocks and splits by {split})")
+    return lines
 
 
 def _device(config: Config) -> str:

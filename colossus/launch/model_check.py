@@ -1,4 +1,4 @@
-"""Builds the config's model without a number in it, so that sizes that cannot be split are told before launch."""
+"""Checks schedule and model before launch: what would fail on the ranks for its sizes is told before they start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from dataclasses import dataclass
 
 from colossus.config import Config, ConfigError
 from colossus.registry import MODELS
+from colossus.schedule.make import make_schedule
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Parameters of the whole model, and of what rank 0 holds of it."""
+    """Parameters of the whole model, and of what rank 0 holds of it; a line on each stage of a pipeline."""
 
     num_parameters: int
     num_local_parameters: int
+    stages: tuple[str, ...] = ()
+
+
+def check_schedule(config: Config) -> None:
+    """Make the schedule and check it, without torch.
+
+    Raises:
+        ConfigError: naming the first action that is wrong.
+    """
+    schedule = config.schedule
+    try:
+        make_schedule(schedule.type, config.parallel.pipeline.size, schedule.microbatches, **schedule.options)
+    except ValueError as error:
+        raise ConfigError([f"schedule: {error}"], config.source) from error
 
 
 def check_model(config: Config) -> ModelFacts | None:
@@ -24,21 +39,33 @@ def check_model(config: Config) -> ModelFacts | None:
         the ranks will tell that with a traceback.
 
     Raises:
-        ConfigError: for what the layers refuse.
+        ConfigError: for what the layers refuse, and for stages that cannot be cut out of the model.
     """
+    check_schedule(config)
     # torch comes in here, once the config is known to be right in itself: it takes seconds to import
     from colossus.context.parallel_context import ParallelContext
+    from colossus.engine.pipeline import Pipeline
     from colossus.layers.construct import build
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
         return None
     spec = config.model.spec()
+    total = 0
     try:
         context = ParallelContext.from_config(config, connect=False)
-        model = build(lambda: MODELS.build(spec), context, materialize=False)
+        pipeline = Pipeline(config, context)
+
+        def cut(model: object) -> None:
+            nonlocal total
+            total = num_parameters(model)  # type: ignore[arg-type]
+            pipeline.cut(model)  # type: ignore[arg-type]
+
+        model = build(lambda: MODELS.build(spec), context, materialize=False, prepare=cut)
     except ValueError as error:
         raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
     except Exception:
         return None
-    return ModelFacts(num_parameters(model), sum(parameter.numel() for parameter in model.parameters()))
+    held = sum(parameter.numel() for parameter in model.parameters())
+    stages = pipeline.partition.describe() if pipeline.partition is not None else []
+    return ModelFacts(total, held, tuple(stages))

@@ -15,6 +15,7 @@ _NAMES = {
     "Linear": "linear",
     "MLP": "mlp",
     "PatchEmbedding": "patch",
+    "PipelineBlock": "pipeline_block",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
     "ShardedActivation": "sharded",
@@ -25,6 +26,7 @@ _NAMES = {
     "cross_entropy": "loss",
     "full_state_dict": "state",
     "load_full_state_dict": "state",
+    "run_blocks": "pipeline_block",
     "to_outer": "sharded",
     "to_user": "sharded",
 }
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from colossus.layers.mlp import MLP, GatedMLP
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
+    from colossus.layers.pipeline_block import PipelineBlock, run_blocks
     from colossus.layers.recompute import checkpoint
     from colossus.layers.sharded import ShardedActivation, to_outer, to_user
     from colossus.layers.state import full_state_dict, load_full_state_dict
@@ -57,6 +60,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "PatchEmbedding",
+    "PipelineBlock",
     "PositionEmbedding",
     "RMSNorm",
     "ShardedActivation",
@@ -67,6 +71,7 @@ __all__ = [
     "cross_entropy",
     "full_state_dict",
     "load_full_state_dict",
+    "run_blocks",
     "to_outer",
     "to_user",
 ]

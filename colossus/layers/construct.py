@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,21 @@ def build(
     *,
     dtype: torch.dtype | None = None,
     materialize: bool = True,
+    prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """The model that ``factory`` makes, with this rank's shards only.
 
     Initial values depend on the context's seed, the full name and the full shape of each parameter, not on the plan.
+    So do those of tensors that the constructor computes from others, but to have one of them all are computed once.
 
     Args:
         factory: a class or function without arguments.
         context: by default the current one.
         dtype: of all floating-point parameters and buffers; by default what the constructor chose.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
+        prepare: gets the whole model on the meta device, and may set parameters and buffers of it to None: these are
+            never brought to life, and the values of the others are what they are without it. See also `leave_on_meta`.
+            A build inside of a build ignores it.
 
     Raises:
         ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
@@ -53,17 +59,40 @@ def build(
         spec = spec_of(parameter)
         if spec is not None:
             spec.name = name
+    dropped: dict[int, Tensor] = {}
+    if prepare is not None:
+        _Walk(partial(_reserve, recorder, context)).run(model)
+        before = _registered(model)
+        with context:
+            prepare(model)
+        after = _registered(model)
+        dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        _Materializer(recorder, context, dtype).run(model)
+        _Walk(_Materializer(recorder, context, dtype).make, dropped).run(model)
     return model
 
 
-class _Materializer:
-    """Puts real tensors into a model wherever its constructor left one on the meta device."""
+def leave_on_meta(module: nn.Module) -> None:
+    """For ``prepare``: what this module holds as plain attributes is not brought to life."""
+    vars(module)["_colossus_on_meta"] = True
 
-    def __init__(self, recorder: Recorder, context: ParallelContext, dtype: torch.dtype | None) -> None:
-        self.recorder, self.context, self.dtype = recorder, context, dtype
-        self._real: dict[int, Tensor] = {}
+
+def _registered(model: nn.Module) -> dict[int, Tensor]:
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+
+
+class _Walk:
+    """Puts what ``act`` makes of each tensor in its place: once for each tensor, so that ties stay.
+
+    Args:
+        act: takes a tensor, the name of the module that holds it first, and its name there.
+        dropped: by id, tensors that are left as they are where attributes still refer to them.
+    """
+
+    def __init__(self, act: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None) -> None:
+        self._act = act
+        self._dropped = dropped or {}
+        self._made: dict[int, Tensor] = {}
         self._entered: set[int] = set()
         self._made_from: list[Tensor] = []  # keeps the ids above from being used again
 
@@ -77,13 +106,16 @@ class _Materializer:
                     module._buffers[leaf] = self._of(buffer, path, leaf)
         for path, module in model.named_modules():  # RNNs, for one, keep a list of their parameters
             own = vars(module)
+            if "_colossus_on_meta" in own:
+                continue
             for leaf in [leaf for leaf in own if leaf not in ("_parameters", "_buffers", "_modules")]:
                 own[leaf] = self._inside(own[leaf], path, leaf)
 
     def _inside(self, value: Any, path: str, leaf: str) -> Any:
         """``value`` with the tensors in it, as far as lists, tuples and dicts go."""
         if isinstance(value, Tensor):
-            return self._of(value, path, leaf) if value.is_meta else value
+            is_left = not value.is_meta or id(value) in self._dropped
+            return value if is_left else self._of(value, path, leaf)
         if type(value) is tuple:
             return tuple(self._inside(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
         if type(value) in (list, dict) and id(value) not in self._entered:
@@ -93,16 +125,31 @@ class _Materializer:
         return value
 
     def _of(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        """The real tensor in the place of this one: the same for the same one, so that ties stay."""
-        if id(tensor) not in self._real:
+        if id(tensor) not in self._made:
             self._made_from.append(tensor)
-            self._real[id(tensor)] = self._make(tensor, path, leaf)
-        return self._real[id(tensor)]
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ValueError(
+                    f"{_join(path, leaf)} gets its shape at the first forward pass (a lazy module): give it its sizes"
+                )
+            self._made[id(tensor)] = self._act(tensor, path, leaf)
+        return self._made[id(tensor)]
 
-    def _make(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+
+def _reserve(recorder: Recorder, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
+    """Give a recorded tensor the seed that it has in the whole model."""
+    if tensor.is_meta and spec_of(tensor) is None:
+        recorder.reserve(tensor, context.rng.key("init", _join(path, leaf)))
+    return tensor
+
+
+class _Materializer:
+    """Makes the real tensor in the place of one that a constructor left on the meta device."""
+
+    def __init__(self, recorder: Recorder, context: ParallelContext, dtype: torch.dtype | None) -> None:
+        self.recorder, self.context, self.dtype = recorder, context, dtype
+
+    def make(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         name = _join(path, leaf)
-        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-            raise ValueError(f"{name} gets its shape at the first forward pass (a lazy module): give it its sizes")
         if not isinstance(tensor, nn.Parameter):
             return self._cast(self._plain(tensor, name))
         spec = spec_of(tensor)

@@ -52,6 +52,7 @@ class Recorder(TorchDispatchMode):
         self._operations: list[_Operation] = []
         self._touching: dict[int, list[_Operation]] = {}
         self._real: dict[int, torch.UntypedStorage] = {}
+        self._seeds: dict[int, int] = {}
         self._sharded: dict[int, ParameterSpec] = {}
         self._keep: list[torch.UntypedStorage] = []
 
@@ -121,11 +122,20 @@ class Recorder(TorchDispatchMode):
             self._keep.append(storage)
             self._touching.setdefault(storage._cdata, []).append(operation)
 
+    def reserve(self, tensor: Tensor, seed: int) -> None:
+        """Fix the seed of all operations that the value of a recorded meta tensor takes, unless it is fixed already.
+
+        With one reservation for every tensor, values do not depend on which of them are asked for.
+        """
+        if _key(tensor) not in self._seeds:
+            _, connected = self._connected(_key(tensor))
+            self._seeds.update(dict.fromkeys(connected, seed))
+
     def value(self, tensor: Tensor, seed: int) -> Tensor:
         """The real value of a recorded meta tensor; it shares the memory of whatever it shared it with when recorded.
 
         Args:
-            seed: of torch's generator for what has not been run before.
+            seed: of torch's generator for what has not been run before, and has no seed reserved.
         """
         self._run_all(_key(tensor), seed)
         with _disable_current_modes(), torch.no_grad():
@@ -133,8 +143,16 @@ class Recorder(TorchDispatchMode):
 
     def _run_all(self, key: int, seed: int) -> None:
         """Run all operations connected with a storage in their order: each sees what it saw in the constructor."""
+        pending, _ = self._connected(key)
+        if pending:
+            with _disable_current_modes(), _seeded(self._seeds.get(key, seed)), torch.no_grad():
+                for index in sorted(pending):
+                    pending[index].run(self._lower, self._real)
+
+    def _connected(self, key: int) -> tuple[dict[int, _Operation], set[int]]:
+        """What has not been run of the operations connected with a storage, and all storages that these touch."""
         pending: dict[int, _Operation] = {}
-        todo, seen = [key], set()
+        todo, seen = [key], set[int]()
         while todo:
             key = todo.pop()
             if key in seen:
@@ -144,10 +162,7 @@ class Recorder(TorchDispatchMode):
                 if not operation.is_done and operation.index not in pending:
                     pending[operation.index] = operation
                     todo.extend(storage._cdata for storage in operation.storages())
-        if pending:
-            with _disable_current_modes(), _seeded(seed), torch.no_grad():
-                for index in sorted(pending):
-                    pending[index].run(self._lower, self._real)
+        return pending, seen
 
     def _lower(self, leaf: Any) -> Any:
         if not isinstance(leaf, _Ref):

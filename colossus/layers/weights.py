@@ -9,16 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossus.comm.collectives import Pending, Ready, is_recorded
 from colossus.layers.coalesced import Member, Together
 from colossus.layers.route import Route, run
-from colossus.layout.parameter import spec_of
 
 SCOPES = ("matmul", "microbatch", "step")
 
@@ -109,21 +108,31 @@ class WeightStore:
         self._held.clear()
         self._in_step, self._is_last = True, False
 
-    def arm(self) -> None:
-        """The next backward is the last of the step."""
-        self._is_last = True
+    def arm(self, last: bool = True) -> None:
+        """Whether backwards from here on are the last to use their weights in this step."""
+        self._is_last = last
 
-    def end_step(self) -> None:
-        """Reduce what no backward has reduced (a weight that the last microbatch did not use), and let go."""
-        try:
-            for held in self._held.values():
-                if held.gradient is not None:
-                    deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
-            for together in dict.fromkeys(self._together.values()):
-                for member in together.members:
+    def settle(self, only: Container[int] | None = None) -> None:
+        """Reduce what no backward has reduced (a weight that the last microbatch did not use), and let go of it.
+
+        Args:
+            only: ids of the weights that are meant, of those that move together all or none; None: all.
+        """
+        for key in [key for key in self._held if only is None or key in only]:
+            held = self._held.pop(key)
+            if held.gradient is not None:
+                deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
+        for together in dict.fromkeys(self._together.values()):
+            for member in together.members:
+                if only is None or id(member.weight) in only:
                     gradient = together.gradients.pop(id(member.weight), None)
                     if gradient is not None:
                         deliver(member.weight, run(member.route.back, gradient, owned=True).wait())
+
+    def end_step(self) -> None:
+        """`settle` everything, and let go."""
+        try:
+            self.settle()
         finally:
             self.abandon_step()
 
@@ -166,8 +175,5 @@ def deliver(weight: Tensor, gradient: Tensor) -> None:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    spec = spec_of(weight)
-    assert spec is not None
-    assert isinstance(weight, nn.Parameter)
-    if spec.on_gradient is not None:
-        spec.on_gradient(weight)
+    for told in list((weight._post_accumulate_grad_hooks or {}).values()):
+        told(weight)

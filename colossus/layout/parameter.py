@@ -6,7 +6,7 @@ One buffer may hold several logical parameters (fused query, key and value); the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,8 +52,6 @@ class ParameterSpec:
         self.gradient_axes: tuple[str, ...] | None = None
         #: whether ``gradient_axes`` is known before the first use
         self.is_decided = False
-        #: told of a gradient that did not come through autograd
-        self.on_gradient: Callable[[nn.Parameter], None] | None = None
 
     @property
     def num_elements(self) -> int:
@@ -99,9 +97,14 @@ def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Logical:
-    """A logical parameter of a module: its name, full shape, layout, and where its local part lives."""
+    """A logical parameter of a module: its name, full shape, layout, and where its local part lives.
+
+    Attributes:
+        held_as: name of the parameter that holds it.
+    """
 
     name: str
+    held_as: str
     shape: tuple[int, ...]
     layout: Layout
     parameter: nn.Parameter
@@ -118,12 +121,13 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
         if spec is None:
-            yield Logical(name, tuple(parameter.shape), Layout.whole(parameter.dim()), parameter, None)
+            yield Logical(name, name, tuple(parameter.shape), Layout.whole(parameter.dim()), parameter, None)
             continue
         module, _, leaf = name.rpartition(".")
         for piece in spec.pieces:
             path = ".".join(filter(None, (module, piece.part, leaf)))
-            yield Logical(path, piece.shape, piece.layout, parameter, piece.rows if len(spec.pieces) > 1 else None)
+            rows = piece.rows if len(spec.pieces) > 1 else None
+            yield Logical(path, name, piece.shape, piece.layout, parameter, rows)
 
 
 def num_parameters(model: nn.Module) -> int:

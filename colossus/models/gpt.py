@@ -15,6 +15,7 @@ from colossus.layers.head import LMHead
 from colossus.layers.init import Constant, Normal
 from colossus.layers.layer import plan_of
 from colossus.layers.loss import cross_entropy
+from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import wrap
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
@@ -65,14 +66,27 @@ class GPT(nn.Module):
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=small)
 
     def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = run_blocks(self.pipeline_blocks(), ids)
+        return logits
+
+    def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
+        """The chain that the model is: embedding, transformer blocks, head."""
+        return [
+            PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
+            *self.blocks,
+            PipelineBlock(self._logits, self.norm, self.head, name="head"),
+        ]
+
+    def _embed(self, ids: Tensor) -> Tensor:
         outer = self.plan.regions.outer
         x = self.embedding.apply_local(ids, outer)
         if self.positions is not None:
             x = self.positions.apply_local(x, outer)
-        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""

@@ -118,10 +118,11 @@ class GPTOptions(BaseModel):
 
     def _check_plan(self, parallel: Any) -> list[str]:
         problems = []
-        if parallel.pipeline > self.num_layers:
+        blocks = self.num_layers + 2
+        if parallel.pipeline.size > blocks:
             problems.append(
-                f"model.num_layers = {self.num_layers} is fewer than the stages of parallel.pipeline = "
-                f"{parallel.pipeline}; every stage needs a layer"
+                f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
+                f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
             )
         tensor = parallel.tensor
         if tensor.size == 1:

@@ -36,3 +36,13 @@ def bounded(bound: Bound) -> Callable[[Plan], Plan]:
         return plan
 
     return mark
+
+
+def in_flight_of_stages(actions: Sequence[Sequence[Action]]) -> list[int]:
+    """For each stage the most microbatches that it holds at a time."""
+    held: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in (action for own in actions for action in own):
+        held[action.stage] = held.get(action.stage, 0) + (action.kind == "forward") - (action.kind in LAST_USE)
+        most[action.stage] = max(most.get(action.stage, 0), held[action.stage])
+    return [most[stage] for stage in sorted(most)]

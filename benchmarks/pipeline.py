@@ -1,0 +1,231 @@
+"""A pipeline of colossus against torch.distributed.pipelining and one process, on the same modules, cut alike.
+
+    python -m benchmarks.pipeline                            # all sizes
+    python -m benchmarks.pipeline --hidden 64 --plans 2x4    # 2 stages, 4 microbatches
+
+*passes* are forward and backward of all microbatches, nothing else (torch's ``schedule.step``); *step* is a whole
+training step: also clipping by the global norm, fused AdamW, loss and norm read on every rank. Before the clock starts,
+losses and every gradient of every case must agree with those of one process, and so must the first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.common import Series, Spread
+from benchmarks.pipeline_cases import CASES, SERIAL, TORCH, Plan
+from benchmarks.pipeline_worker import Gradients, Worker
+from benchmarks.ranks import RankGroup
+from benchmarks.workload import Workload
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE, STEP_TOLERANCE = 1e-6, 1e-5, 1e-5
+CHECKED_STEPS = 3
+PARTS = ("passes", "step")
+PLANS = ("2x4", "2x8", "4x8")
+MOST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that was measured of one plan.
+
+    Attributes:
+        series: "passes" or "step" -> case -> seconds by block.
+        gaps: case -> the largest relative difference of a gradient from that of one process.
+    """
+
+    plan: Plan
+    series: dict[str, Series]
+    gaps: dict[str, float]
+
+
+# -- refusals -------------------------------------------------------------------------------------------------
+
+
+def check_passes(label: str, found: Sequence[tuple[float, Gradients]], reference: tuple[float, Gradients]) -> float:
+    """That the ranks of a case have the losses and gradients of one process.
+
+    Returns:
+        The largest difference of a gradient from the reference, as norms of the whole parameter.
+
+    Raises:
+        RuntimeError: naming what differs most.
+    """
+    loss, wanted = reference
+    mine = sum(part for part, _ in found)
+    if not abs(mine - loss) <= LOSS_TOLERANCE * abs(loss):
+        raise RuntimeError(f"{label}: the sum of losses is {mine!r}, but {SERIAL} has {loss!r}")
+    gradients = {name: value for _, own in found for name, value in own.items()}
+    if gradients.keys() != wanted.keys():
+        raise RuntimeError(f"{label}: gradients of other parameters: {sorted(gradients.keys() ^ wanted.keys())}")
+    gaps = {
+        name: float(np.linalg.norm(gradients[name] - value) / np.linalg.norm(value)) for name, value in wanted.items()
+    }
+    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"))
+    if not gaps[worst] <= GRADIENT_TOLERANCE:
+        raise RuntimeError(f"{label}: the gradient of {worst} differs from that of {SERIAL} by {gaps[worst]:.3g}")
+    return gaps[worst]
+
+
+def check_steps(label: str, found: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> None:
+    """That losses and gradient norms of the first steps are those of one process.
+
+    Raises:
+        RuntimeError: naming the step.
+    """
+    for step, (mine, wanted) in enumerate(zip(found, reference, strict=True), 1):
+        for what, a, b in zip(("loss", "gradient norm"), mine, wanted, strict=True):
+            if not abs(a - b) <= STEP_TOLERANCE * abs(b):
+                raise RuntimeError(f"{label}: {what} {a:.7f} at step {step}, but {SERIAL} has {b:.7f}")
+
+
+# -- measuring ------------------------------------------------------------------------------------------------
+
+
+def measure(plan: Plan, names: Sequence[str], blocks: int, steps: int | None = None) -> Result:
+    """Run the named cases, that in one process always.
+
+    Args:
+        steps: in a block; None: so many that the block of one process takes about a second.
+    """
+    if SERIAL not in names:
+        names = (SERIAL, *names)
+    labels = common.unique(names)
+    with ExitStack() as stack:
+        groups: dict[str, RankGroup] = {}
+        for label, name in labels.items():
+            common.progress(f"building {label}")
+            case = CASES[name]
+            made = RankGroup(label, case.world(plan), partial(Worker, case, plan))
+            groups[label] = stack.enter_context(made)
+        reference = groups[SERIAL].call("passes")[0]
+        gaps = {label: check_passes(label, group.call("passes"), reference) for label, group in groups.items()}
+        trajectories = {label: group.call("steps", CHECKED_STEPS) for label, group in groups.items()}
+        for label, of_ranks in trajectories.items():
+            for trajectory in of_ranks:
+                check_steps(label, trajectory, trajectories[SERIAL][0])
+        steps = steps or max(1, min(MOST_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1))))
+        series = {}
+        for part in PARTS:
+            runners = {label: partial(_block, group, part, steps) for label, group in groups.items()}
+            series[part] = common.alternate(runners, blocks, label=f"{plan}: {part},")
+    return Result(plan, series, gaps)
+
+
+def _block(group: RankGroup, part: str, steps: int) -> float:
+    return max(group.call("block", part, steps))
+
+
+# -- results --------------------------------------------------------------------------------------------------
+
+
+def ratios(result: Result, part: str, label: str) -> dict[str, Spread]:
+    """Time of a case over that of the serial one and of torch's."""
+    series = result.series[part]
+    return {peer: common.ratio(series, label, peer) for peer in (SERIAL, TORCH) if peer in series and peer != label}
+
+
+def report(result: Result) -> None:
+    """The table."""
+    header = ["case"]
+    rows: list[list[object]] = [[label] for label in result.gaps]
+    for part in PARTS:
+        header += [f"{part}: ms", f"/ {SERIAL}", f"/ {TORCH}"]
+        for row, (label, seconds) in zip(rows, result.series[part].items(), strict=True):
+            found = ratios(result, part, label)
+            row += [f"{Spread.of(seconds).median * 1e3:.1f}", found.get(SERIAL, ""), found.get(TORCH, "")]
+    blocks = len(result.series[PARTS[0]][SERIAL])
+    common.print_table(f"{result.plan}; {blocks} blocks", header, rows)
+    worst = max(result.gaps.values())
+    print(f"  median [quartiles] of the ratio in each block; largest relative gap of a gradient: {worst:.1e}")
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return {
+        "plan": asdict(result.plan),
+        "seconds": result.series,
+        "ratios": {
+            part: {
+                label: {peer: asdict(spread) for peer, spread in ratios(result, part, label).items()} for label in of
+            }
+            for part, of in result.series.items()
+        },
+        "gradient_gaps": result.gaps,
+    }
+
+
+# -- the command ----------------------------------------------------------------------------------------------
+
+SMOKE = Workload(hidden=32, layers=4, heads=4, tokens=16, batch=1, vocab=32)
+
+
+def sizes(hidden: int) -> Workload:
+    """The two sizes of the tables; ``batch`` is that of a microbatch."""
+    if hidden >= 512:
+        return Workload(hidden=hidden, layers=8, heads=8, tokens=128, batch=2)
+    return Workload(hidden=hidden, layers=8, heads=4, tokens=64, batch=2)
+
+
+def plan_of(sample: Workload, words: str) -> Plan:
+    """``2x4``: 2 stages, 4 microbatches.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    try:
+        stages, microbatches = map(int, words.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{words!r} is not STAGESxMICROBATCHES, 2x4 say") from None
+    of = Workload(**{**asdict(sample), "batch": sample.batch * microbatches})
+    return Plan(of, stages, microbatches)
+
+
+def load() -> None:
+    """Import what ranks would import each for themselves, before they are forked."""
+    importlib.import_module("torch._dynamo")  # every optimizer and backward want it
+    gc.freeze()  # collections on the ranks need not walk through it all
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = common.make_parser(__doc__, blocks=10)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 64], help="hidden sizes (default 512 64)")
+    parser.add_argument(
+        "--plans", nargs="+", default=PLANS, metavar="SxM", help=f"stages x microbatches (default {' '.join(PLANS)})"
+    )
+    parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default: about a second's)")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="(default: all)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    samples = [SMOKE] if arguments.smoke else [sizes(hidden) for hidden in arguments.hidden]
+    words = ("2x3",) if arguments.smoke else arguments.plans
+    blocks, steps = (2, 1) if arguments.smoke else (arguments.blocks, arguments.steps_per_block)
+    try:
+        plans = [plan_of(sample, word) for sample in samples for word in words]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--plans: {error}")
+    load()
+    results: list[Mapping[str, Any]] = []
+    for plan in plans:
+        result = measure(plan, arguments.cases, blocks, steps)
+        report(result)
+        results.append(as_json(result))
+    common.write_json(arguments.json, {"results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""The cases of the pipeline benchmark: a plain loop, torch.distributed.pipelining, and colossus, on the same modules."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import colossus
+from benchmarks.pipeline_model import chain, filled_chain, loss_sum, split
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
+from colossus.data.batch import split_microbatches
+from colossus.engine.engine import Engine
+from colossus.layers import load_full_state_dict
+from colossus.schedule.executor import Totals
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run at one size: ``workload.batch`` samples in so many microbatches, through so many stages."""
+
+    workload: Workload
+    stages: int
+    microbatches: int
+
+    def __str__(self) -> str:
+        w = self.workload
+        return (
+            f"hidden {w.hidden} x {w.layers} blocks, {w.tokens} tokens; {self.stages} stages, {self.microbatches} "
+            f"microbatches of {w.batch // self.microbatches}"
+        )
+
+
+class Run(ABC):
+    """A case on one rank."""
+
+    @abstractmethod
+    def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward of all microbatches; the sum of their losses where the end of the model is.
+
+        Gradients start from nothing, and are sums, too.
+        """
+
+    @abstractmethod
+    def step(self, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+        """One optimizer step. The global mean loss, and the gradient norm before clipping."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this rank, by their names in the chain."""
+
+
+class Loop(Run):
+    """What a careful user writes around the passes: clipping by the global norm, fused AdamW, one small all-reduce."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.optimizer = torch.optim.AdamW(list(parameters.values()), lr=LEARNING_RATE, fused=True)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self._parameters
+
+    def step(self, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+        loss = self.passes(ids, labels)
+        grads = [param.grad for param in self._parameters.values() if param.grad is not None]
+        square = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        numbers = torch.stack([loss.double(), square])
+        if dist.is_initialized():
+            dist.all_reduce(numbers)
+        norm = numbers[1].sqrt() / labels.numel()
+        scale = (CLIP_NORM / (norm + 1e-6)).clamp(max=1.0) / labels.numel()
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        self.optimizer.step()
+        return numbers[0].item() / labels.numel(), norm.item()
+
+
+class Serial(Loop):
+    """One process; gradients are accumulated over the microbatches."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._model, self._microbatches = filled_chain(plan.workload), plan.microbatches
+        super().__init__(dict(self._model.named_parameters()))
+
+    def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for own, targets in zip(ids.chunk(self._microbatches), labels.chunk(self._microbatches), strict=True):
+            loss = loss_sum(self._model(own), targets)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+class Torch(Loop):
+    """torch.distributed.pipelining: one PipelineStage of the chain's modules on each rank."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        whole, counts = filled_chain(plan.workload), split(plan.workload.layers, plan.stages)
+        modules = nn.Sequential(*list(whole)[sum(counts[:rank]) : sum(counts[: rank + 1])])
+        stage = PipelineStage(modules, rank, plan.stages, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, plan.microbatches, loss_fn=loss_sum, scale_grads=False)
+        self._is_first, self._is_last = rank == 0, rank == plan.stages - 1
+        own = {id(param) for param in modules.parameters()}
+        super().__init__({name: param for name, param in whole.named_parameters() if id(param) in own})
+
+    def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        losses: list[Tensor] = []
+        inputs = (ids,) if self._is_first else ()
+        if self._is_last:
+            self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*inputs, return_outputs=False)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros(())
+
+
+class Ours(Run):
+    """colossus by its public interface; the passes alone by what its engine calls."""
+
+    def __init__(self, plan: Plan, rank: int, schedule: str) -> None:
+        w = plan.workload
+        config: dict[str, Any] = {
+            "parallel": {"pipeline": {"size": plan.stages, "split": split(w.layers, plan.stages)}},
+            "schedule": {"type": schedule, "microbatches": plan.microbatches},
+            "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
+            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM},
+        }
+        self.engine = colossus.initialize(config, model=lambda: chain(w), loss_fn=_loss)
+        load_full_state_dict(self.engine.model, filled_chain(w).state_dict(), self.engine.context)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.engine.model.named_parameters())
+
+    def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return engine_passes(self.engine, {"inputs": ids, "labels": labels}).loss_sum
+
+    def step(self, ids: Tensor, labels: Tensor) -> tuple[float, float]:
+        result = self.engine.train_step({"inputs": ids, "labels": labels})
+        return result.loss, result.grad_norm
+
+
+def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return loss_sum(outputs, batch["labels"]), batch["labels"].numel()
+
+
+def engine_passes(engine: Engine, batch: Any) -> Totals:
+    """`Engine.train_step` up to where all gradients of this rank are there."""
+    microbatches = split_microbatches(batch, engine.config.schedule.microbatches)
+    engine.optimizer.zero_grad(set_to_none=True)
+    engine._weights.begin_step()
+    engine._stages.step = engine.completed_steps
+    totals = engine._executor.run(engine.pipeline.actions, microbatches)
+    engine._weights.end_step()
+    engine.strategy.finish()
+    return totals
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to build a case.
+
+    Attributes:
+        is_cut: whether it runs on one rank for each stage, rather than on one.
+    """
+
+    name: str
+    maker: Callable[..., Run]
+    options: Sequence[str] = ()
+    is_cut: bool = True
+
+    def world(self, plan: Plan) -> int:
+        return plan.stages if self.is_cut else 1
+
+    def build(self, plan: Plan, rank: int) -> Run:
+        return self.maker(plan, rank, *self.options)
+
+
+SERIAL, TORCH = "serial", "torch-1f1b"
+CASES = {
+    case.name: case
+    for case in (
+        Case(SERIAL, Serial, is_cut=False),
+        Case(TORCH, Torch),
+        Case("colossus-1f1b", Ours, ("1f1b",)),
+        Case("colossus-zb-h1", Ours, ("zb-h1",)),
+    )
+}

@@ -1,0 +1,45 @@
+"""What a rank of the pipeline benchmark is told to do with its case."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from torch import Tensor
+
+from benchmarks.pipeline_cases import Case, Plan, Run
+
+#: name -> a parameter's gradient
+Gradients = dict[str, "np.ndarray[object, np.dtype[np.float32]]"]
+
+
+class Worker:
+    """A case on one rank, for a `RankGroup`."""
+
+    def __init__(self, case: Case, plan: Plan, rank: int) -> None:
+        self.run: Run = case.build(plan, rank)
+        self._batches = plan.workload.batches()
+        self._done = 0
+
+    def passes(self) -> tuple[float, Gradients]:
+        """Sum of losses (0 where another rank has it) and gradients of the first batch."""
+        loss = self.run.passes(*self._batches[0]).item()
+        found = {name: param.grad for name, param in self.run.parameters().items()}
+        return loss, {name: grad.numpy() for name, grad in found.items() if grad is not None}
+
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """Loss and gradient norm of each."""
+        return [self.run.step(*self._next()) for _ in range(count)]
+
+    def block(self, what: str, count: int) -> float:
+        """Seconds per ``passes`` or ``step``; the first is not timed: caches hold what another case left there."""
+        call = getattr(self.run, what)
+        call(*self._next())
+        begin = time.perf_counter()
+        for _ in range(count):
+            call(*self._next())
+        return (time.perf_counter() - begin) / count
+
+    def _next(self) -> tuple[Tensor, Tensor]:
+        self._done += 1
+        return self._batches[self._done % len(self._batches)]

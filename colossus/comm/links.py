@@ -1,0 +1,186 @@
+"""Point-to-point messages between the ranks of one axis: lists of tensors whose shapes the receiver knows.
+
+Between processes of one host, on CPU, they go through shared memory; else through c10d.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from colossus.comm import accounting, log
+from colossus.comm.mailbox import Receiver, Sender, message_bytes
+from colossus.comm.shared_memory import map_together
+from colossus.context.groups import AxisGroup
+
+_RING_BYTES = 32 << 20
+#: descriptions do not mix with values that are received ahead of them
+_DESCRIPTION_TAG = 1
+
+Wait = Callable[[], None]
+
+
+class Like(Protocol):
+    """What is known of a tensor before it is there."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Incoming:
+    """A message that is awaited. ``wait()`` returns its tensors."""
+
+    def __init__(self, tensors: list[Tensor], what: str, entry: log.Entry) -> None:
+        self.tensors, self.what, self.entry = tensors, what, entry
+        self.finish: Wait | None = None
+
+    def wait(self) -> list[Tensor]:
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+        self.entry.done = True
+        return self.tensors
+
+
+class Links:
+    """The links of this rank to others of its group.
+
+    Args:
+        group: an axis; links are named by index in it.
+        pairs: (sender, receiver) of every direction that is used, the same on all ranks of the group, which must all
+            make their links at the same time.
+        device: of the tensors.
+
+    Attributes:
+        takes_early: whether it is safe, and of use, to await messages long before they are needed. With NCCL it is
+            not: sends and receives of two ranks run one after the other.
+    """
+
+    def __init__(self, group: AxisGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._senders: dict[int, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._posted: dict[int, deque[Incoming]] = {}
+        pairs = sorted(set(pairs))
+        mapped = map_together(group, len(pairs), _RING_BYTES) if device.type == "cpu" and pairs else None
+        self.takes_early = mapped is None and device.type == "cpu"
+        if mapped is None:
+            return
+        me = group.index
+        for number, (source, to) in enumerate(pairs):
+            if source == me:
+                self._senders[to] = Sender(mapped.part(number), mapped.connect(to, me), self._name(to))
+        incoming = [(number, source) for number, (source, to) in enumerate(pairs) if to == me]
+        peers = mapped.accept(len(incoming))
+        for number, source in incoming:
+            self._receivers[source] = Receiver(mapped.part(number), peers[source], self._name(source))
+            self._posted[source] = deque()
+
+    def send(self, to: int, tensors: Sequence[Tensor], what: str) -> Wait:
+        """Start sending. The function returned waits until the tensors may be changed."""
+        entry = self._note("send", tensors, what)
+        for counter in accounting.listeners:
+            for tensor in tensors:
+                counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
+        sender = self._senders.get(to)
+        if sender is not None and message_bytes([tensor.nbytes for tensor in tensors]) <= sender.capacity:
+            sender.send(tensors, what, self._take_what_is_due)
+            entry.done = True
+            return _nothing
+        tensors = [tensor.contiguous() for tensor in tensors]
+        works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in tensors]
+
+        def wait() -> None:
+            for work in works:
+                _wait(work, f"{self._name(to)} did not take the {what}")
+            tensors.clear()
+            entry.done = True
+
+        return wait
+
+    def receive(self, source: int, like: Sequence[Like], what: str) -> Incoming:
+        """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
+        tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in like]
+        incoming = Incoming(tensors, what, self._note("receive", tensors, what))
+        receiver = self._receivers.get(source)
+        if receiver is not None and message_bytes([tensor.nbytes for tensor in tensors]) <= receiver.capacity:
+            self._posted[source].append(incoming)
+            incoming.finish = lambda: self._take(source, incoming)
+            return incoming
+        group = self._group
+        works = [dist.irecv(tensor, group.ranks[source], group.process_group) for tensor in tensors]
+
+        def finish() -> None:
+            for work in works:
+                _wait(work, f"{self._name(source)} did not send the {what}")
+
+        incoming.finish = finish
+        return incoming
+
+    def tell(self, to: int, description: Any) -> None:
+        """Send an object; waits until it is received."""
+        data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
+        size = torch.tensor([data.numel()], dtype=torch.int64)
+        for tensor in (size, data):
+            dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_DESCRIPTION_TAG)
+
+    def ask(self, source: int) -> Any:
+        """Receive an object."""
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        dist.recv(size, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        dist.recv(data, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+        with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
+            warnings.simplefilter("ignore", FutureWarning)
+            return pickle.loads(bytes(data.cpu().numpy()))
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def _take(self, source: int, wanted: Incoming) -> None:
+        """Read messages of a source up to the one that is wanted."""
+        posted = self._posted[source]
+        while posted:
+            incoming = posted.popleft()
+            incoming.finish = None
+            self._receivers[source].receive(incoming.tensors, incoming.what)
+            incoming.entry.done = True
+            if incoming is wanted:
+                return
+
+    def _take_what_is_due(self) -> None:
+        """Make room for those who wait to send to this rank before it waits itself: else all might wait for ever."""
+        for source, posted in self._posted.items():
+            if posted:
+                self._take(source, posted[-1])
+
+    def _note(self, operation: str, tensors: Sequence[Tensor], what: str) -> log.Entry:
+        shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)
+        return log.record(f"{operation} of the {what}", str(self._group), shape, dtype)
+
+    def _name(self, index: int) -> str:
+        return f"rank {self._group.ranks[index]}"
+
+
+def _nothing() -> None:
+    """What was sent through shared memory may be changed at once."""
+
+
+def _wait(work: dist.Work | None, problem: str) -> None:
+    assert work is not None
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(f"{problem}: {error}") from error

@@ -1,0 +1,99 @@
+"""The stages of a model on this rank as the executor calls them: model, loss, and what surrounds their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradient_sync import AllReduce
+from colossus.layers.late_gradients import LateGradients
+from colossus.layers.weights import WeightStore
+from colossus.schedule.actions import Action
+from colossus.schedule.executor import Work
+
+
+class ModelStages:
+    """What `colossus.schedule.executor.Stages` asks for.
+
+    Args:
+        calls: stage -> what runs it, for the stages of this rank.
+        last: number of the last stage of the model.
+        door: a microbatch as the model of this rank takes it, (batch of a data rank) -> batch.
+        enter: what the first stage is called with, (batch) -> input.
+        loss: (outputs of the last stage, batch) -> (sum, count).
+        parts: the parameters that are reduced with each stage.
+
+    Attributes:
+        step: of the random streams; None evaluates.
+    """
+
+    def __init__(
+        self,
+        context: ParallelContext,
+        calls: Mapping[int, Callable[[Any], Any]],
+        last: int,
+        *,
+        door: Callable[[Any], Any],
+        enter: Callable[[Any], Any],
+        loss: Callable[[Any, Any], Any],
+        weights: WeightStore,
+        strategy: AllReduce,
+        parts: Mapping[int, Sequence[nn.Parameter]],
+        in_halves: bool,
+    ) -> None:
+        self._context, self._calls, self._last = context, calls, last
+        self._door, self._enter, self._loss = door, enter, loss
+        self._weights, self._strategy = weights, strategy
+        self._part_of = {stage: number for number, stage in enumerate(parts)}
+        self._ids = {stage: {id(param) for param in part} for stage, part in parts.items()}
+        self._late: AbstractContextManager[Any] = LateGradients(weights) if in_halves else nullcontext()
+        self.step: int | None = None
+
+    def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
+        if self.step is not None:
+            self._context.rng.move_to(self.step, microbatch)
+        with self._context, self._late:
+            own = self._door(batch) if stage in (0, self._last) else None
+            if stage == 0:
+                value = self._enter(own)
+            out = self._calls[stage](value)
+            return self._loss(out, own) if stage == self._last else out
+
+    def before_backward(self, microbatch: int) -> None:
+        self._context.rng.return_to(microbatch)
+
+    @contextmanager
+    def deferring(self) -> Iterator[Work]:
+        with self._late, self._weights.deferring() as work:
+            yield work
+
+    def before_last(self, stage: int) -> None:
+        self._weights.arm()
+        self._strategy.arm(self._part_of[stage])
+
+    def after_last(self, stage: int) -> None:
+        self._weights.arm(False)
+
+    def reduce(self, stage: int) -> None:
+        self._weights.settle(self._ids[stage])
+        self._strategy.start(self._part_of[stage])
+
+
+def reduced_with(
+    actions: Sequence[Action], parameters_on: Callable[[int], Sequence[nn.Parameter]]
+) -> dict[int, list[nn.Parameter]]:
+    """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
+
+    What several stages of the rank share comes with the last of them.
+    """
+    order = [action.stage for action in actions if action.kind == "reduce"]
+    taken: set[int] = set()
+    parts: dict[int, list[nn.Parameter]] = {}
+    for stage in reversed(order):
+        parts[stage] = [param for param in parameters_on(stage) if id(param) not in taken]
+        taken |= {id(param) for param in parts[stage]}
+    return {stage: parts[stage] for stage in order}

@@ -1,0 +1,60 @@
+"""Weight gradients of plain linears, made apart from those of their inputs, as those of our split layers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colossus.layers.matmul import bias_gradient, stored_gradient
+from colossus.layers.panels import flat
+from colossus.layers.weights import WeightStore, deliver
+
+
+class LateGradients(TorchFunctionMode):
+    """Inside, ``F.linear`` with a parameter as its weight leaves the weight's gradient for later where that is wanted.
+
+    It catches `torch.nn.Linear` as well as our layers without tensor parallelism. Weights that are computed (by a
+    parametrization, say) have their gradients in the usual place.
+    """
+
+    def __init__(self, weights: WeightStore) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and torch.is_grad_enabled():
+            x, weight, bias = _arguments(*args, **kwargs)
+            if type(x) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad:
+                return _Linear.apply(x, weight, bias, self._weights)
+        return func(*args, **kwargs)
+
+
+def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weights = weights
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_b, _ = ctx.needs_input_grad
+        dx = dy @ weight if needs_x else None
+        db = bias_gradient(dy) if needs_b else None
+        if ctx.weights.is_deferring:
+            ctx.weights.defer(lambda: deliver(weight, flat(dy).t() @ flat(x)))
+            return dx, stored_gradient(weight, None), db, None
+        return dx, flat(dy).t() @ flat(x), db, None
