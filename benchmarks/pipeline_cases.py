@@ -1,4 +1,4 @@
-"""The cases of the pipeline benchmark: a plain loop, torch.distributed.pipelining, and colossus, on the same modules."""
+"""The cases of the pipeline benchmark: a plain loop, torch.distributed.pipelining, and colossus; the same modules."""
 
 from __future__ import annotations
 

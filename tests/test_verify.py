@@ -23,6 +23,7 @@ from ranks import run_ranks
 
 from colossus.cli.main import main
 from colossus.config import load_config
+from colossus.config.plans import world_size
 from colossus.context.grid import RankGrid
 from colossus.engine.fit import fit
 from colossus.engine.initialize import initialize
@@ -84,7 +85,39 @@ train = dict(global_batch_size=8)
 optimizer = dict(type="SGD", lr=0.1)
 """
 
+CHAIN = """
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Linear(6, 16)
+        self.middle = MIDDLE
+        self.deep = layers.Linear(16, 16)
+        self.behind = BEHIND
+        self.down = nn.Linear(16, 4)
+    def forward(self, x):
+        return layers.run_blocks(self.pipeline_blocks(), x)
+    def pipeline_blocks(self):
+        return [self.up, self.middle, layers.PipelineBlock(self._deep, self.deep), self.behind, self.down]
+    def _deep(self, x):
+        return torch.tanh(self.deep(x))
+    def loss(self, outputs, batch):
+        return _loss(outputs, batch)
+
+model = dict(type=Chain)
+data = dict(type=_Points)
+train = dict(global_batch_size=8)
+optimizer = dict(type="SGD", lr=0.1)
+schedule = dict(microbatches=2)
+"""
+
+
+def chain(middle: str = "nn.Tanh()", behind: str = "nn.Tanh()") -> str:
+    """A model of five blocks: with two stages the last two are on the second one."""
+    return CHAIN.replace("MIDDLE", middle).replace("BEHIND", behind)
+
+
 TWO_BY_TWO = ["parallel.data=2", "parallel.tensor=2"]
+PIPELINE = ["parallel.pipeline.size=2", "parallel.pipeline.split=(3,2)"]
 
 Verify = Callable[..., tuple[int, str, str]]
 
@@ -112,7 +145,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def launch(config: object, file: Path, alone: bool) -> int:
-        world = 1 if alone else load_config(file).parallel.data * load_config(file).parallel.tensor.size  # type: ignore
+        world = 1 if alone else world_size(load_config(file).parallel)
         file.with_suffix("").mkdir()
         run_ranks(world, run_forked, str(file), world, with_context=False)
         return 0
@@ -437,6 +470,176 @@ def test_a_model_without_finite_numbers_is_no_verdict(verify: Verify) -> None:
     assert "nothing can be compared: in one process step 1 has loss nan" in err
 
 
+# -- pipelines ------------------------------------------------------------------------------------------------
+
+
+STAGED = {
+    "1f1b": ["parallel.pipeline=2"],
+    "zb-v": ["parallel.pipeline=2", "schedule.type=zb-v", "schedule.microbatches=4"],
+    "tied": ["parallel.pipeline=2", "parallel.data=2", "schedule.microbatches=2", "schedule.type=interleaved",
+             "model.tie_embeddings=True"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", STAGED)
+def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
+    """All of it is compared, each thing once: what is on one rank only, too."""
+    code, out, err = verify(GPT.replace('dict(type="GPT"', 'dict(type="GPT", tie_embeddings=False'), *STAGED[plan])
+    assert (code, err) == (0, ""), out
+    tensors = 36 if plan == "tied" else 37
+    kinds = ("initial values", "gradients", "weights after a step")
+    assert [counts(out)[kind] for kind in kinds] == [tensors] * 3
+    assert counts(out)["outputs of modules"] == 5, "two blocks, the norm, the head, the model"
+    assert counts(out)["samples"] == (3 if plan == "tied" else 2), "all, and those of ranks on one part"
+    assert "not compared: 32 weights" in out
+    if plan == "tied":
+        assert counts(out)["copies on other ranks"] == 3 * (36 + 2), "of data rank 1, and of the tied weight"
+
+
+SIZED = """
+    class Sized(nn.Module):
+        def forward(self, x):
+            return x * (1 + 0.01 * x.shape[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        (
+            [*PIPELINE, "parallel.data=2"],
+            "rank 3 (pipeline 1, data 1), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
+        ),
+        (["parallel.pipeline=2", "schedule.type=zb-v"], "rank 0 (pipeline 0), stage 3 (of 0 to 3)"),
+    ],
+)
+def test_a_block_that_depends_on_the_microbatch_is_named_with_its_stage(
+    verify: Verify, plan: list[str], place: str
+) -> None:
+    code, out, _ = verify(textwrap.dedent(SIZED) + chain(behind="Sized()"), *plan)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of behind, sample ")
+    assert f"  {place}\n  class Sized\n" in out
+    assert "the samples and the outputs before it agree, the last is that of deep\n" in out
+    assert "then also: down, sample " in out
+    assert "the model, sample" in out
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        ([*PIPELINE, "schedule.microbatches=4"], "on stage 1 (of 0 to 1): rank 1 (pipeline 1)"),
+        (["parallel.pipeline=2", "schedule.type=zb-v"], "on stage 2 (of 0 to 3): rank 1 (pipeline 1)"),
+    ],
+)
+def test_a_gradient_that_is_halved_on_one_stage(verify: Verify, plan: list[str], place: str) -> None:
+    """Rank 0 of the pipeline does not have the parameter, but must know of it."""
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[1]") + chain(behind="Halved()")
+    code, out, _ = verify(text, *plan)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of behind.weight\n")
+    assert (
+        f"  shape [16], whole on every rank, a plain parameter\n  its gradient needs no sum over ranks\n  {place}\n"
+        in out
+    )
+    assert "it is 0.5 times that of one process everywhere\n" in out
+    assert "then also" not in out
+    assert counts(out)["outputs of modules"] == 6
+
+
+def test_the_part_of_a_split_parameter_on_a_later_stage_is_named(verify: Verify) -> None:
+    text = chain(behind="layers.Linear(16, 16)").replace(
+        "self.down =",
+        "if os.environ.get('RANK') == '3':\n"
+        "            self.behind.weight.register_hook(lambda grad: 2.0 * grad)\n"
+        "        self.down =",
+    )
+    code, out, _ = verify(text, *PIPELINE, "parallel.tensor=2")
+    assert code == 3
+    assert "DIFFERENT at step 1: the gradient of behind.weight\n" in out
+    assert "on stage 1 (of 0 to 1): ranks 2, 3 (pipeline 1)\n" in out
+    assert "only the part of rank 3 (pipeline 1, tensor 1) differs" in out
+    assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
+
+
+def test_a_module_that_several_stages_call_is_one_module(verify: Verify) -> None:
+    """Its calls are counted through the stages, as one process counts them, and each is compared with its own."""
+    text = """
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16) + STRAY)
+        def forward(self, x):
+            return torch.tanh(self.weight * x)
+    """
+    shared = textwrap.dedent(text) + chain("Cell()", "self.middle")
+    code, out, _ = verify(shared.replace("STRAY", "0"), *PIPELINE)
+    assert code == 0, out
+    assert counts(out)["outputs of modules"] == 6
+    assert counts(out)["copies on other ranks"] == 3, "of its weight"
+    sized = shared.replace("STRAY", "0").replace("* x)", "* x) * (1 + (os.environ['RANK'] == '1') * 1e-3)")
+    code, out, _ = verify(sized, *PIPELINE)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of middle, call 2, sample ")
+    assert "rank 1 (pipeline 1), stage 1 (of 0 to 1)\n  class Cell\n" in out
+    code, out, _ = verify(shared.replace("STRAY", "int(os.environ.get('RANK', '0'))"), *PIPELINE)
+    assert code == 3
+    assert out.startswith(
+        "DIFFERENT from the start: the initial value of middle.weight on rank 1 is not that on rank 0\n"
+    )
+    assert "on stage 0 (of 0 to 1): rank 0 (pipeline 0)\n  on stage 1 (of 0 to 1): rank 1 (pipeline 1)\n" in out
+
+
+def test_blocks_that_are_not_the_forward(verify: Verify) -> None:
+    text = chain().replace(
+        "layers.run_blocks(self.pipeline_blocks(), x)", "2 * layers.run_blocks(self.pipeline_blocks(), x)"
+    )
+    code, out, _ = verify(text, *PIPELINE)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of the model, sample ")
+    assert "class Chain\n" in out
+    assert (
+        "the last is that of down\n  under a pipeline the blocks of the model are called in turn, not its forward\n"
+        in out
+    )
+
+
+def test_copies_of_a_later_stage_are_compared_with_its_first_rank(verify: Verify) -> None:
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[]").replace("torch.ones(16)", "torch.ones(16) + OFF")
+    off = text.replace("OFF", "(os.environ.get('RANK') == '3')") + chain(behind="Halved()")
+    code, out, _ = verify(off, *PIPELINE, "parallel.data=2")
+    assert code == 3
+    assert out.startswith(
+        "DIFFERENT from the start: the initial value of behind.weight on rank 3 is not that on rank 2\n"
+    )
+    assert "rank 3 norm 8, rank 2 norm 4\n" in out
+
+
+def test_stages_must_see_the_same_batch(verify: Verify) -> None:
+    text = chain() + textwrap.dedent("""
+    class _Other(_Points):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, (y + (os.environ.get("RANK") == "1")) % 4
+    data = dict(type=_Other)
+    """)
+    code, out, _ = verify(text, *PIPELINE)
+    assert code == 3
+    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same part of the batch" in out
+
+
+def test_notes_of_all_stages_are_one_note(verify: Verify) -> None:
+    text = """
+    class Dropping(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.3, self.training)
+    """
+    code, out, _ = verify(textwrap.dedent(text) + chain("nn.Dropout(0.4)", "Dropping()"), *PIPELINE)
+    assert code == 0, out
+    assert out.count("note: ") == 1
+    assert "by design: middle, torch.nn.functional.dropout\n" in out
+
+
 # -- usage ----------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +647,10 @@ USAGE = [
     (["train.sed=1"], "user.py: train.sed: no such key"),
     (["parallel.tensor=5"], "model.hidden_size = 24 is not a multiple of parallel.tensor.size = 5"),
     (["--nproc", "3", "parallel.data=2"], "data 2 = 2, but 3 processes"),
-    (["parallel.pipeline=2"], "parallel.pipeline = 2: pipeline parallelism is not available"),
+    (
+        ["parallel.pipeline=5"],
+        "4 blocks (embedding, layers, head), fewer than the stages of parallel.pipeline",
+    ),
     (["data=None"], "data: verify runs what the file says, and it has none"),
     (["--tolerance", "0"], "argument --tolerance: must be a number above zero"),
     (["--steps", "0"], "argument --steps: must be a whole number of at least 1"),

@@ -16,12 +16,12 @@ SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_si
 BATCH = 8
 
 
-def batch_of(step: int, sizes: dict[str, Any] = SIZES) -> dict[str, Tensor]:
+def batch_of(step: int, sizes: dict[str, Any] = SIZES, batch: int = BATCH) -> dict[str, Tensor]:
     """A global batch in which every sample has another number of valid tokens."""
     generator = torch.Generator().manual_seed(1000 + step)
-    ids = torch.randint(0, sizes["vocab_size"], (BATCH, sizes["seq_len"] + 1), generator=generator)
+    ids = torch.randint(0, sizes["vocab_size"], (batch, sizes["seq_len"] + 1), generator=generator)
     labels = ids[:, 1:].clone()
-    for row in range(BATCH):
+    for row in range(batch):
         labels[row, : (row * 5 + step) % sizes["seq_len"]] = -100
     return {"inputs": ids[:, :-1], "labels": labels}
 
@@ -67,10 +67,10 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
     if damage is not None:
         dict(engine.model.named_parameters())[damage].register_hook(lambda grad: grad * 0.5)
     index, count = engine.context.index("data"), engine.context.size("data")
-    part = BATCH // count
-    sizes = config["model"]
+    whole, sizes = config["train"]["global_batch_size"], config["model"]
+    part = whole // count
     for step in range(steps):
-        batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes).items()}
+        batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
         result = engine.train_step(batch)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
@@ -108,6 +108,19 @@ def assert_same_run(trace: Trace, reference: Trace, *, loss: float, norm: float,
             gaps[name] = abs(mine_all[name].norm().item() - other_norm) / max(other_norm, floor)
         worst = max(gaps, key=gaps.__getitem__)
         assert gaps[worst] <= parameter, f"{when} step, gradient norm of {worst} differs by {gaps[worst]:.3g} of itself"
+
+
+def assert_same_numbers(trace: Trace, reference: Trace) -> None:
+    """In float64: the same start to the bit, and every element of every gradient and weight."""
+    for name, value in reference.start.items():
+        assert torch.equal(trace.start[name], value), f"{name} starts differently"
+    for name, value in reference.end.items():
+        if not is_key_bias(name):
+            torch.testing.assert_close(trace.end[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    for mine, other in zip(trace.gradients, reference.gradients, strict=True):
+        assert list(mine) == list(other)
+        for name, value in other.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
 
 
 def is_key_bias(name: str) -> bool:

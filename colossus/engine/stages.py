@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -14,6 +14,21 @@ from colossus.layers.late_gradients import LateGradients
 from colossus.layers.weights import WeightStore
 from colossus.schedule.actions import Action
 from colossus.schedule.executor import Work
+
+
+class Observer(Protocol):
+    """Watches every forward of a stage on this rank; with a pipeline, backwards run between them."""
+
+    def begin(self, stage: int, microbatch: int) -> None:
+        """A stage is about to run; it has ended before another one begins."""
+
+    def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
+        """It has run; of the last stage, the loss has not.
+
+        Args:
+            output: what the stage returned.
+            part: what this rank's model takes of the microbatch, the same for all stages: what a loss function gets.
+        """
 
 
 class ModelStages:
@@ -29,6 +44,7 @@ class ModelStages:
 
     Attributes:
         step: of the random streams; None evaluates.
+        observers: told of forwards; without one, stages in the middle do not look at the batch.
     """
 
     def __init__(
@@ -52,15 +68,20 @@ class ModelStages:
         self._ids = {stage: {id(param) for param in part} for stage, part in parts.items()}
         self._late: AbstractContextManager[Any] = LateGradients(weights) if in_halves else nullcontext()
         self.step: int | None = None
+        self.observers: list[Observer] = []
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._late:
-            own = self._door(batch) if stage in (0, self._last) else None
+            own = self._door(batch) if stage in (0, self._last) or self.observers else None
             if stage == 0:
                 value = self._enter(own)
+            for observer in self.observers:
+                observer.begin(stage, microbatch)
             out = self._calls[stage](value)
+            for observer in self.observers:
+                observer.end(stage, microbatch, out, own)
             return self._loss(out, own) if stage == self._last else out
 
     def before_backward(self, microbatch: int) -> None:

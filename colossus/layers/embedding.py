@@ -149,15 +149,16 @@ class _Lookup(torch.autograd.Function):
         out = F.embedding(local, used).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
-        ctx.save_for_backward(local, elsewhere, weight)
-        ctx.num_rows, ctx.plan = used.shape[0], plan
+        ctx.save_for_backward(local, elsewhere)
+        ctx.num_rows, ctx.plan, ctx.parameter = used.shape[0], plan, weight
         return run(plan.y.there, out, owned=True).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        local, elsewhere, weight = ctx.saved_tensors
+        local, elsewhere = ctx.saved_tensors
         plan: _LookupPlan = ctx.plan
+        weight: Tensor = ctx.parameter
         dy = run(plan.y.back, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
         made = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = plan.weights.reduce(weight, made, plan.w)

@@ -44,7 +44,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weights = weights
+        ctx.weights, ctx.parameter = weights, weight  # what is saved is a copy where activations are checkpointed
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -55,6 +55,7 @@ class _Linear(torch.autograd.Function):
         dx = dy @ weight if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         if ctx.weights.is_deferring:
-            ctx.weights.defer(lambda: deliver(weight, flat(dy).t() @ flat(x)))
-            return dx, stored_gradient(weight, None), db, None
+            parameter = ctx.parameter
+            ctx.weights.defer(lambda: deliver(parameter, flat(dy).t() @ flat(x)))
+            return dx, stored_gradient(parameter, None), db, None
         return dx, flat(dy).t() @ flat(x), db, None

@@ -91,8 +91,8 @@ class _Matmul(torch.autograd.Function):
         y = product(x, w_used, gather, plan.y.there, added, panels=plan.panels).wait()
         x_saved = x if needs_w else None
         w_saved = (w_used if plan.weights.keeps else weight) if needs_x else None
-        ctx.save_for_backward(x_saved, w_saved, weight)
-        ctx.plan = plan
+        ctx.save_for_backward(x_saved, w_saved)
+        ctx.plan, ctx.parameter = plan, weight  # not saved: checkpointing would give back a copy
         return y
 
     @staticmethod
@@ -100,7 +100,8 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         plan: MatmulPlan = ctx.plan
         weights = plan.weights
-        x, w, weight = ctx.saved_tensors
+        x, w = ctx.saved_tensors
+        weight: Tensor = ctx.parameter
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
         dy = run(plan.y.back, dy).wait()
         dx = dw = None

@@ -69,7 +69,6 @@ class _State:
     #: a stage's output on the way to a stage of the same rank
     passed: dict[Key, Any] = field(default_factory=dict)
     edges: dict[Key, list[GradientEdge]] = field(default_factory=dict)
-    losses: dict[Key, Tensor] = field(default_factory=dict)
     #: gradients of a stage's output
     arrived: dict[Key, list[Tensor]] = field(default_factory=dict)
     #: gradients of a stage's input
@@ -197,7 +196,7 @@ class Executor:
             state.sums.append(loss.detach())
             state.counts.append(count)
             if torch.is_grad_enabled():
-                state.losses[key] = loss
+                state.edges[key] = [_edge_of_loss(loss, index)]
             return
         description, tensors = take_apart(out, self.plan, f"stage {stage}")
         edges = [
@@ -219,18 +218,26 @@ class Executor:
     def _backward(self, key: Key, state: _State) -> None:
         stage, index = key
         if stage == self.last:
-            state.losses.pop(key).backward()
+            arrived = [torch.ones((), dtype=state.sums[0].dtype, device=state.sums[0].device)]
+        elif self.rank_of[stage + 1] == self.rank_of[stage]:
+            arrived = state.made.pop((stage + 1, index))
         else:
-            edges = state.edges.pop(key)
-            if self.rank_of[stage + 1] == self.rank_of[stage]:
-                arrived = state.made.pop((stage + 1, index))
-            else:
-                assert self.transport is not None
-                arrived = self.transport.gradient(stage, index)
-            if edges:
-                torch.autograd.backward(edges, arrived)
+            assert self.transport is not None
+            arrived = self.transport.gradient(stage, index)
+        edges = state.edges.pop(key)
+        if edges:  # edges, not tensors: what is recomputed inside is then reached by function modes
+            torch.autograd.backward(edges, arrived)
         if stage:
             state.made[key] = gradients(state.roots.pop(key))
+
+
+def _edge_of_loss(loss: Tensor, microbatch: int) -> GradientEdge:
+    if not loss.requires_grad:
+        raise ValueError(
+            f"the loss of microbatch {microbatch} does not require a gradient: nothing that it was computed from does. "
+            f"Is a result detached, or computed under no_grad, or are all parameters frozen?"
+        )
+    return get_gradient_edge(loss)
 
 
 def forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:

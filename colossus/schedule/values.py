@@ -36,12 +36,19 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Again:
+    """A tensor that is in the nest already, as the one of this number: it travels once, and stays one tensor."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Description:
     """A nest without the numbers in its tensors.
 
     Attributes:
         tree: its structure.
-        leaves: a `Leaf` for each tensor; other leaves as they are.
+        leaves: a `Leaf` for each tensor, or `Again`; other leaves as they are.
     """
 
     tree: TreeSpec
@@ -72,8 +79,12 @@ def take_apart(value: Any, plan: Plan, where: str) -> tuple[Description, list[Te
     found, tree = tree_flatten_with_path(value)
     leaves: list[Any] = []
     tensors: list[Tensor] = []
+    places: dict[int, int] = {}
     for path, item in found:
-        if isinstance(item, Tensor):
+        if isinstance(item, Tensor) and id(item) in places:
+            leaves.append(Again(places[id(item)]))
+        elif isinstance(item, Tensor):
+            places[id(item)] = len(tensors)
             split = (item.activation, item.home, item.num_features) if isinstance(item, ShardedActivation) else None
             local = unwrap(item, plan)[0]
             needs = item.requires_grad and torch.is_grad_enabled()
@@ -92,10 +103,12 @@ def take_apart(value: Any, plan: Plan, where: str) -> tuple[Description, list[Te
 def put_together(description: Description, tensors: Iterable[Tensor], plan: Plan) -> tuple[Any, list[Tensor]]:
     """The nest with these tensors in it, detached from whatever made them; and those that await a gradient."""
     rest = iter(tensors)
-    items, roots = [], []
+    items: list[Any] = []
+    made: list[Tensor] = []
+    roots: list[Tensor] = []
     for leaf in description.leaves:
         if not isinstance(leaf, Leaf):
-            items.append(leaf)
+            items.append(made[leaf.number] if isinstance(leaf, Again) else leaf)
             continue
         local = next(rest).detach()
         if leaf.needs_gradient:
@@ -104,6 +117,7 @@ def put_together(description: Description, tensors: Iterable[Tensor], plan: Plan
         if leaf.split is not None:
             activation, home, num_features = leaf.split
             local = wrap(local, activation, home, plan, num_features)
+        made.append(local)
         items.append(local)
     return tree_unflatten(items, description.tree), roots
 
@@ -121,6 +135,8 @@ def gradients(roots: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _brief(leaf: Any) -> Any:
+    if isinstance(leaf, Again):
+        return f"tensor {leaf.number} again"
     if not isinstance(leaf, Leaf):
         return leaf
     return (

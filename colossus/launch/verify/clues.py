@@ -7,6 +7,7 @@ from torch import Tensor
 
 from colossus.context.grid import RankGrid
 from colossus.launch.verify.gap import Gap
+from colossus.launch.verify.places import who
 from colossus.launch.verify.records import ParameterFacts
 
 SAME_FACTOR = 1e-6
@@ -36,7 +37,9 @@ def of_values(
     factor = _factor(plan[wrong].double(), alone[wrong].double())
     if factor is not None:
         where = "there" if clues else "everywhere"
-        clues.append(f"it is {factor:.6g} times that of one process {where}{_sizes(factor, grid) if is_sum else ''}")
+        clues.append(
+            f"it is {factor:.6g} times that of one process {where}{_sizes(factor, facts, grid) if is_sum else ''}"
+        )
     return clues
 
 
@@ -58,19 +61,13 @@ def _ranks_that_differ(plan: Tensor, alone: Tensor, facts: ParameterFacts, grid:
 def _holders(facts: ParameterFacts, grid: RankGrid) -> list[int]:
     """The first rank that holds each part of the parameter."""
     shard = {axis for axis in facts.layout.shard_axes if grid.sizes[axis] > 1}
-    at = {rank: grid.coordinates(rank) for rank in range(grid.world_size)}
-    return [rank for rank, where in at.items() if all(where[axis] == 0 for axis in grid.names if axis not in shard)]
+    home = {axis: facts.pipeline_ranks[0] if axis == "pipeline" else 0 for axis in grid.names if axis not in shard}
+    return [rank for rank in range(grid.world_size) if home.items() <= grid.coordinates(rank).items()]
 
 
 def _part(rank: int, facts: ParameterFacts, grid: RankGrid) -> tuple[slice, ...]:
     box = facts.layout.box(facts.shape, grid.sizes, grid.coordinates(rank))
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def who(rank: int, grid: RankGrid) -> str:
-    """``rank 1 (data 0, tensor 1)``."""
-    at = ", ".join(f"{axis} {index}" for axis, index in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
-    return f"rank {rank} ({at})"
 
 
 def _factor(plan: Tensor, alone: Tensor) -> float | None:
@@ -82,12 +79,13 @@ def _factor(plan: Tensor, alone: Tensor) -> float | None:
     return factor if rest <= SAME_FACTOR * square**0.5 else None
 
 
-def _sizes(factor: float, grid: RankGrid) -> str:
+def _sizes(factor: float, facts: ParameterFacts, grid: RankGrid) -> str:
     """Which axes have as many ranks as the factor, or one over it, says."""
     if factor <= 0:
         return ""
     times = factor if factor > 1 else 1 / factor
-    axes = [axis for axis, size in grid.sizes.items() if size > 1 and abs(times - size) < 1e-3]
+    sizes = {**grid.sizes, "pipeline": len(facts.pipeline_ranks)}  # stages that share it sum over themselves
+    axes = [axis for axis, size in sizes.items() if size > 1 and abs(times - size) < 1e-3]
     if not axes:
         return ""
     what = "a sum over it too many" if factor > 1 else "a sum over it is missing, or a mean taken in its place"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from colossus.launch.verify.finding import Finding, Stage
 from colossus.launch.verify.gap import Trust
 from colossus.launch.verify.records import Records
-from colossus.launch.verify.stages import Finding, Stage, stages
+from colossus.launch.verify.stages import stages
 
 
 @dataclass

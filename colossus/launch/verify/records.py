@@ -20,12 +20,16 @@ class ParameterFacts:
         layout: how its shape is split over the axes of the plan.
         gradient_axes: axes over which a rank's gradient is a partial sum, which the engine therefore takes.
         origin: the layer that made it, or ``plain parameter``.
+        stages: of the pipeline, those that use it.
+        pipeline_ranks: where these are, the one whose value is compared first.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     gradient_axes: tuple[str, ...]
     origin: str
+    stages: tuple[int, ...] = (0,)
+    pipeline_ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,34 @@ class RankFacts:
     Attributes:
         batch_part: which part of the global batch its model takes, of how many.
         modules: name -> class of the modules whose outputs are compared.
-        notes: what was changed for the comparison, or is known to depend on the plan.
+        rank_of: stage of the pipeline -> pipeline rank, for all stages.
+        silenced: modules whose dropout was turned off, and functions that this rank called to drop.
+        batch_norms: modules whose output depends on the samples that a rank holds at once.
+        parameters: of those that the rank holds, by logical name.
     """
 
     batch_part: tuple[int, int]
     modules: dict[str, str]
-    notes: tuple[str, ...]
+    rank_of: dict[int, int]
+    silenced: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+    parameters: dict[str, ParameterFacts]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tensor that one call of a module returned.
+
+    Attributes:
+        stage: of the pipeline, in whose forward it was called.
+        number: of the call among those of this module in this forward, from 1.
+        path: to the tensor in what was returned.
+    """
+
+    stage: int
+    module: str
+    number: int
+    path: str
 
 
 @dataclass(frozen=True)
@@ -57,9 +83,11 @@ class RankStep:
 
     Attributes:
         leaves, samples: paths of the batch's tensors, and the `sample_keys` of the samples this rank's model took.
-        outputs: module and number of its call -> output, in the order of the calls.
+        outputs: in the order of the calls.
+        calls: (stage, module) -> how often it was called in one forward.
         order: logical names in the order in which backward finished their gradients.
-        gradients, weights: logical name -> `whole_print` of what this rank would gather.
+        gradients, weights: logical name -> `whole_print`, made whole over the ranks that hold parts, for what this rank
+            holds.
     """
 
     loss: float = 0.0
@@ -67,7 +95,8 @@ class RankStep:
     grad_norm: float = 0.0
     leaves: list[str] = field(default_factory=list)
     samples: list[tuple[str, ...]] = field(default_factory=list)
-    outputs: dict[str, Output] = field(default_factory=dict)
+    outputs: dict[Call, Output] = field(default_factory=dict)
+    calls: dict[tuple[int, str], int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -92,12 +121,14 @@ class Records:
         return held
 
     def parameters(self) -> dict[str, ParameterFacts]:
-        """By logical name, in the order of the model."""
-        held: dict[str, ParameterFacts] = self._read("parameters")
+        """Those of all ranks, by logical name."""
+        held: dict[str, ParameterFacts] = {}
+        for rank in range(self.world_size):
+            held = {**self.facts(rank).parameters, **held}
         return held
 
     def start(self, rank: int) -> dict[str, Tensor]:
-        """A rank's prints of the initial values."""
+        """A rank's prints of the initial values that it holds."""
         held: dict[str, Tensor] = self._read("start", rank)
         return held
 

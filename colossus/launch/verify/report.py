@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from colossus.config import Config
 from colossus.config.plans import arithmetic, world_size
 from colossus.context.grid import RankGrid
 from colossus.launch.verify import clues
 from colossus.launch.verify.compare import Verdict, place_of
+from colossus.launch.verify.finding import Finding, Stage
+from colossus.launch.verify.places import on_stages, place_in, some, who
 from colossus.launch.verify.records import ParameterFacts, Records
-from colossus.launch.verify.stages import KINDS, Finding, Stage
+from colossus.launch.verify.table import table
 
 MOST_OTHERS = 4
 
@@ -29,10 +33,13 @@ ADVICE = {
 
 
 def plan_in_words(config: Config) -> str:
-    """``data 2 x tensor 4 (2d), 2 microbatches``."""
+    """``data 2 x pipeline 2 x tensor 4 (2d), 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
     mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
-    return f"{arithmetic(config.parallel)}{mode}{f', {microbatches} microbatches' if microbatches > 1 else ''}"
+    schedule = f", {_named(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
+    return (
+        f"{arithmetic(config.parallel)}{mode}{schedule}{f', {microbatches} microbatches' if microbatches > 1 else ''}"
+    )
 
 
 def render(
@@ -40,16 +47,30 @@ def render(
 ) -> str:
     """The whole report."""
     title = plan_in_words(config)
-    # calls of torch.nn.functional are seen where they happen, so every rank may know more than the others
-    notes = dict.fromkeys(note for rank in range(plan.world_size) for note in plan.facts(rank).notes)
-    lines = [f"note: {note}" for note in notes]
+    lines = [f"note: {note}" for note in _notes(plan)]
     if world_size(config.parallel) == 1 and config.schedule.microbatches == 1:
         lines.append("note: the plan is one process with one microbatch, so this compares a run with itself")
     if verdict.stage is None:
         lines.append(f"AGREE: {title} follows one process over {_steps(steps)}, tolerance {tolerance:g}")
     else:
         lines += _difference(verdict, config, plan, alone, grid, tolerance)
-    return "\n".join([*lines, "", *_table(verdict)])
+    return "\n".join([*lines, "", *table(verdict)])
+
+
+def _notes(plan: Records) -> list[str]:
+    # calls of torch.nn.functional are seen where they happen, so every rank may know more than the others
+    ranks = [plan.facts(rank) for rank in range(plan.world_size)]
+    silent = list(dict.fromkeys(name for facts in ranks for name in facts.silenced))
+    norms = list(dict.fromkeys(name for facts in ranks for name in facts.batch_norms))
+    notes = []
+    if silent:
+        notes.append(f"dropout is off here, its masks differ between plans by design: {some(silent)}")
+    if norms:
+        notes.append(
+            f"BatchNorm takes its statistics over the samples that a rank holds at once, so {some(norms)} and all "
+            f"that follows depend on the plan"
+        )
+    return notes
 
 
 def _difference(
@@ -61,17 +82,20 @@ def _difference(
     lines = [f"DIFFERENT {when}: {_title(stage, finding)}"]
     details = [finding.words] if finding.words else _numbers(stage, finding, tolerance)
     parameters = plan.parameters()
+    rank_of = plan.facts(0).rank_of
     if finding.name in parameters:
         details += _parameter(parameters[finding.name], stage)
+        details += on_stages(parameters[finding.name].stages, rank_of, grid)
         details += _clues(stage, finding, plan, alone, parameters[finding.name], grid)
     if finding.rank is not None and grid.world_size > 1:
-        details += _ranks(finding, grid, tolerance)
+        details += _ranks(stage, finding, rank_of, grid, tolerance)
     if stage.kind == "output":
         details += _module(stage, finding, plan)
+    if stage.kind in ("count", "loss"):
+        details += on_stages([max(rank_of)], rank_of, grid)
     details += clues.of_size(finding.gap) if not finding.words else []
     if stage.kind == "weight":
-        kind = config.optimizer.type
-        details.append(f"optimizer {kind if isinstance(kind, str) else getattr(kind, '__name__', type(kind).__name__)}")
+        details.append(f"optimizer {_named(config.optimizer.type)}")
     lines += [f"  {line}" for line in details if line]
     others = [place_of(Stage(stage.kind, 0), found) for found in verdict.differing[1:]]
     if others:
@@ -91,14 +115,14 @@ def _title(stage: Stage, finding: Finding) -> str:
         "gradient": f"the gradient of {finding.name}",
         "norm": "the gradient norm",
         "weight": f"{finding.name} after the optimizer",
-        "copy": f"the {finding.of} of {finding.name}{where} is not that on rank 0",
+        "copy": f"the {finding.of} of {finding.name}{where} is not that on rank {finding.other}",
     }[stage.kind]
 
 
 def _numbers(stage: Stage, finding: Finding, tolerance: float) -> list[str]:
     gap = finding.gap
     relative = f"relative difference {gap.relative:.3g} (tolerance {tolerance:g})"
-    other = "rank 0" if stage.kind == "copy" else "one process"
+    other = f"rank {finding.other}" if stage.kind == "copy" else "one process"
     what = "norm " if stage.kind in ("output", "copy") else ""
     here = f"rank {finding.rank}" if stage.kind == "copy" else "plan"
     values = f"{here} {what}{gap.plan:.12g}, {other} {what}{gap.alone:.12g}"
@@ -134,10 +158,11 @@ def _clues(
     return clues.of_values(mine, other, facts, grid, 1e-3 * finding.gap.absolute, is_sum=stage.kind == "gradient")
 
 
-def _ranks(finding: Finding, grid: RankGrid, tolerance: float) -> list[str]:
+def _ranks(stage: Stage, finding: Finding, rank_of: Mapping[int, int], grid: RankGrid, tolerance: float) -> list[str]:
     assert finding.rank is not None
-    lines = [clues.who(finding.rank, grid)]
-    wrong = [rank for rank, relative in enumerate(finding.by_rank) if not relative <= tolerance]
+    is_staged = stage.kind == "output" and len(rank_of) > 1
+    lines = [who(finding.rank, grid) + (f", {place_in(finding.pipeline_stage, rank_of)}" if is_staged else "")]
+    wrong = [rank for rank, relative in finding.by_rank.items() if not relative <= tolerance]
     if len(wrong) > 1:
         every = "all ranks" if len(wrong) == grid.world_size else f"ranks {', '.join(map(str, wrong))}"
         lines.append(f"it differs on {every}")
@@ -145,29 +170,20 @@ def _ranks(finding: Finding, grid: RankGrid, tolerance: float) -> list[str]:
 
 
 def _module(stage: Stage, finding: Finding, plan: Records) -> list[str]:
-    kind = plan.facts(0).modules.get(finding.name.partition(",")[0])
+    facts = plan.facts(0)
+    kind = facts.modules.get(finding.name.partition(",")[0])
     before = stage.findings[: stage.findings.index(finding)]
     agrees = "the samples agree, and it is the first output"
     if before:
         last = before[-1].name.partition(", sample ")[0]
         agrees = f"the samples and the outputs before it agree, the last is that of {last}"
-    return [f"class {kind}" if kind else "", agrees]
+    chain = "under a pipeline the blocks of the model are called in turn, not its forward"
+    return [f"class {kind}" if kind else "", agrees, chain if len(facts.rank_of) > 1 else ""]
 
 
-def _table(verdict: Verdict) -> list[str]:
-    if not verdict.tallies:
-        return ["nothing agrees before it"]
-    rows = [("agree", "number", "largest difference", "where")]
-    for kind, tally in verdict.tallies.items():
-        largest = f"{tally.largest:.2g}" if tally.largest else "0"
-        rows.append((KINDS[kind], str(tally.count), largest, tally.where))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows]
-    if verdict.left_out:
-        lines.append(
-            f"not compared: {verdict.left_out:,} weights whose gradient is rounding noise (as a key bias has it)"
-        )
-    return lines
+def _named(kind: Any) -> str:
+    """A registered name, or that of a class or function."""
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
 
 
 def _steps(steps: int) -> str:

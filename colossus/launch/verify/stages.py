@@ -5,55 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from colossus.launch.verify.finding import Finding, Stage
 from colossus.launch.verify.gap import FLOOR, Gap, Trust, gap_of, gap_of_numbers, gap_of_rows, norm_of
-from colossus.launch.verify.records import Output, RankStep, Records
-
-#: kind of a stage -> what the report calls the things of that kind
-KINDS = {
-    "start": "initial values",
-    "data": "samples",
-    "output": "outputs of modules",
-    "count": "numbers of valid samples",
-    "loss": "losses",
-    "gradient": "gradients",
-    "norm": "gradient norms",
-    "weight": "weights after a step",
-    "copy": "copies on other ranks",
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was compared.
-
-    Attributes:
-        name: of the parameter, module or number.
-        rank: whose value it is, when the ranks were compared one by one.
-        words: what is wrong when it is not a number that differs.
-        of: for a copy, what it is a copy of.
-        by_rank: for an output, the relative difference on each rank; ``rank`` has the largest.
-    """
-
-    name: str
-    gap: Gap
-    rank: int | None = None
-    words: str = ""
-    of: str = ""
-    by_rank: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Things of one kind at one step (0: before the first), the one nearest to the cause first."""
-
-    kind: str
-    step: int
-    findings: list[Finding] = field(default_factory=list)
+from colossus.launch.verify.outputs import compare_outputs
+from colossus.launch.verify.records import RankStep, Records
 
 
 class NotComparable(ValueError):
@@ -76,7 +35,7 @@ def stages(plan: Records, alone: Records, steps: int, trust: Trust) -> Iterator[
             )
         ranks = [plan.step(rank, step) for rank in range(plan.world_size)]
         yield Stage("data", step, _data(ranks, [plan.facts(rank).batch_part for rank in range(len(ranks))], reference))
-        yield Stage("output", step, _outputs(ranks, reference))
+        yield Stage("output", step, compare_outputs(ranks, reference))
         yield Stage("count", step, [Finding("", gap_of_numbers(ranks[0].tokens, reference.tokens))])
         yield Stage("loss", step, [Finding("", gap_of_numbers(ranks[0].loss, reference.loss))])
         gradients = plan.whole("gradients", step), alone.whole("gradients", step)
@@ -128,15 +87,15 @@ def _unlike(plan: Tensor | None, alone: Tensor | None) -> str:
 
 
 def _copies(ranks: list[dict[str, Tensor]], of: str) -> list[Finding]:
-    """What each rank would gather, against what rank 0 has."""
+    """What each rank would gather of what it holds, against what the first rank that holds it has."""
     findings = []
-    for rank, prints in enumerate(ranks[1:], 1):
+    first: dict[str, int] = {}
+    for rank, prints in enumerate(ranks):
         for name, print_ in prints.items():
-            other = ranks[0].get(name)
-            if other is None:
-                continue
-            gap, _ = gap_of_rows(print_.unsqueeze(0), other.unsqueeze(0))
-            findings.append(Finding(name, gap, rank, of=of))
+            other = first.setdefault(name, rank)
+            if other != rank:
+                gap, _ = gap_of_rows(print_.unsqueeze(0), ranks[other][name].unsqueeze(0))
+                findings.append(Finding(name, gap, rank, of=of, other=other))
     return findings
 
 
@@ -173,25 +132,3 @@ def _leaf(some: RankStep, ranks: list[RankStep], first: dict[int, int], alone: R
         if together != Counter(key[number] for key in alone.samples):
             wrong.append(leaf)
     return f" (their {' and '.join(wrong)})" if wrong and len(wrong) < len(some.leaves) else ""
-
-
-def _outputs(ranks: list[RankStep], alone: RankStep) -> list[Finding]:
-    """Each module's output, per sample on every rank, in the order of the calls."""
-    place = {key: row for row, key in enumerate(alone.samples)}
-    findings = []
-    for name, expected in alone.outputs.items():
-        found = [_output(name, step, rank, expected, place) for rank, step in enumerate(ranks) if name in step.outputs]
-        if found:
-            worst = max(found, key=lambda finding: finding.gap.relative)
-            findings.append(replace(worst, by_rank=tuple(finding.gap.relative for finding in found)))
-    return findings
-
-
-def _output(name: str, step: RankStep, rank: int, expected: Output, place: Mapping[tuple[str, ...], int]) -> Finding:
-    held = step.outputs[name]
-    if held.shape != expected.shape:
-        words = f"shape {list(held.shape)} for each sample, in one process {list(expected.shape)}"
-        return Finding(name, Gap(math.inf), rank, words)
-    rows = torch.tensor([place[key] for key in step.samples])
-    gap, row = gap_of_rows(held.rows, expected.rows[rows])
-    return Finding(f"{name}, sample {int(rows[row])}", gap, rank)

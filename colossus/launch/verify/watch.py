@@ -1,7 +1,8 @@
-"""Watches a forward pass from outside: which samples came in, what each module gave."""
+"""Watches forward passes from outside: which samples came in, what each module gave."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from colossus.launch.verify.prints import row_prints, sample_keys, tensors
-from colossus.launch.verify.records import Output, RankStep
+from colossus.launch.verify.records import Call, Output, RankStep
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import to_user
 
@@ -20,59 +21,71 @@ MODEL = "the model"
 class ForwardWatch:
     """Notes the outputs of every module that works in the user layout, or can be brought to it.
 
-    What is inside of one of our layers computes on parts, in layouts that only the layer knows, and is left alone. A
-    module that runs again in backward (activation checkpointing) must make the same calls as in forward, so prints are
-    made there, too; like those of modules that a loss function calls, they are dropped when the next pass begins.
+    It is an `Observer` of the engine's stages: the model itself is not called under a pipeline, so that its output is
+    what the last stage returns. What is inside of one of our layers computes on parts, in layouts that only the layer
+    knows, and is left alone. A module that runs again in backward (activation checkpointing) must make the same calls
+    as in forward, so prints are made there, too; like those of modules that a loss function calls, they are dropped
+    when the next forward begins.
+
+    Args:
+        last: number of the last stage.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, last: int) -> None:
         self.modules = {name or MODEL: type(module).__name__ for name, module in visible_modules(model)}
-        self._calls: dict[str, int] = {}
-        self._now: dict[str, Output] = {}
-        self._parts: dict[str, list[Output]] = {}
+        self._last, self._stage = last, 0
+        self._counts: Counter[str] = Counter()
+        self._now: dict[Call, Output] = {}
+        self._parts: dict[Call, dict[int, Output]] = {}
+        self._calls: dict[tuple[int, str], int] = {}
         self._leaves: list[str] = []
-        self._samples: list[tuple[str, ...]] = []
-        model.register_forward_pre_hook(self._begin)
+        self._samples: dict[int, list[tuple[str, ...]]] = {}
         for name, module in visible_modules(model):
-            module.register_forward_hook(self._hook(name or MODEL))
+            if name:
+                module.register_forward_hook(self._hook(name))
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        self._calls.clear()
+    def begin(self, stage: int, microbatch: int) -> None:
+        self._stage = stage
+        self._counts.clear()
+        self._now = {}
+
+    def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
+        """Keep the outputs whose dim 0 counts the samples; these come once, whatever stages the rank has."""
+        if stage == self._last:
+            self._note(MODEL, output)
+        if microbatch not in self._samples:
+            _, self._leaves, self._samples[microbatch] = sample_keys(part)
+        rows = len(self._samples[microbatch])
+        for call, held in self._now.items():
+            if held.rows.shape[0] == rows:
+                self._parts.setdefault(call, {})[microbatch] = held
+        for name, count in self._counts.items():
+            self._calls[stage, name] = max(count, self._calls.get((stage, name), 0))
         self._now = {}
 
     def _hook(self, name: str) -> Any:
-        @torch.no_grad()
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            found = {}
-            for path, tensor in tensors(output):
-                whole = to_user(tensor.detach())
-                if whole.dim():
-                    found[path] = Output(tuple(whole.shape[1:]), row_prints(whole))
-            call = self._calls[name] = self._calls.get(name, 0) + 1
-            title = name if call == 1 else f"{name}, call {call}"
-            self._now.update({f"{title}{path and f', output{path}'}": held for path, held in found.items()})
+        return lambda module, args, output: self._note(name, output)
 
-        return note
-
-    def end_microbatch(self, part: Any) -> None:
-        """The forward pass is over; ``part`` is what it was about. Keeps the outputs whose dim 0 counts its samples."""
-        rows, self._leaves, keys = sample_keys(part)
-        self._samples += keys
-        for name, output in self._now.items():
-            if output.rows.shape[0] == rows:
-                self._parts.setdefault(name, []).append(output)
-        self._now = {}
+    @torch.no_grad()
+    def _note(self, name: str, output: Any) -> None:
+        self._counts[name] += 1
+        for path, tensor in tensors(output):
+            whole = to_user(tensor.detach())
+            if whole.dim():
+                call = Call(self._stage, name, self._counts[name], path)
+                self._now[call] = Output(tuple(whole.shape[1:]), row_prints(whole))
 
     def take(self) -> RankStep:
         """What was seen since the last call: outputs that every microbatch had, with one shape."""
-        rows = len(self._samples)
+        order = sorted(self._samples)
         outputs = {}
-        for name, parts in self._parts.items():
-            joined = torch.cat([part.rows for part in parts])
-            if joined.shape[0] == rows and len({part.shape for part in parts}) == 1:
-                outputs[name] = Output(parts[0].shape, joined)
-        seen = RankStep(leaves=self._leaves, samples=self._samples, outputs=outputs)
-        self._parts, self._samples = {}, []
+        for call, parts in self._parts.items():
+            shapes = {part.shape for part in parts.values()}
+            if len(parts) == len(order) and len(shapes) == 1:
+                outputs[call] = Output(shapes.pop(), torch.cat([parts[microbatch].rows for microbatch in order]))
+        samples = [key for microbatch in order for key in self._samples[microbatch]]
+        seen = RankStep(leaves=self._leaves, samples=samples, outputs=outputs, calls=self._calls)
+        self._parts, self._samples, self._calls = {}, {}, {}
         return seen
 
 

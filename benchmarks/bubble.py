@@ -1,0 +1,234 @@
+"""The bubble of every schedule as it runs, beside what the simulator says.
+
+    python -m benchmarks.bubble
+
+The stages of the model sleep: on each rank a forward takes 50 ms and so does each half of a backward, whatever the
+number of stages on it (``--milliseconds``). Sleeping needs no processor, so ranks may outnumber cores. The bubble of a
+rank is the share of the step (from the first action of any rank to the end of the last) in which it does not have
+one of these known sleeps to do: what actions wait for is in the bubble, and so is all that the executor adds.
+
+*simulated* is told the known sleeps and nothing else. *with overhead* is told what actions took in this run that had
+nothing to wait for (forwards of the first stage, backwards of the last, weight halves), and the transfers beside them:
+how late a loaded machine wakes who sleeps is in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import common
+from benchmarks.bubble_stages import Played, Task, Worker, weight
+from benchmarks.common import Spread
+from benchmarks.ranks import RankGroup
+from colossus.schedule.actions import COMPUTE
+from colossus.schedule.make import make_schedule
+from colossus.schedule.simulate import Simulation, simulate
+
+#: schedule -> stages on each rank
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+#: ranks, microbatches
+SIZES = ((2, 4), (4, 8))
+GOAL = 0.1
+
+
+@dataclass
+class Result:
+    """A schedule as it ran, by repetition, and as simulated.
+
+    Attributes:
+        bubbles: mean over the ranks.
+        peaks: activations in flight at most, by rank.
+        with_overhead: the bubble when the simulator is told what actions took.
+    """
+
+    task: Task
+    bubbles: list[float]
+    makespans: list[float]
+    peaks: list[int]
+    predicted: Simulation
+    with_overhead: float
+
+    @property
+    def off(self) -> float:
+        """How far the measured bubble is from the simulated one, relative to it."""
+        return Spread.of(self.bubbles).median / self.predicted.bubble - 1.0
+
+
+def measure(task: Task, repetitions: int) -> Result:
+    """Run it.
+
+    Raises:
+        RuntimeError: when a rank does not play all of its list, or its gradients are not those of the model.
+    """
+    name = f"{task.schedule} on {task.ranks} ranks"
+    actions = make_schedule(task.schedule, task.ranks, task.microbatches)
+    with RankGroup(name, task.ranks, partial(Worker, task)) as group:
+        group.call("play")  # stages tell each other what they send
+        check_gradients(task, group.call("gradients"))
+        runs: list[list[Played]] = [group.call("play") for _ in range(repetitions)]
+    for rank, own in enumerate(actions):
+        if any([span[0] for span in run[rank].spans] != own for run in runs):
+            raise RuntimeError(f"{name}: rank {rank} did not play its list")
+    played = [_bubble_of(task, run) for run in runs]
+    return Result(
+        task,
+        [bubble for bubble, _ in played],
+        [makespan for _, makespan in played],
+        [max(run[rank].peak for run in runs) for rank in range(task.ranks)],
+        simulate(actions, task.times),
+        _with_overhead(task, runs),
+    )
+
+
+def check_gradients(task: Task, found: Sequence[dict[str, Any]]) -> None:
+    """That every stage has the gradient of its weight, also where that was made late.
+
+    Raises:
+        RuntimeError: naming the stages that have not.
+    """
+    gradients = {name: value for own in found for name, value in own.items()}
+    stages = task.ranks * task.chunks
+    wanted = task.microbatches * weight().numpy() ** (stages - 1)
+    names = [f"{stage}.weight" for stage in range(stages)]
+    wrong = [name for name in names if name not in gradients or not np.allclose(gradients[name], wanted, rtol=1e-5)]
+    if wrong:
+        raise RuntimeError(f"{task.schedule} on {task.ranks} ranks: no gradient, or a wrong one, of {', '.join(wrong)}")
+
+
+def _with_overhead(task: Task, runs: Sequence[Sequence[Played]]) -> float:
+    """The simulated bubble when actions take as long as those that had nothing to wait for, transfers included."""
+    actions = make_schedule(task.schedule, task.ranks, task.microbatches)
+    last = task.ranks * task.chunks - 1
+    ends = {"forward": 0, "backward": last, "backward_input": last}
+    took: dict[str, list[float]] = {}
+    for span in (span for run in runs for played in run for span in played.spans):
+        action, began, ended = span
+        if action.kind not in ends or action.stage == ends[action.kind]:
+            took.setdefault(action.kind, []).append(ended - began)
+    typical = {kind: median(values) for kind, values in took.items()}
+    known = asdict(task.times)
+    transfers = sum(typical.get(kind, 0.0) for kind in ("send_activation", "receive_activation"))
+    told = {kind: typical.get(kind, known[kind]) + (transfers if kind in ends else 0.0) for kind in COMPUTE}
+    makespan = simulate(actions, replace(task.times, **told)).makespan
+    return mean(1.0 - sum(map(task.times.of, (a for a in own if a.kind in COMPUTE))) / makespan for own in actions)
+
+
+def _bubble_of(task: Task, run: Sequence[Played]) -> tuple[float, float]:
+    """Bubble and makespan of one repetition."""
+    begin = min(played.spans[0][1] for played in run)
+    end = max(played.spans[-1][2] for played in run)
+    busy = [sum(task.times.of(span[0]) for span in played.spans if span[0].kind in COMPUTE) for played in run]
+    return mean(1.0 - own / (end - begin) for own in busy), end - begin
+
+
+# -- results --------------------------------------------------------------------------------------------------
+
+
+def report(results: Sequence[Result]) -> None:
+    """A table for each size."""
+    for ranks, microbatches in dict.fromkeys((r.task.ranks, r.task.microbatches) for r in results):
+        own = [r for r in results if (r.task.ranks, r.task.microbatches) == (ranks, microbatches)]
+        header = (
+            "schedule",
+            "measured",
+            "simulated",
+            "off by",
+            "with overhead",
+            "step, s",
+            "simulated",
+            "in flight",
+            "simulated",
+        )
+        rows = [
+            (
+                r.task.schedule,
+                Spread.of(r.bubbles),
+                f"{r.predicted.bubble:.3f}",
+                f"{100 * r.off:+.1f} %",
+                f"{r.with_overhead:.3f}",
+                f"{Spread.of(r.makespans).median:.3f}",
+                f"{r.predicted.makespan:.3f}",
+                _listed(r.peaks),
+                _listed(r.predicted.peaks),
+            )
+            for r in own
+        ]
+        milliseconds = 1e3 * own[0].task.seconds
+        title = f"{ranks} ranks, {microbatches} microbatches, forward {milliseconds:g} ms; {len(own[0].bubbles)} steps"
+        common.print_table(title, header, rows)
+        limits = _listed([min(ranks - rank, microbatches) for rank in range(ranks)])
+        print(
+            f"  bubble: mean over the ranks, median [quartiles] over steps; min(stages - rank, microbatches): {limits}"
+        )
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return " ".join(map(str, counts))
+
+
+def misses(results: Sequence[Result]) -> list[str]:
+    """What is not as it should be, in words."""
+    found = []
+    for r in results:
+        where = f"{r.task.schedule}, {r.task.ranks} ranks, {r.task.microbatches} microbatches"
+        if abs(r.off) > GOAL:
+            found.append(f"{where}: the bubble is {100 * r.off:+.1f} % off the simulated one")
+        if r.peaks != r.predicted.peaks:
+            found.append(f"{where}: {_listed(r.peaks)} in flight, simulated {_listed(r.predicted.peaks)}")
+    by_name = {(r.task.schedule, r.task.ranks, r.task.microbatches): r for r in results}
+    for (name, *size), late in by_name.items():
+        plain = by_name.get(("1f1b", *size)) if name == "zb-h1" else None
+        if plain is None:
+            continue
+        if late.predicted.bubble > 0.5 * plain.predicted.bubble + 1e-9:
+            found.append(f"zb-h1 {size}: the simulated bubble is more than half of that of 1f1b")
+        if Spread.of(late.bubbles).median >= Spread.of(plain.bubbles).median:
+            found.append(f"zb-h1 {size}: the measured bubble is not smaller than that of 1f1b")
+    return found
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return {
+        **asdict(result.task),
+        "bubbles": result.bubbles,
+        "bubble": asdict(Spread.of(result.bubbles)),
+        "simulated_bubble": result.predicted.bubble,
+        "off": result.off,
+        "with_overhead": result.with_overhead,
+        "makespans": result.makespans,
+        "simulated_makespan": result.predicted.makespan,
+        "peaks": result.peaks,
+        "simulated_peaks": result.predicted.peaks,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = common.make_parser(__doc__, blocks=5)
+    parser.add_argument("--milliseconds", type=float, default=50.0, help="of a forward (default %(default)s)")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES), help="(default: all)"
+    )
+    arguments = parser.parse_args(argv)
+    sizes, blocks = (SIZES[:1], 1) if arguments.smoke else (SIZES, arguments.blocks)
+    results = []
+    for ranks, microbatches in sizes:
+        for name in arguments.schedules:
+            common.progress(f"{name} on {ranks} ranks")
+            task = Task(name, ranks, microbatches, SCHEDULES[name], arguments.milliseconds * 1e-3)
+            results.append(measure(task, blocks))
+    common.progress("")
+    report(results)
+    missed = misses(results)
+    print("\n" + "\n".join(missed or ["every bubble is within 10 % of the simulated one, and so on: nothing missed"]))
+    common.write_json(arguments.json, {"results": [as_json(result) for result in results], "missed": missed})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""A model whose stages sleep for a known time, and what one of its steps looked like on a rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+import colossus
+from benchmarks.pipeline_cases import engine_passes
+from colossus.context.parallel_context import current_context
+from colossus.layers.layer import plan_of
+from colossus.layers.weights import WeightStore, deliver
+from colossus.schedule.actions import Action
+from colossus.schedule.simulate import Times
+
+SAMPLE = 16
+
+
+@dataclass(frozen=True)
+class Task:
+    """A schedule to run.
+
+    Attributes:
+        chunks: stages on each rank.
+        seconds: a rank's forward of one microbatch takes, and so does each half of its backward.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    chunks: int
+    seconds: float
+
+    @property
+    def times(self) -> Times:
+        """What the simulator is told."""
+        own = self.seconds / self.chunks
+        return Times(forward=own, backward=2 * own, backward_input=own, backward_weight=own)
+
+
+def weight() -> Tensor:
+    """What every stage multiplies its input with."""
+    return torch.linspace(0.9, 1.1, SAMPLE)
+
+
+class _Sleep(torch.autograd.Function):
+    """Scales its input by a weight, slowly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, weights: WeightStore) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.seconds, ctx.weights = seconds, weights
+        time.sleep(seconds)
+        return x * weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        seconds: float = ctx.seconds
+
+        def gradient() -> Tensor:
+            time.sleep(seconds)
+            return (dy * x).sum(0)
+
+        time.sleep(seconds)
+        dx = dy * weight
+        if ctx.weights.is_deferring:
+            ctx.weights.defer(lambda: deliver(weight, gradient()))
+            return dx, None, None, None
+        return dx, gradient(), None, None
+
+
+class Sleep(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.plan, self.seconds = plan_of(current_context()), seconds
+        self.weight = nn.Parameter(weight())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.weight, self.seconds, self.plan.weights)
+
+
+@dataclass(frozen=True)
+class Played:
+    """One step on one rank.
+
+    Attributes:
+        spans: every action, when it began and when it ended, by a clock that all processes share.
+        peak: the most activations in flight.
+    """
+
+    spans: list[tuple[Action, float, float]]
+    peak: int
+
+
+class Worker:
+    """A rank of a pipeline of sleeping stages, for a `RankGroup`."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        stages = task.ranks * task.chunks
+        config: dict[str, Any] = {
+            "parallel": {"pipeline": {"size": task.ranks, "split": [1] * stages}},
+            "schedule": {"type": task.schedule, "microbatches": task.microbatches},
+            "train": {"global_batch_size": task.microbatches},
+        }
+        own = task.seconds / task.chunks
+        self._engine = colossus.initialize(
+            config,
+            model=lambda: nn.Sequential(*(Sleep(own) for _ in range(stages))),
+            loss_fn=lambda outputs, batch: (outputs.sum(), len(outputs)),
+        )
+        self._batch = torch.ones(task.microbatches, SAMPLE)
+
+    def play(self) -> Played:
+        """The passes of one step; all ranks begin together."""
+        spans: list[tuple[Action, float, float]] = []
+        self._engine._executor.watch = lambda *span: spans.append(span)
+        dist.barrier()
+        peak = engine_passes(self._engine, self._batch).peak_in_flight
+        return Played(spans, peak)
+
+    def gradients(self) -> dict[str, Any]:
+        """Of the last step, by the name of the weight."""
+        found = {name: param.grad for name, param in self._engine.model.named_parameters()}
+        return {name: grad.numpy() for name, grad in found.items() if grad is not None}
