@@ -2,7 +2,7 @@
 
     python -m benchmarks.bubble
 
-The stages of the model sleep: on each rank a forward takes 50 ms and so does each half of a backward, whatever the
+The stages of the model sleep: on each rank a forward takes 100 ms and so does each half of a backward, whatever the
 number of stages on it (``--milliseconds``). Sleeping needs no processor, so ranks may outnumber cores. The bubble of a
 rank is the share of the step (from the first action of any rank to the end of the last) in which it does not have
 one of these known sleeps to do: what actions wait for is in the bubble, and so is all that the executor adds.
@@ -154,6 +154,7 @@ def report(results: Sequence[Result]) -> None:
                 f"{r.with_overhead:.3f}",
                 f"{Spread.of(r.makespans).median:.3f}",
                 f"{r.predicted.makespan:.3f}",
+                f"{100 * (Spread.of(r.makespans).median / r.predicted.makespan - 1.0):+.1f} %",
                 _listed(r.peaks),
                 _listed(r.predicted.peaks),
             )
@@ -209,8 +210,8 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = common.make_parser(__doc__, blocks=5)
-    parser.add_argument("--milliseconds", type=float, default=50.0, help="of a forward (default %(default)s)")
+    parser = common.make_parser(__doc__, blocks=3)
+    parser.add_argument("--milliseconds", type=float, default=100.0, help="of a forward (default %(default)s)")
     parser.add_argument(
         "--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES), help="(default: all)"
     )

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import common, plot, tensor, tensor_block, train_step  # noqa: E402
+from benchmarks import bubble, common, pipeline, plot, tensor, tensor_block, train_step  # noqa: E402
+from benchmarks.bubble_stages import Task, weight  # noqa: E402
 from benchmarks.cases import KINDS  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
 from benchmarks.tensor_cases import CASES  # noqa: E402
@@ -155,6 +157,53 @@ def test_a_block_that_sends_more_than_its_formula_is_refused(monkeypatch: pytest
     monkeypatch.setattr(tensor, "block_traffic", lambda *sizes: formula(*sizes) * 2)
     with pytest.raises(RuntimeError, match=r"1d-2: rank 0 sent .* MB in 4 calls, but the formula says .* in 8"):
         tensor.measure(BENCH, {"plain": CASES["plain"], "1d-2": CASES["1d-2"]}, with_memory=False)
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    names = ["serial", "torch-1f1b", "colossus-1f1b", "colossus-zb-h1"]
+    text, payload = smoke("pipeline", tmp_path)
+    (result,) = payload["results"]
+    assert set(result["gradient_gaps"]) == set(names)
+    assert all(name in text for name in names)
+    for part in ("passes", "step"):
+        assert all(len(result["seconds"][part][name]) == 2 for name in names)
+        assert set(result["ratios"][part]["colossus-1f1b"]) == {"serial", "torch-1f1b"}
+
+
+def test_a_pipeline_that_computes_something_else_is_refused() -> None:
+    wanted = {"a": np.ones(2, np.float32), "b": np.full(2, 1e-3, np.float32)}
+    close = [(1.5, {"a": wanted["a"]}), (0.5, {"b": wanted["b"] * np.float32(1 + 1e-6)})]
+    assert pipeline.check_passes("ours", close, (2.0, wanted)) == pytest.approx(1e-6, rel=0.2)
+    with pytest.raises(RuntimeError, match=r"ours: the sum of losses is 1\.5, but serial has 2\.0"):
+        pipeline.check_passes("ours", [(1.5, wanted)], (2.0, wanted))
+    with pytest.raises(RuntimeError, match=r"ours: gradients of other parameters: \['b'\]"):
+        pipeline.check_passes("ours", [(2.0, {"a": wanted["a"]})], (2.0, wanted))
+    for bad in (1.0001, float("nan")):
+        with pytest.raises(RuntimeError, match="ours: the gradient of b differs from that of serial by"):
+            pipeline.check_passes("ours", [(2.0, {**wanted, "b": wanted["b"] * np.float32(bad)})], (2.0, wanted))
+    with pytest.raises(RuntimeError, match=r"ours: gradient norm 1\.1000000 at step 2"):
+        pipeline.check_steps("ours", [(2.0, 1.0), (2.0, 1.1)], [(2.0, 1.0), (2.0, 1.0)])
+
+
+def test_bubble(tmp_path: Path) -> None:
+    text, payload = smoke("bubble", tmp_path, "--milliseconds", "10")
+    results = {result["schedule"]: result for result in payload["results"]}
+    assert set(results) == {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert all(name in text for name in results)
+    for result in results.values():
+        assert result["peaks"] == result["simulated_peaks"]
+        assert all(makespan > result["simulated_makespan"] for makespan in result["makespans"])
+    assert results["1f1b"]["peaks"] == [2, 1]
+    assert results["zb-h1"]["simulated_bubble"] < 0.5 * results["1f1b"]["simulated_bubble"]
+
+
+def test_a_stage_without_its_late_gradient_is_refused() -> None:
+    task = Task("zb-h1", 2, 4, 1, 0.0)
+    good = {"0.weight": 4 * weight().numpy(), "1.weight": 4 * weight().numpy()}
+    bubble.check_gradients(task, [good])
+    for bad in ({"0.weight": good["0.weight"]}, {**good, "1.weight": 0 * good["1.weight"]}):
+        with pytest.raises(RuntimeError, match=r"zb-h1 on 2 ranks: no gradient, or a wrong one, of 1\.weight"):
+            bubble.check_gradients(task, [bad])
 
 
 def test_a_gap_is_refused_and_named() -> None:

@@ -74,7 +74,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         (["launch", "FILE", "parallel.tensor=3"], 2),
         (["launch", "FILE", "model.num_layer=3"], 2),
         (["launch", "FILE", "optimizer.type=Adam"], 2),
-        (["launch", "FILE", "parallel.pipeline=2"], 2),
+        (["launch", "FILE", "parallel.zero=1"], 2),
         (["launch", "FILE", "--nproc", "3"], 2),
         (["launch", "absent.py"], 2),
     ],

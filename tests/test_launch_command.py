@@ -315,7 +315,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ([], {"nnodes": 0}, "there is at least one node"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
-        (["parallel.pipeline=2"], {}, "not available in this version"),
+        (["parallel.zero=1"], {}, "not available in this version"),
     ],
 )
 def test_config_errors_exit_with_2(

@@ -47,6 +47,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
     "3d": (8, dict(tensor=dict(mode="3d", size=8))),
     "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
+    "pipeline2_data2_tensor2": (8, dict(pipeline=2, data=2, tensor=2)),
+    "pipeline2_2d": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4))),
     "tensor_outside": (4, dict(data=2, tensor=2, rank_order=("tensor", "pipeline", "data", "sequence"))),
 }
 
@@ -73,6 +75,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+#: schedules of the plans that have a pipeline
+PIPELINES: dict[str, dict[str, Any]] = {
+    "pipeline2_data2_tensor2": dict(schedule=dict(type="1f1b", microbatches=4)),
+    "pipeline2_2d": dict(schedule=dict(type="zb-h1", microbatches=4)),
+}
+
+
 @cache
 def alone(precision: str, variant: str | None = None) -> Trace:
     more = {key: value for key, value in VARIANTS[variant or ""].items() if key != "parallel"}
@@ -83,7 +92,7 @@ def alone(precision: str, variant: str | None = None) -> Trace:
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> None:
     world, parallel = PLANS[plan]
-    traces = run_plan(world, config_of(parallel, STEPS, precision), STEPS)
+    traces = run_plan(world, config_of(parallel, STEPS, precision, **PIPELINES.get(plan, {})), STEPS)
     reference = alone(precision)
     for trace in traces:
         assert_same_run(trace, reference, **(FP64 if precision == "fp64" else FP32))
