@@ -6,6 +6,8 @@ Between processes of one host, on CPU, they go through shared memory; else throu
 from __future__ import annotations
 
 import pickle
+import select
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,8 +47,8 @@ class Incoming:
 
     def wait(self) -> list[Tensor]:
         if self.finish is not None:
-            finish, self.finish = self.finish, None
-            finish()
+            self.finish()
+            self.finish = None
         self.entry.done = True
         return self.tensors
 
@@ -73,6 +75,7 @@ class Links:
         pairs = sorted(set(pairs))
         mapped = map_together(group, len(pairs), _RING_BYTES) if device.type == "cpu" and pairs else None
         self.takes_early = mapped is None and device.type == "cpu"
+        self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
             return
         me = group.index
@@ -93,7 +96,7 @@ class Links:
                 counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
         sender = self._senders.get(to)
         if sender is not None and message_bytes([tensor.nbytes for tensor in tensors]) <= sender.capacity:
-            sender.send(tensors, what, self._take_what_is_due)
+            sender.send(tensors, what, self._until_readable)
             entry.done = True
             return _nothing
         tensors = [tensor.contiguous() for tensor in tensors]
@@ -151,20 +154,30 @@ class Links:
 
     def _take(self, source: int, wanted: Incoming) -> None:
         """Read messages of a source up to the one that is wanted."""
-        posted = self._posted[source]
-        while posted:
-            incoming = posted.popleft()
-            incoming.finish = None
-            self._receivers[source].receive(incoming.tensors, incoming.what)
-            incoming.entry.done = True
-            if incoming is wanted:
-                return
+        while wanted.finish is not None:
+            self._take_next(source)
 
-    def _take_what_is_due(self) -> None:
-        """Make room for those who wait to send to this rank before it waits itself: else all might wait for ever."""
-        for source, posted in self._posted.items():
-            if posted:
-                self._take(source, posted[-1])
+    def _take_next(self, source: int) -> None:
+        incoming = self._posted[source].popleft()
+        incoming.finish = None
+        self._receivers[source].receive(incoming.tensors, incoming.what)
+        incoming.entry.done = True
+
+    def _until_readable(self, descriptor: int) -> bool:
+        """Wait for an answer, and meanwhile take what comes: the peer may be waiting for room itself."""
+        assert self._timeout is not None
+        deadline = time.monotonic() + self._timeout
+        while True:
+            poll = select.poll()
+            poll.register(descriptor, select.POLLIN)
+            sources = {self._receivers[source].fileno(): source for source, posted in self._posted.items() if posted}
+            for other in sources:
+                poll.register(other, select.POLLIN)
+            ready = {other for other, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
+            if not ready or descriptor in ready:
+                return bool(ready)
+            for other in ready:
+                self._take_next(sources[other])
 
     def _note(self, operation: str, tensors: Sequence[Tensor], what: str) -> log.Entry:
         shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)

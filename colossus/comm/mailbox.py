@@ -48,14 +48,15 @@ class Sender:
         #: room of the messages that have not been read, oldest first
         self._unread: deque[int] = deque()
 
-    def send(self, tensors: Sequence[Tensor], what: str, before_waiting: Callable[[], None]) -> None:
+    def send(self, tensors: Sequence[Tensor], what: str, await_answer: Callable[[int], bool]) -> None:
         """Copy tensors of together at most ``capacity`` bytes into the ring.
 
         Args:
-            before_waiting: called before this blocks for want of room.
+            await_answer: called when there is no room; waits until a file descriptor can be read, False when it has
+                waited for too long.
         """
         size = message_bytes([tensor.nbytes for tensor in tensors])
-        skipped = self._make_room(size, what, before_waiting)
+        skipped = self._make_room(size, what, await_answer)
         place = at = 0 if skipped else self._head
         for tensor in tensors:
             _view(self._ring, at, tensor.shape, tensor.dtype).copy_(tensor)
@@ -69,26 +70,22 @@ class Sender:
         except OSError as error:
             raise _gone(self._name, error) from error
 
-    def _make_room(self, size: int, what: str, before_waiting: Callable[[], None]) -> int:
+    def _make_room(self, size: int, what: str, await_answer: Callable[[int], bool]) -> int:
         """Wait until ``size`` bytes are free in one piece. Returns the bytes at the end of the ring to skip."""
-        waits = False
         if len(self._unread) > _MOST_UNREAD // 2 and self._poll.poll(0):
-            self._read_answers(what)
+            self._read_answers()
         while True:
             skipped = self.capacity - self._head if self._head + size > self.capacity else 0
             if self._used + skipped + size <= self.capacity and len(self._unread) < _MOST_UNREAD:
                 return skipped
-            if not self._poll.poll(0) and not waits:
-                before_waiting()
-                waits = True
-            self._read_answers(what)
+            if not await_answer(self._peer.fileno()):
+                waited = self._peer.gettimeout()
+                raise RuntimeError(f"timeout: {self._name} made no room for the {what} within {waited:.0f} s")
+            self._read_answers()
 
-    def _read_answers(self, what: str) -> None:
+    def _read_answers(self) -> None:
         try:
             answers = self._peer.recv(_MOST_UNREAD)
-        except TimeoutError as error:
-            waited = self._peer.gettimeout()
-            raise RuntimeError(f"timeout: {self._name} made no room for the {what} within {waited:.0f} s") from error
         except OSError as error:
             raise _gone(self._name, error) from error
         if not answers:
@@ -109,6 +106,10 @@ class Receiver:
         self._ring, self._peer, self._name = ring, peer, name
         self.capacity = ring.numel()
         self._read = 0
+
+    def fileno(self) -> int:
+        """What can be read when a message has come."""
+        return self._peer.fileno()
 
     def receive(self, into: Sequence[Tensor], what: str) -> None:
         """Wait for the next message and copy it into these tensors.
