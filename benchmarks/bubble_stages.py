@@ -113,14 +113,14 @@ class Worker:
         self._engine = colossus.initialize(
             config,
             model=lambda: nn.Sequential(*(Sleep(own) for _ in range(stages))),
-            loss_fn=lambda outputs, batch: (outputs.sum(), len(outputs)),
+            loss_fn=lambda outputs, batch: (outputs.sum(), torch.tensor(len(outputs))),
         )
         self._batch = torch.ones(task.microbatches, SAMPLE)
 
     def play(self) -> Played:
         """The passes of one step; all ranks begin together."""
         spans: list[tuple[Action, float, float]] = []
-        self._engine._executor.watch = lambda *span: spans.append(span)
+        self._engine.executor.watch = lambda *span: spans.append(span)
         dist.barrier()
         peak = engine_passes(self._engine, self._batch).peak_in_flight
         return Played(spans, peak)

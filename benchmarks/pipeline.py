@@ -41,11 +41,13 @@ class Result:
 
     Attributes:
         series: "passes" or "step" -> case -> seconds by block.
+        processor: the same for processor seconds, summed over the ranks.
         gaps: case -> the largest relative difference of a gradient from that of one process.
     """
 
     plan: Plan
     series: dict[str, Series]
+    processor: dict[str, Series]
     gaps: dict[str, float]
 
 
@@ -114,16 +116,21 @@ def measure(plan: Plan, names: Sequence[str], blocks: int, steps: int | None = N
         for label, of_ranks in trajectories.items():
             for trajectory in of_ranks:
                 check_steps(label, trajectory, trajectories[SERIAL][0])
-        steps = steps or max(1, min(MOST_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1))))
-        series = {}
+        steps = steps or max(1, min(MOST_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1, []))))
+        series, processor = {}, {}
         for part in PARTS:
-            runners = {label: partial(_block, group, part, steps) for label, group in groups.items()}
+            busy: Series = {label: [] for label in groups}
+            runners = {label: partial(_block, group, part, steps, busy[label]) for label, group in groups.items()}
             series[part] = common.alternate(runners, blocks, label=f"{plan}: {part},")
-    return Result(plan, series, gaps)
+            processor[part] = busy
+    return Result(plan, series, processor, gaps)
 
 
-def _block(group: RankGroup, part: str, steps: int) -> float:
-    return max(group.call("block", part, steps))
+def _block(group: RankGroup, part: str, steps: int, busy: list[float]) -> float:
+    """Seconds of the slowest rank; processor seconds of all go into the list."""
+    found = group.call("block", part, steps)
+    busy.append(sum(used for _, used in found))
+    return max(seconds for seconds, _ in found)
 
 
 # -- results --------------------------------------------------------------------------------------------------
@@ -136,24 +143,31 @@ def ratios(result: Result, part: str, label: str) -> dict[str, Spread]:
 
 
 def report(result: Result) -> None:
-    """The table."""
-    header = ["case"]
-    rows: list[list[object]] = [[label] for label in result.gaps]
+    """A table for passes and one for steps."""
     for part in PARTS:
-        header += [f"{part}: ms", f"/ {SERIAL}", f"/ {TORCH}"]
-        for row, (label, seconds) in zip(rows, result.series[part].items(), strict=True):
+        rows = []
+        for label, seconds in result.series[part].items():
             found = ratios(result, part, label)
-            row += [f"{Spread.of(seconds).median * 1e3:.1f}", found.get(SERIAL, ""), found.get(TORCH, "")]
-    blocks = len(result.series[PARTS[0]][SERIAL])
-    common.print_table(f"{result.plan}; {blocks} blocks", header, rows)
-    worst = max(result.gaps.values())
-    print(f"  median [quartiles] of the ratio in each block; largest relative gap of a gradient: {worst:.1e}")
+            rows.append(
+                (
+                    label,
+                    f"{Spread.of(seconds).median * 1e3:.1f}",
+                    f"{min(seconds) * 1e3:.1f}",
+                    *(found.get(peer, "") for peer in (SERIAL, TORCH)),
+                    f"{Spread.of(result.processor[part][label]).median * 1e3:.1f}",
+                )
+            )
+        header = ("case", "ms", "fastest", f"time / {SERIAL}", f"time / {TORCH}", "processor ms")
+        common.print_table(f"{part}: {result.plan}; {len(seconds)} blocks", header, rows)
+    print("  median [quartiles] over blocks, ratios within a block; processor time: of all ranks together")
+    print(f"  largest relative gap of a gradient: {max(result.gaps.values()):.1e}")
 
 
 def as_json(result: Result) -> dict[str, Any]:
     return {
         "plan": asdict(result.plan),
         "seconds": result.series,
+        "processor_seconds": result.processor,
         "ratios": {
             part: {
                 label: {peer: asdict(spread) for peer, spread in ratios(result, part, label).items()} for label in of

@@ -145,8 +145,8 @@ class Ours(Run):
         return result.loss, result.grad_norm
 
 
-def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return loss_sum(outputs, batch["labels"]), batch["labels"].numel()
+def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return loss_sum(outputs, batch["labels"]), torch.tensor(batch["labels"].numel())
 
 
 def engine_passes(engine: Engine, batch: Any) -> Totals:
@@ -154,8 +154,8 @@ def engine_passes(engine: Engine, batch: Any) -> Totals:
     microbatches = split_microbatches(batch, engine.config.schedule.microbatches)
     engine.optimizer.zero_grad(set_to_none=True)
     engine._weights.begin_step()
-    engine._stages.step = engine.completed_steps
-    totals = engine._executor.run(engine.pipeline.actions, microbatches)
+    engine.stages.step = engine.completed_steps
+    totals = engine.executor.run(engine.pipeline.actions, microbatches)
     engine._weights.end_step()
     engine.strategy.finish()
     return totals

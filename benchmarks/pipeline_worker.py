@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from benchmarks.pipeline_cases import Case, Plan, Run
 
 #: name -> a parameter's gradient
-Gradients = dict[str, "np.ndarray[object, np.dtype[np.float32]]"]
+Gradients = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 class Worker:
@@ -31,14 +32,17 @@ class Worker:
         """Loss and gradient norm of each."""
         return [self.run.step(*self._next()) for _ in range(count)]
 
-    def block(self, what: str, count: int) -> float:
-        """Seconds per ``passes`` or ``step``; the first is not timed: caches hold what another case left there."""
+    def block(self, what: str, count: int) -> tuple[float, float]:
+        """Seconds per ``passes`` or ``step``, and those of this processor.
+
+        The first is not timed: caches hold what another case left there.
+        """
         call = getattr(self.run, what)
         call(*self._next())
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         for _ in range(count):
             call(*self._next())
-        return (time.perf_counter() - begin) / count
+        return (time.perf_counter() - begin) / count, (time.process_time() - busy) / count
 
     def _next(self) -> tuple[Tensor, Tensor]:
         self._done += 1

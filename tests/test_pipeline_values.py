@@ -226,6 +226,42 @@ def test_a_sequential_with_a_stage_without_parameters(kind: str) -> None:
             torch.testing.assert_close(gradients[key], value, rtol=1e-9, atol=1e-12)
 
 
+# -- hooks on weights ---------------------------------------------------------------------------------------------
+
+
+class Hooked(nn.Sequential):
+    """A weight whose gradient is changed by a hook, and told to another one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(13, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 13))
+
+
+def _train_hooked(rank: int, plan: dict[str, Any], schedule: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    settings = dict(parallel=plan, schedule=schedule, train=dict(global_batch_size=6, precision="fp64"), device="cpu")
+    engine = colossus.initialize(settings, model=Hooked, loss_fn=loss)
+    told: list[Tensor] = []
+    for name, parameter in engine.model.named_parameters():
+        if name == "1.weight":
+            parameter.register_hook(lambda gradient: gradient + 0.01)
+            parameter.register_post_accumulate_grad_hook(told.append)
+    batch = batch_of(0, 6, 5)
+    engine.train_step({"inputs": batch["inputs"]["ids"], "labels": batch["labels"]})
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    engine.close()
+    return gradients, len(told)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
+def test_hooks_see_each_gradient_once(kind: str) -> None:
+    wanted, told = run_ranks(1, _train_hooked, {}, dict(microbatches=3), with_context=False)[0]
+    assert told == 3
+    results = run_ranks(2, _train_hooked, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False)
+    assert sum(count for _, count in results) == 3
+    for gradients, _ in results:
+        for name, value in wanted.items():
+            torch.testing.assert_close(gradients[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------
 
 

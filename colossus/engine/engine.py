@@ -37,6 +37,8 @@ class Engine:
         loader: training batches of this data rank, without end.
         eval_loader: validation batches, or None.
         context: ranks, axes, groups.
+        pipeline: schedule and partition.
+        stages, executor: the stages of this rank, and what runs them; both can be watched.
         completed_steps: optimizer steps done.
     """
 
@@ -71,7 +73,7 @@ class Engine:
         )
         self._tied = TiedGradients(pipeline.shared(model), context)
         self._norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
-        self._stages = ModelStages(
+        self.stages = ModelStages(
             context,
             pipeline.calls(model),
             pipeline.last,
@@ -83,7 +85,7 @@ class Engine:
             parts=parts,
             in_halves=pipeline.in_halves,
         )
-        self._executor = pipeline.executor(self._stages, plan)
+        self.executor = pipeline.executor(self.stages, plan)
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
         # pipeline that do not have the loss, or a parameter, add zeros
         pipes = ("pipeline",) if context.size("pipeline") > 1 else ()
@@ -135,9 +137,9 @@ class Engine:
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.begin_step()
-        self._stages.step = self.completed_steps
+        self.stages.step = self.completed_steps
         try:
-            totals = self._executor.run(self.pipeline.actions, microbatches)
+            totals = self.executor.run(self.pipeline.actions, microbatches)
             self._weights.end_step()
             self.strategy.finish()
             self._tied.sum()
@@ -226,7 +228,7 @@ class Engine:
         if self.pipeline.last:
             size = batch_size_of(batch) // self.context.size(door_axes(self.context))
             count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
-        totals = self._executor.run(self.pipeline.forwards(count), split_microbatches(batch, count))
+        totals = self.executor.run(self.pipeline.forwards(count), split_microbatches(batch, count))
         return totals.loss_sum, totals.tokens
 
     def _agree_to_stop(self) -> bool:
@@ -235,7 +237,7 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training, self._stages.step = self.model.training, None
+        was_training, self.stages.step = self.model.training, None
         self.model.eval()
         try:
             with self.context:

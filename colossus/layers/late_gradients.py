@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.layers.matmul import bias_gradient, stored_gradient
+from colossus.layers.matmul import bias_gradient
 from colossus.layers.panels import flat
 from colossus.layers.weights import WeightStore, deliver
 
@@ -54,8 +54,8 @@ class _Linear(torch.autograd.Function):
         needs_x, _, needs_b, _ = ctx.needs_input_grad
         dx = dy @ weight if needs_x else None
         db = bias_gradient(dy) if needs_b else None
-        if ctx.weights.is_deferring:
-            parameter = ctx.parameter
+        parameter = ctx.parameter
+        if ctx.weights.can_defer(parameter):
             ctx.weights.defer(lambda: deliver(parameter, flat(dy).t() @ flat(x)))
-            return dx, stored_gradient(parameter, None), db, None
+            return dx, None, db, None
         return dx, flat(dy).t() @ flat(x), db, None

@@ -108,7 +108,7 @@ class _Matmul(torch.autograd.Function):
         if needs_x:
             w_used = w if weights.keeps else weights.fetch(weight, plan.w).wait()
             dx = product(dy, w_used.t(), (), plan.x.back, panels=plan.panels)
-        if needs_w and weights.is_deferring:
+        if needs_w and weights.can_defer(weight):
             weights.defer(lambda: _weight_later(plan, weight, dy, x))
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(plan, dy, x), plan.w)

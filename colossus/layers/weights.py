@@ -150,6 +150,10 @@ class WeightStore:
     def is_deferring(self) -> bool:
         return self._later is not None
 
+    def can_defer(self, weight: Tensor) -> bool:
+        """Whether the gradient of a weight is to be made later. Hooks on it must see it once, where they expect it."""
+        return self.is_deferring and not weight._backward_hooks
+
     def defer(self, work: Callable[[], None]) -> None:
         """Keep the making of a weight gradient for later."""
         assert self._later is not None

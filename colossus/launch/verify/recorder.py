@@ -44,7 +44,7 @@ class Recorder(Hook):
         self.records = Records(self.folder, context.world_size)
         self._silence = Silence(model)
         self._watch = ForwardWatch(model, engine.pipeline.last)
-        engine._stages.observers.append(self._watch)
+        engine.stages.observers.append(self._watch)
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self._note_order(model)
         engine.optimizer.register_step_pre_hook(lambda *_: self._take_gradients(engine))
