@@ -126,6 +126,14 @@ def _home(entry: Any) -> str:
 MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT"})
 MODEL_OPTIONS = Registry("model options", {"GPT": "colossus.models.options:GPTOptions"})
 TENSOR_MODES = Registry("tensor mode", package="colossus.layers.modes")
+SEQUENCE_MODES = Registry(
+    "sequence mode",
+    {
+        "ring": "colossus.layers.sequence.modes:Ring",
+        "ulysses": "colossus.layers.sequence.modes:Ulysses",
+        "hybrid": "colossus.layers.sequence.modes:Hybrid",
+    },
+)
 DATASETS = Registry(
     "dataset",
     {

@@ -709,11 +709,10 @@ def test_nearest_plans_of_many_processes() -> None:
     ("config", "words"),
     [
         (
-            dict(parallel=dict(sequence=2)),
-            "parallel.sequence.size = 2: sequence parallelism is not available in this version (colossus 0.1); "
-            "parallel.data, parallel.pipeline and parallel.tensor are",
+            dict(parallel=dict(zero=1)),
+            "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not available in this version "
+            "(colossus 0.1); parallel.data, pipeline, sequence and tensor are",
         ),
-        (dict(parallel=dict(zero=1)), "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not"),
         (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
         (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),
     ],

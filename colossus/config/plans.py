@@ -20,6 +20,7 @@ from colossus.registry import (
     MODELS,
     OPTIMIZERS,
     SCHEDULES,
+    SEQUENCE_MODES,
     STRATEGIES,
     TENSOR_MODES,
     Registry,
@@ -63,6 +64,9 @@ def check_names(config: Config) -> None:
     mode = config.parallel.tensor.mode
     if mode not in TENSOR_MODES:
         problems.append(f"parallel.tensor.mode: {TENSOR_MODES.missing(mode)}")
+    sequence = config.parallel.sequence.mode
+    if sequence is not None and sequence not in SEQUENCE_MODES:
+        problems.append(f"parallel.sequence.mode: {SEQUENCE_MODES.missing(sequence)}")
     if problems:
         raise ConfigError(problems)
 
@@ -102,7 +106,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     parallel = config.parallel
     options = model_options(config)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
-    problems = _mode_problems(parallel)
+    parallel, problems = _with_sequence_mode(parallel, options)
+    problems += _mode_problems(parallel)
     if parallel.data is None:
         fits = nproc is None or nproc % others == 0
         resolved = parallel.model_copy(update={"data": nproc // others if nproc and fits else 1})
@@ -156,13 +161,10 @@ def require_available(config: Config) -> None:
     parallel = config.parallel
     problems = []
     for key, value, unset, words in (
-        ("parallel.sequence.size", parallel.sequence.size, 1, "sequence parallelism is"),
         ("parallel.zero", parallel.zero, 0, "sharding of optimizer state, gradients or parameters is"),
     ):
         if value != unset:
-            problems.append(
-                f"{key} = {value}: {words} {tail}; parallel.data, parallel.pipeline and parallel.tensor are"
-            )
+            problems.append(f"{key} = {value}: {words} {tail}; parallel.data, pipeline, sequence and tensor are")
     checkpoint = config.checkpoint
     for key in type(checkpoint).model_fields:
         value = getattr(checkpoint, key)
@@ -170,6 +172,22 @@ def require_available(config: Config) -> None:
             problems.append(f"checkpoint.{key} = {value!r}: saving and resuming are {tail}; leave checkpoint out")
     if problems:
         raise ConfigError(problems, config.source)
+
+
+def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tuple[Parallel, list[str]]:
+    """The plan with a mode of sequence parallelism: of the model's choice where the config leaves it open."""
+    sequence = parallel.sequence
+    if sequence.mode is not None and sequence.mode not in SEQUENCE_MODES:
+        return parallel, []  # told with the other names
+    if sequence.mode is None and sequence.size > 1:
+        choose = getattr(options, "sequence_mode", None)
+        mode = choose(parallel) if choose is not None else "ring"
+        parallel = parallel.model_copy(update={"sequence": sequence.model_copy(update={"mode": mode})})
+    try:
+        SEQUENCE_MODES.get(parallel.sequence.mode or "ring").axis_sizes(sequence.size, sequence.ulysses)
+    except ValueError as error:
+        return parallel, [str(error)]
+    return parallel, []
 
 
 def _mode_problems(parallel: Parallel) -> list[str]:

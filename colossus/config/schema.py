@@ -167,7 +167,12 @@ class Tensor(SizedSection):
 
 
 class Sequence(SizedSection):
+    #: "ring", "ulysses" or "hybrid"; None takes the one of the first two that sends fewer bytes, if the model tells
     mode: str | None = None
+    #: ranks of the inner axis of "hybrid"; None is the largest divisor of the size up to its square root
+    ulysses: Count | None = None
+    #: sequences that do not divide are padded: inputs with 0, integer labels with -100
+    pad: bool = False
 
 
 def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from colossus.registry import TENSOR_MODES
+from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
 
 PUBLIC_NAMES = ("pipeline", "data", "sequence", "tensor")
 
@@ -104,10 +104,11 @@ def build_grid(parallel: Any) -> RankGrid:
     """The grid of a resolved ``ParallelConfig`` (``data`` already a number)."""
     mode = TENSOR_MODES.get(parallel.tensor.mode)
     tensor = mode.axis_sizes(parallel.tensor.size, parallel.tensor.depth, parallel.tensor.shape)
+    sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
     atomic: dict[str, dict[str, int]] = {
         "pipeline": {"pipeline": parallel.pipeline.size},
         "data": {"data": parallel.data},
-        "sequence": {"sequence": parallel.sequence.size},
+        "sequence": sequence.axis_sizes(parallel.sequence.size, parallel.sequence.ulysses),
         "tensor": tensor,
     }
     sizes: dict[str, int] = {}

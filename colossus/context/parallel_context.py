@@ -37,6 +37,7 @@ class ParallelContext:
         timeout_seconds: of every collective.
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         tensor_mode: name of the tensor mode whose layers are built under this context.
+        sequence_mode: name of the way in which attention is split over the sequence axis.
         sequence_sharded: whether 1D shards activations between blocks by tokens.
         keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
         weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
@@ -55,6 +56,7 @@ class ParallelContext:
         timeout_seconds: float = 120.0,
         backend: str | None = None,
         tensor_mode: str = "1d",
+        sequence_mode: str = "ring",
         sequence_sharded: bool = False,
         keep_gathered: bool = False,
         weight_scope: str = "matmul",
@@ -66,6 +68,7 @@ class ParallelContext:
         self.rank = rank
         self.device = torch.device(device)
         self.tensor_mode = tensor_mode
+        self.sequence_mode = sequence_mode
         self.sequence_sharded = sequence_sharded
         self.keep_gathered = keep_gathered
         self.weight_scope = weight_scope
@@ -95,6 +98,7 @@ class ParallelContext:
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
             tensor_mode=parallel.tensor.mode,
+            sequence_mode=parallel.sequence.mode or "ring",
             sequence_sharded=parallel.tensor.sequence_sharded,
             keep_gathered=parallel.tensor.gathered == "keep",
             weight_scope=parallel.tensor.weights,

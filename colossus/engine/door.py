@@ -6,10 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch, share_of_batch
 from colossus.layers.layer import plan_of
+from colossus.layers.sequence.split import SequenceSplit
+
+#: a label that losses ignore
+IGNORED = -100
 
 
 def door_axes(context: ParallelContext) -> tuple[str, ...]:
@@ -17,19 +22,68 @@ def door_axes(context: ParallelContext) -> tuple[str, ...]:
     return tuple(axis for axis in plan_of(context).regions.user.batch if axis not in context.grid.axes("data"))
 
 
-def own_part(batch: Any, context: ParallelContext, dtype: torch.dtype) -> Any:
-    """The samples of a data rank's batch that this rank's model takes, in the precision of the run.
+def own_part(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad: bool = False) -> Any:
+    """The samples and tokens of a data rank's batch that this rank's model takes, in the precision of the run.
 
-    All of them, or the rank's part in modes that split a batch. Data of float32 would not multiply with weights of
-    float64.
+    All samples, or the rank's part in modes that split a batch; under sequence parallelism the rank's tokens. Data of
+    float32 would not multiply with weights of float64.
+
+    Args:
+        pad: sequences that do not divide are padded.
 
     Raises:
-        ValueError: when the samples do not divide.
+        ValueError: when samples or tokens do not divide.
     """
     axes = door_axes(context)
     if axes:
         batch = share_of_batch(batch, context.index(axes), context.size(axes))
+    sequence = plan_of(context).sequence
+    if sequence is not None:
+        batch = _own_tokens(batch, sequence, pad)
     return map_batch(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+
+def note_length(batch: Any, context: ParallelContext) -> None:
+    """Let the layers know how long the sequences of a batch are, on every stage of a pipeline."""
+    sequence = plan_of(context).sequence
+    if sequence is not None:
+        sequence.length = num_tokens(batch)
+
+
+def num_tokens(batch: Any) -> int:
+    """Length of the sequences of a batch: dim 1 of what the model is called with.
+
+    Raises:
+        ValueError: when no tensor of it has a dim 1.
+    """
+    found = [x for x in tree_leaves(model_input(batch)) if isinstance(x, Tensor) and x.dim() > 1]
+    if not found:
+        raise ValueError(
+            "parallel.sequence splits the tokens of a sequence, which are dim 1 of what the model is called with, but "
+            "no tensor of it has two dims or more"
+        )
+    return int(found[0].shape[1])
+
+
+def _own_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
+    """Of every tensor whose dim 1 is as long as the sequence the tokens of this rank.
+
+    Where sequences are padded: inputs with 0, whole numbers among the rest (labels) with -100, which losses ignore.
+    """
+    tokens = num_tokens(batch)
+    missing = sequence.padded(tokens) - tokens if pad else 0
+    inputs = {id(x) for x in tree_leaves(model_input(batch))}
+
+    def take(x: Tensor) -> Tensor:
+        if x.dim() < 2 or x.shape[1] != tokens:
+            return x
+        if missing:
+            is_label = id(x) not in inputs and not x.is_floating_point() and x.dtype != torch.bool
+            rows = x.new_full((x.shape[0], missing, *x.shape[2:]), IGNORED if is_label else 0)
+            x = torch.cat((x, rows), dim=1)
+        return sequence.take(x)
+
+    return map_batch(take, batch)
 
 
 def model_input(batch: Any) -> Any:

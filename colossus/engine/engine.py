@@ -16,7 +16,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, split_microbatches
 from colossus.data.loader import Loaders
-from colossus.engine.door import checked_loss, door_axes, model_input, own_part
+from colossus.engine.door import checked_loss, door_axes, model_input, note_length, own_part
 from colossus.engine.gradient_norm import GradientNorm
 from colossus.engine.pipeline import Pipeline
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
@@ -77,7 +77,7 @@ class Engine:
             context,
             pipeline.calls(model),
             pipeline.last,
-            door=lambda batch: own_part(batch, context, dtype),
+            door=lambda batch: own_part(batch, context, dtype, pad=config.parallel.sequence.pad),
             enter=model_input,
             loss=lambda outputs, batch: checked_loss(self.loss_fn(outputs, batch)),
             weights=plan.weights,
@@ -133,6 +133,7 @@ class Engine:
                 "longer agree on where they are. Close this engine and make a new one"
             )
         microbatches = split_microbatches(batch, self.config.schedule.microbatches)
+        note_length(batch, self.context)
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -225,6 +226,7 @@ class Engine:
     def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Sum of losses and count of this rank; a pipeline takes as many microbatches as divide the batch."""
         count = 1
+        note_length(batch, self.context)
         if self.pipeline.last:
             size = batch_size_of(batch) // self.context.size(door_axes(self.context))
             count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import split_microbatches
 from colossus.data.loader import Loaders, build_loaders
-from colossus.engine.door import model_input, own_part
+from colossus.engine.door import model_input, note_length, own_part
 from colossus.engine.engine import DTYPES, Engine, LossFunction
 from colossus.engine.pipeline import Pipeline
 from colossus.layers.construct import build
 from colossus.layers.layer import plan_of
+from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
 from colossus.schedule.measure import measure_blocks
 from colossus.schedule.partition import BlockCost
@@ -82,6 +84,7 @@ def _assemble(
     pipeline = Pipeline(config, context)
     costs = _measure(config, context, factory, loaders, dtype) if pipeline.needs_costs else None
     module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
+    _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
     door = context.index(plan_of(context).regions.user.batch)
     torch.manual_seed(context.rng.key("torch", door, *([pipeline.rank] if pipeline.rank else [])))
@@ -113,8 +116,24 @@ def _measure(
             f"batch, but there is no data: give the config `data`, or take split='parameters'"
         )
     batch = split_microbatches(loaders.train.peek(), config.schedule.microbatches)[0]
+    note_length(batch, context)
+    sample = model_input(own_part(batch, context, dtype, pad=config.parallel.sequence.pad))
     with context:
-        return measure_blocks(factory, context, model_input(own_part(batch, context, dtype)), dtype=dtype)
+        return measure_blocks(factory, context, sample, dtype=dtype)
+
+
+def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
+    """Under sequence parallelism, that no module mixes tokens which are not ours: it would see a part of them."""
+    if plan_of(context).sequence is None:
+        return
+    mixing = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, PatchEmbedding)
+    for name, module in model.named_modules():
+        if isinstance(module, mixing):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
+                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on each "
+                f"token by itself"
+            )
 
 
 def _load(config: Config, context: ParallelContext, data: Any) -> Loaders:

@@ -10,11 +10,18 @@ from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, move_together
 from colossus.layers.rotary import Rotary
+from colossus.layers.route import Route, run
+from colossus.layers.sequence.attend import SequenceGroups, attend
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+
+_IDS = torch.int64
+#: document of the tokens that pad a sequence: no user's own, should he number them from 0 or from -1
+_PADDING = torch.iinfo(_IDS).min
 
 
 class Attention(Layer):
@@ -23,7 +30,9 @@ class Attention(Layer):
     Shape:
         input and output [batch, tokens, hidden_size]; each rank computes its part of the heads.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch as the user
-        layout has it, heads and tokens whole.
+        layout has it, heads and tokens whole. Not under sequence parallelism, where no rank has all tokens.
+        ``documents``: [batch, tokens], whole numbers in the user layout: a token looks at those of its own document
+        only. Padding is a document of its own, -1 say.
 
     Raises:
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
@@ -72,18 +81,79 @@ class Attention(Layer):
         self.rotary = Rotary(self.head_dim) if rotary else None
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         local, source, home = unwrap(x, self.plan)
-        return wrap(self.apply_local(local, source, home, mask), home, home, self.plan)
+        return wrap(self.apply_local(local, source, home, mask, documents), home, home, self.plan)
 
-    def apply_local(self, x: Tensor, source: Activation, target: Activation, mask: Tensor | None = None) -> Tensor:
+    def apply_local(
+        self,
+        x: Tensor,
+        source: Activation,
+        target: Activation,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         inner = self.plan.regions.inner
         move_together(self, self.qkv, self.out)
         query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
+        places = self._places(query, inner)
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
-        mixed = self._attend(query, key, value, self._local_mask(mask, x.shape[0]), inner)
+            query, key = self.rotary(query, places), self.rotary(key, places)
+        if documents is not None:
+            documents = self._local_documents(documents, inner)
+        if self.plan.sequence is not None:
+            mixed = self._attend_over_ranks(query, key, value, mask, documents, places)
+        else:
+            mask = self._local_mask(mask, x.shape[0])
+            if documents is not None:
+                mask = _same_document(documents, mask)
+            mixed = self._attend(query, key, value, mask, inner)
         return self.out.apply_local(mixed.transpose(-3, -2).flatten(-2), inner, target)
+
+    def _places(self, query: Tensor, inner: Activation) -> Tensor | None:
+        """Place in the sequence of each token here, where they are not simply 0, 1, 2, ..."""
+        sequence = self.plan.sequence
+        if sequence is None:
+            return None
+        part, ways = self.context.index(inner.tokens), self.context.size(inner.tokens)
+        return sequence.positions(query.shape[-2], part, ways, query.device)
+
+    def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
+        """The documents of the samples that this rank computes."""
+        user = self.plan.regions.user
+        source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
+        return run(Route.of(moves(source, target), self.context).there, documents).wait()
+
+    def _attend_over_ranks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        places: Tensor | None,
+    ) -> Tensor:
+        sequence = self.plan.sequence
+        assert sequence is not None
+        assert places is not None
+        if mask is not None:
+            raise ValueError(
+                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over {sequence.ways} "
+                f"ranks: pass documents [batch, tokens], the number of the document that each token belongs to (with "
+                f"padding as a document of its own)"
+            )
+        if self.training and self.dropout.p:
+            raise ValueError(
+                f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
+                f"set it to 0, or put dropout behind the attention"
+            )
+        tokens = query.shape[-2] * sequence.ways
+        if not self.causal and sequence.length is not None and sequence.length < tokens:
+            # what pads the sequence is a document of its own; a causal query never looks that far
+            real = documents if documents is not None else query.new_zeros((query.shape[0], len(places)), dtype=_IDS)
+            documents = real.masked_fill(places >= sequence.length, _PADDING)
+        groups = SequenceGroups(sequence.ring, sequence.ulysses)
+        return attend(query, key, value, groups, causal=self.causal, documents=documents)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""
@@ -128,3 +198,11 @@ class Attention(Layer):
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(generator.initial_seed())
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
+
+
+def _same_document(documents: Tensor, mask: Tensor | None) -> Tensor:
+    """[batch, 1, tokens, tokens], True where query and key are of one document, combined with another mask."""
+    same = (documents[:, :, None] == documents[:, None, :])[:, None]
+    if mask is None:
+        return same
+    return same & mask if mask.dtype == torch.bool else mask.masked_fill(~same, float("-inf"))

@@ -75,7 +75,7 @@ class TransformerBlock(Layer):
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         local, activation, home = unwrap(x, self.plan)
         if self.activation_checkpoint != "none" and self.training:
             local = checkpoint(
@@ -83,17 +83,20 @@ class TransformerBlock(Layer):
                 local,
                 activation,
                 mask,
+                documents,
                 context=self.context,
                 kind=self.activation_checkpoint,
                 own_draws=True,
             )
         else:
-            local = self.apply_local(local, activation, mask)
+            local = self.apply_local(local, activation, mask, documents)
         return wrap(local, activation, home, self.plan)
 
-    def apply_local(self, x: Tensor, at: Activation, mask: Tensor | None = None) -> Tensor:
-        """The block on a plain local tensor that is laid out, and stays, as ``at``."""
-        mixed = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask)
+    def apply_local(
+        self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """The block on a plain local tensor that is laid out, and stays, as ``at``; the rest as in `Attention`."""
+        mixed = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask, documents)
         x = x + self.attention_dropout.apply_local(mixed, at)
         grown = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
         return x + self.mlp_dropout.apply_local(grown, at)

@@ -199,16 +199,21 @@ class PositionEmbedding(Layer):
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
             self._see(x, activation)
-        count, start = x.shape[-2], 0
-        if activation.tokens:
-            start = self.context.index(activation.tokens) * count
-        total = count * self.context.size(activation.tokens) if activation.tokens else count
+        rows = self._rows(x.shape[-2], activation, x.device)
+        return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
+
+    def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
+        """The rows of this rank's tokens, [count, ..]."""
+        part, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
+        sequence = self.plan.sequence
+        total = count * ways if sequence is None else sequence.length or count * ways
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
-        weight = redistribute(
-            self.weight[start : start + count], self.layout, Layout(((), activation.features)), self.context
-        )
-        return x + weight
+        if sequence is None:
+            return self.weight[part * count : (part + 1) * count]
+        # what pads the sequence may lie behind the last position; nobody looks at it
+        positions = sequence.positions(count, part, ways, device).clamp(max=self.num_positions - 1)
+        return self.weight.index_select(0, positions)
 
     def _see(self, x: Tensor, activation: Activation) -> None:
         if activation.features not in ((), *self.layout.dims[1:]):

@@ -14,6 +14,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers import deferred
 from colossus.layers.choice import Tables
+from colossus.layers.sequence.split import SequenceSplit
 from colossus.layers.tensor_mode import Regions, TensorMode
 from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
@@ -29,6 +30,7 @@ class Plan:
     Attributes:
         tables: None without tensor parallelism.
         weights: fetches the weights of all layers.
+        sequence: how tokens are split over the sequence axis; None where they are not.
     """
 
     context: ParallelContext
@@ -36,6 +38,7 @@ class Plan:
     regions: Regions
     tables: Tables | None
     weights: WeightStore
+    sequence: SequenceSplit | None
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -65,10 +68,11 @@ def _make_plan(context: ParallelContext) -> Plan:
 
     door = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
     weights = WeightStore(context.weight_scope, coalesce=context.coalesce)
+    sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
     if context.size("tensor") == 1:
-        return Plan(context, mode, Regions(door, door, door), None, weights)
+        return Plan(context, mode, Regions(door, door, door), None, weights, sequence)
     tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
-    return Plan(context, mode, tables.regions, tables, weights)
+    return Plan(context, mode, tables.regions, tables, weights, sequence)
 
 
 class Layer(nn.Module):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_Key = tuple[int, torch.dtype, torch.device, int]
+
 
 class Rotary(nn.Module):
     """Rotates pairs (i, i + d/2) of each head by position * base^(-2i/d). Input and output [.., tokens, head_dim].
@@ -18,19 +20,23 @@ class Rotary(nn.Module):
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
         self.head_dim, self.base = head_dim, base
-        self._tables: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 
-    def _table(self, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        key = (tokens, dtype, device)
+    def _table(
+        self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        key = tokens, dtype, device, id(positions)
         if key not in self._tables:
             self._tables.clear()  # one length at a time
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-            angles = torch.arange(tokens, dtype=torch.float64, device=device)[:, None] * self.base**-steps
+            places = torch.arange(tokens, device=device) if positions is None else positions
+            angles = places.to(torch.float64)[:, None] * self.base**-steps
             angles = torch.cat((angles, angles), dim=-1)
-            self._tables[key] = angles.cos().to(dtype), angles.sin().to(dtype)
-        return self._tables[key]
+            self._tables[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
+        return self._tables[key][:2]
 
-    def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self._table(x.shape[-2], x.dtype, x.device)
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
+        cos, sin = self._table(x.shape[-2], x.dtype, x.device, positions)
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin

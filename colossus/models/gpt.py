@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from colossus.layers.sharded import wrap
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
 
+#: what goes from block to block: the activation, with the documents of its tokens where there are some
+Hidden = Tensor | tuple[Tensor, Tensor]
+
 
 @MODELS.register("GPT")
 class GPT(nn.Module):
@@ -29,8 +33,10 @@ class GPT(nn.Module):
     (GPT-2).
 
     Shape:
-        ids [batch, tokens] (whole on every tensor rank); logits [batch, tokens, vocab_size], split over the tensor
-        ranks where there are any (``colossus.layers.to_user`` makes them whole).
+        ids [batch, tokens] (whole on every tensor rank), or dict(ids=..., documents=...) with the number of the
+        document of each token, [batch, tokens]: a token looks at its own document only.
+        Logits [batch, tokens, vocab_size], split over the tensor ranks where there are any
+        (``colossus.layers.to_user`` makes them whole).
     """
 
     def __init__(self, **options: Any) -> None:
@@ -65,7 +71,7 @@ class GPT(nn.Module):
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=small)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor | dict[str, Tensor]) -> Tensor:
         logits: Tensor = run_blocks(self.pipeline_blocks(), ids)
         return logits
 
@@ -73,22 +79,31 @@ class GPT(nn.Module):
         """The chain that the model is: embedding, transformer blocks, head."""
         return [
             PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
-            *self.blocks,
+            *(PipelineBlock(partial(_through, block), block) for block in self.blocks),
             PipelineBlock(self._logits, self.norm, self.head, name="head"),
         ]
 
-    def _embed(self, ids: Tensor) -> Tensor:
+    def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
+        ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
         outer = self.plan.regions.outer
         x = self.embedding.apply_local(ids, outer)
         if self.positions is not None:
             x = self.positions.apply_local(x, outer)
-        return wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
+        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
+        return x if documents is None else (x, documents)
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.norm(x))
+    def _logits(self, hidden: Hidden) -> Tensor:
+        logits: Tensor = self.head(self.norm(hidden[0] if isinstance(hidden, tuple) else hidden))
         return logits
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
         o = self.options
         return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)
+
+
+def _through(block: nn.Module, hidden: Hidden) -> Hidden:
+    if not isinstance(hidden, tuple):
+        x: Tensor = block(hidden)
+        return x
+    return block(hidden[0], documents=hidden[1]), hidden[1]

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from colossus.layers.choice import Tables
+from colossus.layers.sequence.traffic import cheaper
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.registry import TENSOR_MODES
+from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
 
 Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -124,6 +125,7 @@ class GPTOptions(BaseModel):
                 f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
                 f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
             )
+        problems += self._check_sequence(parallel)
         tensor = parallel.tensor
         if tensor.size == 1:
             return problems
@@ -167,6 +169,50 @@ class GPTOptions(BaseModel):
                 )
             else:
                 problems.append(f"model.{key} = {value} is not a multiple of {by}; nearest: {_near(value, ways)}")
+        return problems
+
+    def sequence_mode(self, parallel: Any) -> str:
+        """Of ring and Ulysses the one that sends fewer bytes for this attention."""
+        ways = self._head_ways(parallel)
+        heads, kv_heads = max(1, self.num_heads // ways), max(1, self.num_kv_heads // ways)
+        return cheaper(self.seq_len, heads, kv_heads, self.head_dim, parallel.sequence.size)
+
+    def _head_ways(self, parallel: Any) -> int:
+        """Into how many parts tensor parallelism splits the heads."""
+        tables = _tables(parallel.tensor) if parallel.tensor.size > 1 else None
+        return tables.ways(tables.regions.inner.features) if tables is not None else 1
+
+    def _check_sequence(self, parallel: Any) -> list[str]:
+        sequence = parallel.sequence
+        if sequence.size == 1:
+            return []
+        problems = []
+        mode = SEQUENCE_MODES.get(sequence.mode or "ring")
+        try:
+            sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
+        except ValueError:
+            return []  # told with the plan
+        ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
+        step = math.lcm(ring * ulysses, 2 * ring if ring > 1 else 1)
+        if self.seq_len % step and not sequence.pad:
+            halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
+            problems.append(
+                f"model.seq_len = {self.seq_len} is not a multiple of {step}, into which parallel.sequence.size = "
+                f"{sequence.size} in mode {mode.name} cuts it{halves}; nearest: {_near(self.seq_len, step)}; or "
+                f"parallel.sequence.pad=True"
+            )
+        ways = self._head_ways(parallel) * ulysses
+        for key, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
+            if heads % ways and ulysses > 1:
+                tensor = f" x {ways // ulysses} of the tensor mode" if ways > ulysses else ""
+                problems.append(
+                    f"model.{key} = {heads} is not a multiple of {ways}: parallel.sequence.mode = {mode.name} gives "
+                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {_near(heads, ways)} heads"
+                )
+        if self.attention_dropout:
+            problems.append(
+                f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
+            )
         return problems
 
     def _linears(self) -> list[_LinearSpec]:

@@ -1,0 +1,190 @@
+"""Attention of some queries to some keys on torch's own flash kernels, as one part of a larger softmax.
+
+`block_forward` also gives the log-sum-exp of every query's scores, with which parts are put together; `block_backward`
+is exact for one part when it is given the output and the log-sum-exp of the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+#: the memory-efficient CUDA kernel pads the log-sum-exp to a multiple of this, and wants masks in rows of 16
+_LSE_ALIGNMENT, _MASK_ALIGNMENT = 32, 16
+
+
+def block_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention to these keys alone.
+
+    The CUDA branches follow the kernels' signatures in torch 2.13 but have not been run on a device.
+
+    Args:
+        q: [batch, heads, s, head_dim].
+        k, v: [batch, kv_heads, t, head_dim]; heads is a multiple of kv_heads (2305.13245).
+        causal: query i sees the keys up to i; s = t.
+        mask: bool [batch, 1, s, t], True where a query may look. A query that may look nowhere gets a finite output
+            and a log-sum-exp so low that it weighs nothing beside any real one.
+        scale: of the scores.
+
+    Returns:
+        out [batch, heads, s, head_dim] in the dtype of q, and its log-sum-exp [batch, heads, s], at least float32.
+    """
+    q, k, v = _with_dense_rows(q, k, v)
+    mask = _with_triangle(mask, causal)
+    causal = causal and mask is None
+    kernel = _kernel(q, mask)
+    if kernel == "cpu":
+        bias = _bias(mask, q.dtype)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        return out, lse
+    if kernel == "flash":
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out, lse
+    k, v = _repeat(k, q), _repeat(v, q)
+    if kernel == "plain":
+        return _plain_forward(q, k, v, causal, mask, scale)
+    bias = _aligned_bias(mask, q)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[-2]]
+
+
+def block_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys contribute to dq, and all that these queries contribute to dk and dv.
+
+    Args:
+        dout, out, lse: of these queries' attention to *all* their keys, shapes as `block_forward` returns them.
+        q, k, v, causal, mask, scale: as in `block_forward`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v; dk and dv are summed over the query heads that share a key head.
+    """
+    dout, q, k, v, out = _with_dense_rows(dout, q, k, v, out)
+    mask = _with_triangle(mask, causal)
+    causal = causal and mask is None
+    kernel = _kernel(q, mask)
+    if kernel == "cpu":
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_bias(mask, q.dtype), scale=scale)
+        return dq, dk, dv
+    if kernel == "flash":
+        backward, unused = _aten._scaled_dot_product_flash_attention_backward, q.new_empty(2, dtype=torch.uint64)
+        lengths = None, None, q.shape[-2], k.shape[-2]
+        lse = lse.contiguous()
+        dq, dk, dv = backward(dout, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused, scale=scale)
+        return dq, dk, dv
+    kv_heads, k, v = k.shape[1], _repeat(k, q), _repeat(v, q)
+    if kernel == "plain":
+        dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal, mask, scale)
+    else:
+        backward, unused = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
+        lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=float("inf")).contiguous()
+        wanted, bias = [True, True, True, False], _aligned_bias(mask, q)
+        dq, dk, dv, _ = backward(dout, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale)
+    return dq, _sum_of_group(dk, kv_heads), _sum_of_group(dv, kv_heads)
+
+
+def _kernel(q: Tensor, mask: Tensor | None) -> str:
+    """The fastest kernel that can do it."""
+    head_dim = q.shape[-1]
+    if q.device.type == "cpu" and q.is_floating_point():
+        return "cpu"
+    if q.device.type == "cuda" and q.dtype in _HALF and mask is None and head_dim % 8 == 0 and head_dim <= 256:
+        return "flash"
+    if q.device.type == "cuda" and q.dtype in (*_HALF, torch.float32) and head_dim % (16 // q.element_size()) == 0:
+        return "efficient"
+    return "plain"
+
+
+def _plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, mask, scale)
+    lse = scores.logsumexp(dim=-1)
+    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
+
+
+def _plain_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights = (_scores(q, k, causal, mask, scale) - lse.unsqueeze(-1)).exp()
+    wide_dout, wide_q, wide_k, wide_v = (x.to(weights.dtype) for x in (dout, q, k, v))
+    mean = (wide_dout * out).sum(-1, keepdim=True)
+    dscores = weights * (wide_dout @ wide_v.mT - mean) * scale
+    dq, dk, dv = dscores @ wide_k, dscores.mT @ wide_q, weights.mT @ wide_dout
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).mT) * scale
+    if causal:
+        mask = _triangle(q.shape[-2], q.device)
+    return scores if mask is None else scores.masked_fill(~mask, _never(wide))
+
+
+def _never(dtype: torch.dtype) -> float:
+    """A score that no key is seen with. Finite, so that a query without keys gives no NaN."""
+    return torch.finfo(dtype).min / 4
+
+
+def _triangle(size: int, device: torch.device) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool, device=device).tril_()
+
+
+def _with_triangle(mask: Tensor | None, causal: bool) -> Tensor | None:
+    """The kernels take a mask or are causal, never both."""
+    return mask & _triangle(mask.shape[-1], mask.device) if mask is not None and causal else mask
+
+
+def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores."""
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _never(dtype))
+
+
+def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    length = mask.shape[-1]
+    bias = _bias(F.pad(mask, (0, -length % _MASK_ALIGNMENT)), q.dtype)
+    assert bias is not None
+    return bias[..., :length].expand(-1, q.shape[1], -1, -1)
+
+
+def _with_dense_rows(*tensors: Tensor) -> list[Tensor]:
+    """The kernels read a head's vector as one piece of memory."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """One key head for every query head."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _sum_of_group(x: Tensor, kv_heads: int) -> Tensor:
+    return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

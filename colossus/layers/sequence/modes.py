@@ -1,0 +1,68 @@
+"""The ways to split attention over the sequence axis: which axes they have. No torch."""
+
+from __future__ import annotations
+
+import math
+
+
+class SequenceMode:
+    """Tokens are split over all axes of a mode; attention brings them together again over each in its own way.
+
+    Attributes:
+        ring: axes over which keys and values travel round (outer).
+        ulysses: axes over which tokens are exchanged for heads (inner).
+    """
+
+    name = ""
+    ring: tuple[str, ...] = ()
+    ulysses: tuple[str, ...] = ()
+
+    @classmethod
+    def axis_sizes(cls, size: int, ulysses: int | None = None) -> dict[str, int]:
+        """Size of each atomic axis, outermost first, for ``size`` ranks.
+
+        Args:
+            ulysses: ranks of the inner axis, for a mode that has both.
+
+        Raises:
+            ValueError: when ``size`` does not factor so.
+        """
+        if ulysses is not None:
+            raise ValueError(
+                f"parallel.sequence.ulysses = {ulysses} means nothing in mode {cls.name!r}; it is for mode 'hybrid'"
+            )
+        return {"sequence": size}
+
+
+class Ring(SequenceMode):
+    name = "ring"
+    ring = ("sequence",)
+
+
+class Ulysses(SequenceMode):
+    name = "ulysses"
+    ulysses = ("sequence",)
+
+
+class Hybrid(SequenceMode):
+    """Ulysses inside, on neighbouring ranks, and the ring across."""
+
+    name = "hybrid"
+    ring = ("ring",)
+    ulysses = ("ulysses",)
+
+    @classmethod
+    def axis_sizes(cls, size: int, ulysses: int | None = None) -> dict[str, int]:
+        inner = ulysses if ulysses is not None else _inner(size)
+        if size % inner:
+            divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise ValueError(
+                f"parallel.sequence.ulysses = {inner} does not divide parallel.sequence.size = {size}; use one of "
+                f"{divisors}"
+            )
+        return {"ring": size // inner, "ulysses": inner}
+
+
+def _inner(size: int) -> int:
+    """The largest divisor that is at most the square root."""
+    return max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)

@@ -1,0 +1,54 @@
+"""Ulysses (2309.14509): between tokens split over ranks and heads split over ranks, by all-to-all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colossus.comm.conjugate import conjugate
+from colossus.context.groups import AxisGroup
+
+_HEADS, _TOKENS = 1, 2
+
+
+def to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Every rank gets all tokens of the group, of its part of the heads.
+
+    Shape:
+        q [batch, heads, s, head_dim] -> [batch, heads / U, U s, head_dim]; k and v the same with kv_heads. Tokens are
+        put together in the order of the ranks.
+
+    Raises:
+        ValueError: when the U ranks of the group divide not both numbers of heads.
+    """
+    ranks = group.size
+    if ranks == 1:
+        return q, k, v
+    heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
+    require_heads(heads, kv_heads, ranks)
+    # the heads of one rank side by side, so that one exchange moves all three
+    parts = [x.unflatten(_HEADS, (ranks, -1)) for x in (q, k, v)]
+    together = torch.cat(parts, dim=_HEADS + 1).flatten(_HEADS, _HEADS + 1)
+    mine = conjugate(together, "all_to_all", "all_to_all", group, dim=_TOKENS, to_dim=_HEADS)
+    mine_q, mine_k, mine_v = mine.split([heads // ranks, kv_heads // ranks, kv_heads // ranks], dim=_HEADS)
+    return mine_q, mine_k, mine_v
+
+
+def to_tokens(out: Tensor, group: AxisGroup) -> Tensor:
+    """The way back: [batch, heads / U, U s, head_dim] -> [batch, heads, s, head_dim]."""
+    return conjugate(out, "all_to_all", "all_to_all", group, dim=_HEADS, to_dim=_TOKENS)
+
+
+def require_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    """Check that heads can be split.
+
+    Raises:
+        ValueError: when they cannot.
+    """
+    for what, count in (("heads", heads), ("key/value heads", kv_heads)):
+        if count % ranks:
+            raise ValueError(
+                f"sequence parallelism by exchange of heads (ulysses): {count} {what} on each tensor rank do not "
+                f"divide over {ranks} ranks, heads are split whole; use a number of ranks that divides {heads} heads "
+                f"and {kv_heads} key/value heads, or mode='ring', which sets no condition on heads"
+            )
