@@ -96,6 +96,19 @@ def test_a_message_larger_than_the_ring_goes_another_way() -> None:
     run(_larger_than_the_ring)
 
 
+def _to_the_last_byte(context: ParallelContext) -> None:
+    links._RING_BYTES = 64 << 10
+    link, other = linked(context), 1 - context.rank
+    for number in range(20):  # four of them fill the ring
+        incoming = link.receive(other, [torch.empty(4096)], "quarter")
+        link.send(other, [torch.full((4096,), float(number))], "quarter")
+        assert torch.equal(incoming.wait()[0], torch.full((4096,), float(number)))
+
+
+def test_messages_that_fill_the_ring_to_its_last_byte() -> None:
+    run(_to_the_last_byte)
+
+
 def _slow_reader(context: ParallelContext) -> float:
     """A sender goes on while there is room, and waits when there is none."""
     links._RING_BYTES = 64 << 10

@@ -22,7 +22,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import recompute
-from colossus.layers.sequence import block, pieces, ring, travel
+from colossus.layers.sequence import block, pieces, ring, travel, ulysses
 from colossus.layers.sequence.attend import SequenceGroups, attend
 from colossus.layers.sequence.order import local_indices, order, require_divisible
 from colossus.layers.sequence.pieces import Pair
@@ -239,6 +239,25 @@ def _larger_than_the_links(context: ParallelContext) -> None:
 
 def test_blocks_larger_than_the_links() -> None:
     run_ranks(4, _larger_than_the_links, plan=plan(4))
+
+
+def _links_filled_to_the_end(context: ParallelContext) -> None:
+    """Four messages take the room of the links to the last byte."""
+    links._RING_BYTES = 64 << 10
+    _exact(context, [Case(local=16, batch=1, head_dim=16)] * 3)
+
+
+def test_blocks_that_fill_the_links_to_the_last_byte() -> None:
+    run_ranks(4, _links_filled_to_the_end, plan=plan(4))
+
+
+def _exchanged_one_by_one(context: ParallelContext) -> None:
+    ulysses._TOGETHER_BYTES = 0
+    _exact(context, SHAPES[::3])
+
+
+def test_large_queries_keys_and_values_are_exchanged_one_by_one() -> None:
+    run_ranks(4, _exchanged_one_by_one, plan=plan(2, 2))
 
 
 def _strided(context: ParallelContext) -> None:

@@ -15,7 +15,14 @@ _BETWEEN = (
     str(Path(torch.__file__).parent),
     *(
         f"{_PACKAGE}/{path}"
-        for path in ("comm/", "layout/", "layers/matmul.py", "layers/linear.py", "layers/sharded.py")
+        for path in (
+            "comm/",
+            "layout/",
+            "layers/matmul.py",
+            "layers/linear.py",
+            "layers/sharded.py",
+            "layers/sequence/",
+        )
     ),
 )
 

@@ -61,7 +61,7 @@ class Sender:
         for tensor in tensors:
             _view(self._ring, at, tensor.shape, tensor.dtype).copy_(tensor)
             at += message_bytes([tensor.nbytes])
-        self._head = at
+        self._head = at % self.capacity
         self._used += skipped + size
         self._unread.append(skipped + size)
         self._written += 1

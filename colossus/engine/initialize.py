@@ -131,8 +131,8 @@ def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
         if isinstance(module, mixing):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
-                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on each "
-                f"token by itself"
+                f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
+                f"each token by itself"
             )
 
 

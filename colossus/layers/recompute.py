@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.sequence.ring import RING_ATTENTION
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -29,6 +30,7 @@ SAVED = {
     _c10d.reduce_scatter_tensor.default,
     _c10d.all_to_all_single.default,
     _c10d.wait_tensor.default,
+    RING_ATTENTION,
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.layers.sequence.block import block_backward, block_forward
-from colossus.layers.sequence.pieces import Pair
+from colossus.layers.sequence.pieces import Pair, Piece
 from colossus.layers.sequence.travel import Ring
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
@@ -113,37 +113,47 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts are added up in at least float32; what travels has the dtype of the keys."""
     ring = Ring(group, q.device)
     dq = _wide_zeros(q)
+
+    def add_piece(piece: Piece, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
+        rows, columns = piece.queries, piece.keys
+        parts = block_backward(
+            dout[:, :, rows],
+            q[:, :, rows],
+            keys[:, :, columns],
+            values[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows],
+            causal=piece.causal,
+            mask=piece.mask,
+            scale=scale,
+        )
+        for total, at, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
+            total[:, :, at] += part
+
     own: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
     for source, (keys, values, *others) in ring.blocks(k, v, documents):
-        dk, dv = _wide_zeros(keys), _wide_zeros(values)
+        grads = [_wide_zeros(keys), _wide_zeros(values)]
         pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
         for piece in pair.pieces(documents, *others):
-            rows, columns = piece.queries, piece.keys
-            parts = block_backward(
-                dout[:, :, rows],
-                q[:, :, rows],
-                keys[:, :, columns],
-                values[:, :, columns],
-                out[:, :, rows],
-                lse[:, :, rows],
-                causal=piece.causal,
-                mask=piece.mask,
-                scale=scale,
-            )
-            for total, at, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
-                total[:, :, at] += part
+            add_piece(piece, keys, values, *grads)
         if source == ring.index:
-            own = [dk, dv]
+            own = grads
             continue
         if arriving is not None:
-            dk, dv = (here.add_(there) for here, there in zip((dk, dv), arriving(), strict=True))
-        arriving = ring.exchange([dk.to(k.dtype), dv.to(v.dtype)], "gradients of keys and values")
+            grads = _sums(grads, arriving())
+        arriving = ring.exchange([x.to(k.dtype) for x in grads], "gradients of keys and values")
+        del grads
     if arriving is not None:
-        own = [here.add_(there) for here, there in zip(own, arriving(), strict=True)]
+        own = _sums(own, arriving())
     return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+
+def _sums(here: list[Tensor], there: list[Tensor]) -> list[Tensor]:
+    return [mine.add_(theirs) for mine, theirs in zip(here, there, strict=True)]
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

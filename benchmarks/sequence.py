@@ -1,0 +1,160 @@
+"""Attention over a split sequence: exactness, bytes against the formula, balance, memory, time; and a long sequence.
+
+    python -m benchmarks.sequence                # minutes
+    python -m benchmarks.sequence --smoke        # seconds, toy sizes
+    python -m benchmarks.sequence --tokens 8192 --local 1024
+
+Beside one process's scaled_dot_product_attention in the same run. Torch's own context parallel does not run on CPU. All
+ranks share this machine's cores, so the time to look at is processor time, summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from benchmarks.common import Spread, make_parser, print_table, progress, write_json
+from benchmarks.ranks import RankGroup
+from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
+from colossus.layers.sequence.traffic import traffic
+
+MB = 1e6
+
+
+def ways(mode: str, world: int) -> dict[str, int]:
+    """Ranks of the ring and of the exchange."""
+    if mode == "hybrid":
+        from colossus.layers.sequence.modes import Hybrid
+
+        return dict(Hybrid.axis_sizes(world))
+    return {mode: world}
+
+
+def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[dict[str, Any]]:
+    """Every mode beside one process, in alternating blocks."""
+    alone = RankGroup("one process", 1, partial(_case, shape, "ring", 1))
+    groups = {(mode, n): RankGroup(f"{mode} x {n}", n, partial(_case, shape, mode, n)) for mode, n in modes}
+    try:
+        whole = alone.call("result")[0]
+        rows: dict[tuple[str, int], dict[str, Any]] = {}
+        for (mode, n), group in groups.items():
+            counted: list[Counted] = group.call("count")
+            formula = traffic(shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ways(mode, n))
+            gap = max(group.call("gap", whole))
+            if gap > 1e-4:
+                raise SystemExit(f"{mode} x {n}: output or gradients differ from one process by {gap:.2g}")
+            rows[mode, n] = {
+                "mode": mode, "ranks": n, "gap": gap, "formula": asdict(formula),
+                "counted": [asdict(count) for count in counted], "processor": [], "slowest": [], "wall": [],
+            }  # fmt: skip
+        for block in range(blocks):
+            progress(f"attention, block {block + 1}/{blocks}")
+            base_cpu, base_wall = alone.call("times", 2)[0]
+            for key, group in groups.items():
+                times = group.call("times", 2)
+                used = [cpu for cpu, _ in times]
+                rows[key]["processor"].append(sum(used) / base_cpu)
+                rows[key]["slowest"].append(max(used) / (sum(used) / len(used)))
+                rows[key]["wall"].append(max(wall for _, wall in times) / base_wall)
+        progress("")
+        return list(rows.values())
+    finally:
+        for group in (alone, *groups.values()):
+            group.close()
+
+
+def memory_of(shape_of: Any, mode: str, counts: list[int]) -> dict[int, list[int]]:
+    """Peak bytes on top of what is held, per rank, at a fixed number of tokens on each rank."""
+    found = {}
+    for n in counts:
+        progress(f"memory, {mode} x {n}")
+        with RankGroup(f"{mode} x {n}", n, partial(_case, shape_of(n), mode, n)) as group:
+            found[n] = [peak or 0 for peak in group.call("peak")]
+    progress("")
+    return found
+
+
+def train(tokens: int, hidden: int, num_layers: int, ranks: int, steps: int) -> dict[str, Any]:
+    """The same GPT on the same long sequence, in one process and over ranks."""
+    out: dict[str, Any] = {"tokens": tokens, "ranks": ranks}
+    for n in (1, ranks):
+        progress(f"training on {tokens} tokens, {n} process(es)")
+        with RankGroup(f"GPT x {n}", n, partial(TrainWorker, tokens, hidden, num_layers, n), timeout=900) as group:
+            results = group.call("train", steps)
+        out[f"x{n}"] = {
+            "losses": results[0][0],
+            "peaks": [peak for _, peak, _ in results],
+            "seconds": max(seconds for *_, seconds in results),
+        }
+    progress("")
+    return out
+
+
+def _case(shape: Shape, mode: str, world: int, rank: int) -> AttentionCase:
+    return AttentionCase(shape, mode, rank, world)
+
+
+def report(rows: list[dict[str, Any]], shape: Shape) -> None:
+    wanted = shape.batch * shape.heads * shape.tokens * (shape.tokens + 1) // 2
+    table, timed = [], []
+    for row in rows:
+        counted, formula, name = row["counted"], row["formula"], f"{row['mode']} x {row['ranks']}"
+        scores = [count["scores"] for count in counted]
+        mean = sum(scores) / len(scores)
+        sent = [(count["forward"], count["backward"]) for count in counted]
+        assert all(pair == (formula["forward"], formula["backward"]) for pair in sent), f"{name}: {sent} != {formula}"
+        whole = row["mode"] != "ulysses"  # which computes by torch's own kernel, over all tokens
+        table.append([
+            name, f"{row['gap']:.1e}", f"{4 * formula['forward'] / MB:.1f}", f"{4 * formula['backward'] / MB:.1f}",
+            f"{sum(scores) / wanted:.4f}" if whole else "-", f"{max(scores) / mean:.4f}" if whole else "-",
+        ])  # fmt: skip
+        timed.append([name, *(Spread.of(row[key]) for key in ("processor", "slowest", "wall"))])
+    print_table(
+        f"causal attention over {shape.tokens} tokens, {shape.heads} heads of {shape.head_dim}; MB sent = formula",
+        ["", "gap", "MB forward", "MB backward", "scores / one process", "most / mean"],
+        table,
+    )
+    print_table(
+        "time / one process",
+        ["", "processor, all ranks", "slowest rank / mean", "wall on shared cores"],
+        timed,
+    )
+
+
+def main() -> None:
+    parser = make_parser(__doc__, blocks=5)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the whole sequence (default %(default)s)")
+    parser.add_argument("--local", type=int, default=1024, help="tokens of a rank for memory (default %(default)s)")
+    parser.add_argument("--train", type=int, default=16384, help="tokens of the training run (default %(default)s)")
+    args = parser.parse_args()
+    if args.smoke:
+        args.tokens, args.local, args.train, args.blocks = 128, 32, 64, 1
+    counts = [2, 4] if args.smoke else [2, 4, 8]
+    shape = Shape(args.tokens)
+    rows = attention(shape, [("ring", 2), ("ring", 4), ("ulysses", 4), ("hybrid", 4)], args.blocks)
+    report(rows, shape)
+    peaks = memory_of(lambda n: Shape(args.local * n), "ring", counts)
+    print_table(
+        f"peak memory of forward and backward on top of inputs, ring, {args.local} tokens on each rank",
+        ["ranks", "MB, largest rank"],
+        [[n, f"{max(found) / MB:.1f}"] for n, found in peaks.items()],
+    )
+    long = train(args.train, *((32, 1) if args.smoke else (128, 2)), 4 if args.smoke else 8, 1 if args.smoke else 2)
+    one, many = long["x1"], long[f"x{long['ranks']}"]
+    ratio = one["peaks"][0] / max(max(many["peaks"]), 1)
+    print_table(
+        f"training a GPT on one sequence of {args.train} tokens",
+        ["", "MB at the peak of a step", "seconds of a step", "losses"],
+        [
+            [name, f"{max(found['peaks']) / MB:.0f}", f"{found['seconds']:.1f}",
+             " ".join(f"{loss:.5f}" for loss in found["losses"])]
+            for name, found in (("one process", one), (f"each of {long['ranks']} ranks", many))
+        ],
+    )  # fmt: skip
+    print(f"\n  one process needs {ratio:.1f} times the memory of a rank")
+    write_json(args.json, {"attention": rows, "memory": peaks, "train": long})
+
+
+if __name__ == "__main__":
+    main()

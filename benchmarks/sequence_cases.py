@@ -1,0 +1,187 @@
+"""What the sequence benchmark runs on each rank: one attention over a split sequence, and one train step of a GPT."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo  # every optimizer imports it
+import torch.nn.functional as F
+from torch import Tensor
+
+import colossus
+from benchmarks import memory
+from colossus.comm import accounting
+from colossus.context.grid import RankGrid
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.layer import plan_of
+from colossus.layers.sequence import ring
+from colossus.layers.sequence.attend import SequenceGroups, attend
+from colossus.layers.sequence.modes import Hybrid
+from colossus.layers.sequence.order import local_indices
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One causal attention. ``tokens`` of the whole sequence."""
+
+    tokens: int
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one forward and backward on one rank: elements sent, and scores computed (forward, all heads)."""
+
+    forward: float
+    backward: float
+    scores: float
+
+
+class AttentionCase:
+    """Causal attention on one rank. One rank alone takes torch's scaled_dot_product_attention."""
+
+    def __init__(self, shape: Shape, mode: str, rank: int, world: int) -> None:
+        self.shape, self.world = shape, world
+        sizes = Hybrid.axis_sizes(world) if mode == "hybrid" else {"sequence": world}
+        grid = RankGrid(
+            {"pipeline": 1, "data": 1, **sizes, "tensor": 1},
+            {"pipeline": ("pipeline",), "data": ("data",), "sequence": tuple(sizes), "tensor": ("tensor",)},
+        )
+        self.context = ParallelContext(grid, rank, sequence_mode=mode)
+        split = plan_of(self.context).sequence
+        self.groups = SequenceGroups(split.ring, split.ulysses) if split is not None else None
+        whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]
+        self.gradient = self._draw(shape.heads, 3)
+        if split is not None:
+            ways = self.groups.ring.size, self.groups.ulysses.size
+            mine = torch.tensor(local_indices(shape.tokens, *ways, self.groups.ring.index, self.groups.ulysses.index))
+            whole = [x[:, :, mine].clone() for x in whole]
+            self.gradient = self.gradient[:, :, mine].clone()
+            self.mine = mine
+        self.q, self.k, self.v = (x.requires_grad_() for x in whole)
+
+    def _draw(self, heads: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.shape.batch, heads, self.shape.tokens, self.shape.head_dim, generator=generator)
+
+    def forward(self) -> Tensor:
+        if self.groups is None:
+            grouped = self.shape.heads != self.shape.kv_heads
+            return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=grouped)
+        return attend(self.q, self.k, self.v, self.groups, causal=True)
+
+    def step(self, index: int = 0) -> tuple[float, float]:
+        self.q.grad = self.k.grad = self.v.grad = None
+        self.forward().backward(self.gradient)
+        return 0.0, 0.0
+
+    def result(self) -> list[Any]:
+        """Output and gradients as arrays."""
+        self.q.grad = self.k.grad = self.v.grad = None
+        out = self.forward()
+        out.backward(self.gradient)
+        return [x.detach().numpy() for x in (out, self.q.grad, self.k.grad, self.v.grad)]
+
+    def gap(self, whole: list[Any]) -> float:
+        """Largest difference from one process's output and gradients, relative to the largest value of each."""
+        gaps = []
+        for mine, other in zip(self.result(), whole, strict=True):
+            wanted = torch.from_numpy(other)
+            here = wanted if self.groups is None else wanted[:, :, self.mine]
+            gaps.append(((torch.from_numpy(mine) - here).abs().max() / wanted.abs().max()).item())
+        return max(gaps)
+
+    def count(self) -> Counted:
+        scores = 0
+        real = ring.block_forward
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> Any:
+            nonlocal scores
+            scores += _scores(q, k, causal)
+            return real(q, k, v, causal=causal, **options)
+
+        ring.block_forward = counted
+        try:
+            with accounting.count() as there:
+                out = self.forward()
+            with accounting.count() as back:
+                out.backward(self.gradient)
+        finally:
+            ring.block_forward = real
+        size = self.q.element_size()
+        return Counted(there.bytes() / size, back.bytes() / size, scores)
+
+    def times(self, count: int) -> tuple[float, float]:
+        """Seconds per forward and backward: processor time of this process, and wall time."""
+        self.step()
+        began, used = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            self.step()
+        return (time.process_time() - used) / count, (time.perf_counter() - began) / count
+
+    def peak(self) -> int | None:
+        """Bytes that a forward and backward needs on top of what is held between them."""
+        found = memory.measure(lambda: self)
+        return None if found is None else found.peak - found.held
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> int:
+    """Entries of the score matrix that a causal or a whole block computes, over all heads."""
+    batch, heads, rows, columns = *q.shape[:3], k.shape[-2]
+    return batch * heads * (rows * (rows + 1) // 2 if causal else rows * columns)
+
+
+class TrainCase:
+    """A GPT on one rank of a sequence axis, as `benchmarks.memory.measure` wants it."""
+
+    def __init__(self, tokens: int, hidden: int, num_layers: int, world: int) -> None:
+        config = dict(
+            parallel=dict(sequence=dict(size=world, mode="ring")),
+            model=dict(
+                type="GPT", num_layers=num_layers, hidden_size=hidden, num_heads=hidden // 32, vocab_size=256,
+                seq_len=tokens, positions="rotary",
+            ),
+            optimizer=dict(type="SGD", lr=0.1),
+            train=dict(global_batch_size=1, steps=10),
+            device="cpu",
+        )  # fmt: skip
+        self.engine = colossus.initialize(config)
+        self.tokens = tokens
+
+    def step(self, index: int) -> tuple[float, float]:
+        ids = torch.randint(0, 256, (1, self.tokens + 1), generator=torch.Generator().manual_seed(index))
+        result = self.engine.train_step({"inputs": ids[:, :-1], "labels": ids[:, 1:]})
+        return result.loss, result.grad_norm
+
+
+class TrainWorker:
+    def __init__(self, tokens: int, hidden: int, num_layers: int, world: int, rank: int) -> None:
+        self.options = tokens, hidden, num_layers, world
+
+    def train(self, steps: int) -> tuple[list[float], int, float]:
+        """Losses, peak of bytes while a step runs, and seconds of a step."""
+        losses: list[float] = []
+        began = 0.0
+
+        def make() -> Any:
+            case = TrainCase(*self.options)
+            real = case.step
+
+            def step(index: int) -> tuple[float, float]:
+                nonlocal began
+                began = time.perf_counter()
+                loss, norm = real(index)
+                losses.append(loss)
+                return loss, norm
+
+            case.step = step  # type: ignore[method-assign]
+            return case
+
+        found = memory.measure(make, steps)
+        return losses, found.peak if found is not None else 0, time.perf_counter() - began
