@@ -7,10 +7,12 @@ that collectives take, and the profiler misses what the threads of a backend rel
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from benchmarks.cases import Case
 from colossus.comm.shared_memory import mapped_storages
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CPU = torch.profiler.ProfilerActivity.CPU
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -56,6 +59,41 @@ def measure(make: Callable[[], Case], steps: int = 3) -> Memory | None:
     return Memory(held, held + max(0, _status("VmHWM") - before))
 
 
+def allocated_peak(step: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator gives out during a call, on top of what is held before, counted exactly.
+
+    What collectives' own threads allocate is not seen; on one host, where they go through shared memory, there is none.
+    """
+    with _standard_error_off(), torch.profiler.profile(activities=[_CPU], profile_memory=True) as profile:
+        step()
+    now = most = 0
+    results: Any = profile.profiler
+    for event in results.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@contextlib.contextmanager
+def _standard_error_off() -> Iterator[None]:
+    """The profiler's library writes lines of its own."""
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors of this process."""
+    gc.collect()
+    return _live_bytes()
+
+
 def _status(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
     assert found is not None
@@ -63,7 +101,7 @@ def _status(key: str) -> int:
 
 
 def _live_bytes() -> int:
-    """Bytes of all storages that some tensor of this process uses, without the slots that ranks share."""
+    """Bytes of all storages that some tensor of this process uses, without memory that ranks share."""
     storages: dict[int, int] = {}
     # issubclass of the type: isinstance would ask torch's deprecated module objects for their class, and they warn
     todo: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]

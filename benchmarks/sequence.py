@@ -70,7 +70,7 @@ def memory_of(shape_of: Any, mode: str, counts: list[int]) -> dict[int, list[int
     for n in counts:
         progress(f"memory, {mode} x {n}")
         with RankGroup(f"{mode} x {n}", n, partial(_case, shape_of(n), mode, n)) as group:
-            found[n] = [peak or 0 for peak in group.call("peak")]
+            found[n] = group.call("peak")
     progress("")
     return found
 
@@ -140,7 +140,7 @@ def main() -> None:
         ["ranks", "MB, largest rank"],
         [[n, f"{max(found) / MB:.1f}"] for n, found in peaks.items()],
     )
-    long = train(args.train, *((32, 1) if args.smoke else (128, 2)), 4 if args.smoke else 8, 1 if args.smoke else 2)
+    long = train(args.train, *((32, 1) if args.smoke else (128, 2)), 4 if args.smoke else 8, 1)
     one, many = long["x1"], long[f"x{long['ranks']}"]
     ratio = one["peaks"][0] / max(max(many["peaks"]), 1)
     print_table(

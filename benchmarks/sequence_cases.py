@@ -125,10 +125,10 @@ class AttentionCase:
             self.step()
         return (time.process_time() - used) / count, (time.perf_counter() - began) / count
 
-    def peak(self) -> int | None:
+    def peak(self) -> int:
         """Bytes that a forward and backward needs on top of what is held between them."""
-        found = memory.measure(lambda: self)
-        return None if found is None else found.peak - found.held
+        self.step()
+        return memory.allocated_peak(self.step)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> int:
@@ -137,10 +137,10 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> int:
     return batch * heads * (rows * (rows + 1) // 2 if causal else rows * columns)
 
 
-class TrainCase:
-    """A GPT on one rank of a sequence axis, as `benchmarks.memory.measure` wants it."""
+class TrainWorker:
+    """A GPT on one rank of a sequence axis."""
 
-    def __init__(self, tokens: int, hidden: int, num_layers: int, world: int) -> None:
+    def __init__(self, tokens: int, hidden: int, num_layers: int, world: int, rank: int) -> None:
         config = dict(
             parallel=dict(sequence=dict(size=world, mode="ring")),
             model=dict(
@@ -153,35 +153,18 @@ class TrainCase:
         )  # fmt: skip
         self.engine = colossus.initialize(config)
         self.tokens = tokens
+        self.losses: list[float] = []
 
-    def step(self, index: int) -> tuple[float, float]:
+    def step(self, index: int) -> None:
         ids = torch.randint(0, 256, (1, self.tokens + 1), generator=torch.Generator().manual_seed(index))
-        result = self.engine.train_step({"inputs": ids[:, :-1], "labels": ids[:, 1:]})
-        return result.loss, result.grad_norm
-
-
-class TrainWorker:
-    def __init__(self, tokens: int, hidden: int, num_layers: int, world: int, rank: int) -> None:
-        self.options = tokens, hidden, num_layers, world
+        self.losses.append(self.engine.train_step({"inputs": ids[:, :-1], "labels": ids[:, 1:]}).loss)
 
     def train(self, steps: int) -> tuple[list[float], int, float]:
-        """Losses, peak of bytes while a step runs, and seconds of a step."""
-        losses: list[float] = []
-        began = 0.0
-
-        def make() -> Any:
-            case = TrainCase(*self.options)
-            real = case.step
-
-            def step(index: int) -> tuple[float, float]:
-                nonlocal began
-                began = time.perf_counter()
-                loss, norm = real(index)
-                losses.append(loss)
-                return loss, norm
-
-            case.step = step  # type: ignore[method-assign]
-            return case
-
-        found = memory.measure(make, steps)
-        return losses, found.peak if found is not None else 0, time.perf_counter() - began
+        """Losses, bytes of tensors at the peak of a step, and seconds of a step."""
+        self.step(0)
+        held = memory.live_bytes()
+        peak = held + memory.allocated_peak(lambda: self.step(1))
+        began = time.perf_counter()
+        for index in range(steps):
+            self.step(2 + index)
+        return self.losses, peak, (time.perf_counter() - began) / steps

@@ -22,7 +22,7 @@ from colossus.comm.mailbox import Receiver, Sender, message_bytes
 from colossus.comm.shared_memory import map_together
 from colossus.context.groups import AxisGroup
 
-_RING_BYTES = 32 << 20
+_RING_BYTES = 16 << 20
 #: descriptions do not mix with values that are received ahead of them
 _DESCRIPTION_TAG = 1
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _SMALLEST_PART = 64 << 10
 _PAGE = 4096
 
 _channels: WeakKeyDictionary[AxisGroup, Channel | None] = WeakKeyDictionary()
+_maps: WeakSet[mmap.mmap] = WeakSet()
 _enabled = True
 
 
@@ -44,8 +45,8 @@ def enable(wanted: bool) -> None:
 
 
 def mapped_storages() -> set[int]:
-    """Where the mapped slots begin, for who counts the memory of tensors: they belong to all ranks of a group."""
-    return {channel.slots[0][0].untyped_storage().data_ptr() for channel in _channels.values() if channel is not None}
+    """Where mapped memory begins, for who counts the memory of tensors: it belongs to all ranks of a group."""
+    return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
 def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
@@ -119,6 +120,7 @@ def map_together(group: AxisGroup, parts: int, most: int) -> Mapped | None:
             (_FOLDER / name).unlink()
     if not ready or memory is None or listener is None:
         return None
+    _maps.add(memory)
     return Mapped(name, memory, size, timeout, listener)
 
 
