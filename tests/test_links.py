@@ -161,6 +161,20 @@ def test_a_message_of_another_size_is_told() -> None:
         run(_other_size)
 
 
+def _other_step(context: ParallelContext) -> None:
+    link = linked(context)
+    if context.rank == 0:
+        link.send(1, [torch.ones(100)], "activation of microbatch 3", mark=(4, "batch"))
+        time.sleep(0.5)
+    else:
+        link.receive(0, [torch.empty(100)], "activation of microbatch 3", mark=(5, "batch")).wait()
+
+
+def test_a_message_of_another_step_is_told() -> None:
+    with pytest.raises(RankError, match="rank 0 sent something else where the activation of microbatch 3 is due"):
+        run(_other_step)
+
+
 def _killed(context: ParallelContext, sending: bool) -> None:
     links._RING_BYTES = 64 << 10
     link = linked(context)
@@ -188,7 +202,8 @@ def test_sends_are_counted_and_logged() -> None:
             if context.rank == 0:
                 link.send(1, [torch.ones(3, 5), torch.ones(2, dtype=torch.float64)], "activation of microbatch 0")
             else:
-                link.receive(0, [torch.empty(3, 5), torch.empty(2, dtype=torch.float64)], "it").wait()
+                like = [torch.empty(3, 5), torch.empty(2, dtype=torch.float64)]
+                link.receive(0, like, "activation of microbatch 0").wait()
         assert moved.bytes("pipeline", "send") == (76 if context.rank == 0 else 0)
         (line,) = log.recent()
         assert ("send of the activation of microbatch 0 over pipeline [3x5 float32]" in line) == (context.rank == 0)

@@ -9,6 +9,7 @@ import pickle
 import select
 import time
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -41,8 +42,8 @@ class Like(Protocol):
 class Incoming:
     """A message that is awaited. ``wait()`` returns its tensors."""
 
-    def __init__(self, tensors: list[Tensor], what: str, entry: log.Entry) -> None:
-        self.tensors, self.what, self.entry = tensors, what, entry
+    def __init__(self, tensors: list[Tensor], what: str, tag: int, entry: log.Entry) -> None:
+        self.tensors, self.what, self.tag, self.entry = tensors, what, tag, entry
         self.finish: Wait | None = None
 
     def wait(self) -> list[Tensor]:
@@ -88,34 +89,39 @@ class Links:
             self._receivers[source] = Receiver(mapped.part(number), peers[source], self._name(source))
             self._posted[source] = deque()
 
-    def send(self, to: int, tensors: Sequence[Tensor], what: str) -> Wait:
-        """Start sending. The function returned waits until the tensors may be changed."""
+    def send(self, to: int, tensors: Sequence[Tensor], what: str, mark: object = None) -> Wait:
+        """Start sending. The function returned waits until the tensors may be changed.
+
+        Args:
+            what: in words, the same at both ends.
+            mark: what sender and receiver have to agree on beside it; compared where messages have a header.
+        """
         entry = self._note("send", tensors, what)
         for counter in accounting.listeners:
             for tensor in tensors:
                 counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
         sender = self._senders.get(to)
-        if sender is not None and message_bytes([tensor.nbytes for tensor in tensors]) <= sender.capacity:
-            sender.send(tensors, what, self._until_readable)
+        if sender is not None and _size(tensors) <= sender.capacity:
+            sender.send(tensors, what, _tag(what, mark), self._until_readable)
             entry.done = True
             return _nothing
-        tensors = [tensor.contiguous() for tensor in tensors]
-        works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in tensors]
+        held = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in held]
 
         def wait() -> None:
             for work in works:
                 _wait(work, f"{self._name(to)} did not take the {what}")
-            tensors.clear()
+            held.clear()
             entry.done = True
 
         return wait
 
-    def receive(self, source: int, like: Sequence[Like], what: str) -> Incoming:
+    def receive(self, source: int, like: Sequence[Like], what: str, mark: object = None) -> Incoming:
         """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
         tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in like]
-        incoming = Incoming(tensors, what, self._note("receive", tensors, what))
+        incoming = Incoming(tensors, what, _tag(what, mark), self._note("receive", tensors, what))
         receiver = self._receivers.get(source)
-        if receiver is not None and message_bytes([tensor.nbytes for tensor in tensors]) <= receiver.capacity:
+        if receiver is not None and _size(tensors) <= receiver.capacity:
             self._posted[source].append(incoming)
             incoming.finish = lambda: self._take(source, incoming)
             return incoming
@@ -129,22 +135,35 @@ class Links:
         incoming.finish = finish
         return incoming
 
-    def tell(self, to: int, description: Any) -> None:
-        """Send an object; waits until it is received."""
+    def tell(self, to: int, description: Any, what: str) -> None:
+        """Send an object, of at most a few KB."""
         data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], dtype=torch.int64)
+        if to in self._senders:
+            for tensor in (size, data):
+                self._senders[to].send([tensor], what, _tag(what, None), self._until_readable)
+            return
         for tensor in (size, data):
             dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_DESCRIPTION_TAG)
 
-    def ask(self, source: int) -> Any:
+    def ask(self, source: int, what: str) -> Any:
         """Receive an object."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        dist.recv(size, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+        self._ask(source, size, what)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        dist.recv(data, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+        self._ask(source, data, what)
         with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
             warnings.simplefilter("ignore", FutureWarning)
             return pickle.loads(bytes(data.cpu().numpy()))
+
+    def _ask(self, source: int, into: Tensor, what: str) -> None:
+        if source not in self._receivers:
+            dist.recv(into, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+            return
+        incoming = Incoming([into], what, _tag(what, None), self._note("receive", [into], what))
+        self._posted[source].append(incoming)
+        incoming.finish = lambda: self._take(source, incoming)
+        incoming.wait()
 
     def close(self) -> None:
         for sender in self._senders.values():
@@ -153,14 +172,18 @@ class Links:
             receiver.close()
 
     def _take(self, source: int, wanted: Incoming) -> None:
-        """Read messages of a source up to the one that is wanted."""
+        """Read messages of a source up to the one that is wanted, and meanwhile what comes from others."""
+        receiver = self._receivers[source]
         while wanted.finish is not None:
-            self._take_next(source)
+            if len(self._receivers) > 1 and not self._until_readable(receiver.fileno()):
+                raise receiver.late(wanted.what)
+            if wanted.finish is not None:
+                self._take_next(source)
 
     def _take_next(self, source: int) -> None:
         incoming = self._posted[source].popleft()
         incoming.finish = None
-        self._receivers[source].receive(incoming.tensors, incoming.what)
+        self._receivers[source].receive(incoming.tensors, incoming.what, incoming.tag)
         incoming.entry.done = True
 
     def _until_readable(self, descriptor: int) -> bool:
@@ -185,6 +208,14 @@ class Links:
 
     def _name(self, index: int) -> str:
         return f"rank {self._group.ranks[index]}"
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return message_bytes([tensor.nbytes for tensor in tensors])
+
+
+def _tag(what: str, mark: object) -> int:
+    return zlib.crc32(f"{what} {mark}".encode())
 
 
 def _nothing() -> None:

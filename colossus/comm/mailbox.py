@@ -18,7 +18,7 @@ from torch import Tensor
 
 from colossus.comm.channel import read_exactly
 
-_HEADER = struct.Struct("<QQQ")  # number of the message, place in the ring, bytes
+_HEADER = struct.Struct("<QQQQ")  # number of the message, place in the ring, bytes, what it is
 _ALIGNMENT = 64
 #: messages on their way, at most. A socket's buffer holds some 50 headers or answers (Linux charges about 4 KB for each
 #: write, however small), and a receiver must be able to answer without waiting
@@ -48,10 +48,11 @@ class Sender:
         #: room of the messages that have not been read, oldest first
         self._unread: deque[int] = deque()
 
-    def send(self, tensors: Sequence[Tensor], what: str, await_answer: Callable[[int], bool]) -> None:
+    def send(self, tensors: Sequence[Tensor], what: str, tag: int, await_answer: Callable[[int], bool]) -> None:
         """Copy tensors of together at most ``capacity`` bytes into the ring.
 
         Args:
+            tag: what it is, as the receiver must know it.
             await_answer: called when there is no room; waits until a file descriptor can be read, False when it has
                 waited for too long.
         """
@@ -66,7 +67,7 @@ class Sender:
         self._unread.append(skipped + size)
         self._written += 1
         try:
-            self._peer.sendall(_HEADER.pack(self._written, place, size))
+            self._peer.sendall(_HEADER.pack(self._written, place, size, tag))
         except OSError as error:
             raise _gone(self._name, error) from error
 
@@ -111,17 +112,22 @@ class Receiver:
         """What can be read when a message has come."""
         return self._peer.fileno()
 
-    def receive(self, into: Sequence[Tensor], what: str) -> None:
+    def late(self, what: str) -> RuntimeError:
+        """The error of a wait that took too long."""
+        return RuntimeError(
+            f"timeout: {self._name} did not send the {what} within {self._peer.gettimeout() or 0.0:.0f} s"
+        )
+
+    def receive(self, into: Sequence[Tensor], what: str, tag: int) -> None:
         """Wait for the next message and copy it into these tensors.
 
         Raises:
             RuntimeError: when the sender is gone or late, or sent something else.
         """
         try:
-            number, at, size = _HEADER.unpack(read_exactly(self._peer, _HEADER.size))
+            number, at, size, sent = _HEADER.unpack(read_exactly(self._peer, _HEADER.size))
         except TimeoutError as error:
-            waited = self._peer.gettimeout()
-            raise RuntimeError(f"timeout: {self._name} did not send the {what} within {waited:.0f} s") from error
+            raise self.late(what) from error
         except OSError as error:
             raise _gone(self._name, error) from error
         self._read += 1
@@ -130,6 +136,11 @@ class Receiver:
             raise RuntimeError(
                 f"{self._name} sent message {number} of {size} bytes where the {what}, message {self._read} of "
                 f"{expected} bytes, is due: the ranks do not run the same program on batches of the same shape"
+            )
+        if sent != tag:
+            raise RuntimeError(
+                f"{self._name} sent something else where the {what} is due: the ranks are not at the same step, "
+                f"or were given other batches. All ranks of a model must be given the same batch at every step"
             )
         for tensor in into:
             tensor.copy_(_view(self._ring, at, tensor.shape, tensor.dtype))

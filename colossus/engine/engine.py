@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, split_microbatches
 from colossus.data.loader import Loaders
-from colossus.engine.door import checked_loss, door_axes, model_input, note_length, own_part
+from colossus.engine.door import checked_loss, door_axes, fingerprint, model_input, note_length, own_part
 from colossus.engine.gradient_norm import GradientNorm
 from colossus.engine.pipeline import Pipeline
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
@@ -24,6 +24,8 @@ from colossus.engine.stages import ModelStages, reduced_with
 from colossus.engine.tied import TiedGradients
 from colossus.layers.layer import plan_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
+from colossus.schedule.actions import Action
+from colossus.schedule.executor import Totals
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -84,6 +86,7 @@ class Engine:
             strategy=self.strategy,
             parts=parts,
             in_halves=pipeline.in_halves,
+            draws=pipeline.draws(),
         )
         self.executor = pipeline.executor(self.stages, plan)
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
@@ -95,7 +98,8 @@ class Engine:
         self._counts_loss = all(at[axis] == 0 for axis in norm_axes - loss_axes)
         self._counts_norm = all(at[axis] == 0 for axis in loss_axes - norm_axes)
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
-        self._broken = False
+        self._broken = self._closed = False
+        self._runs = 0
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self.context.group(tuple(axis for axis in self.context.grid.names if axis in axes))
@@ -127,11 +131,6 @@ class Engine:
         Raises:
             ValueError: when the batch does not divide, or the loss function does not return (sum, count).
         """
-        if self._broken:
-            raise RuntimeError(
-                "an earlier step failed on this rank while others waited for its values: the ranks of a pipeline no "
-                "longer agree on where they are. Close this engine and make a new one"
-            )
         microbatches = split_microbatches(batch, self.config.schedule.microbatches)
         note_length(batch, self.context)
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
@@ -140,14 +139,13 @@ class Engine:
         self._weights.begin_step()
         self.stages.step = self.completed_steps
         try:
-            totals = self.executor.run(self.pipeline.actions, microbatches)
+            totals = self._run(self.pipeline.actions, microbatches, batch)
             self._weights.end_step()
             self.strategy.finish()
             self._tied.sum()
         except BaseException:  # whoever catches it finds no weights and no half of a reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
-            self._broken = self.context.size("pipeline") > 1
             raise
         numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
         lr = self.lr_at(self.completed_steps)
@@ -230,8 +228,29 @@ class Engine:
         if self.pipeline.last:
             size = batch_size_of(batch) // self.context.size(door_axes(self.context))
             count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
-        totals = self.executor.run(self.pipeline.forwards(count), split_microbatches(batch, count))
+        totals = self._run(self.pipeline.forwards(count), split_microbatches(batch, count), batch)
         return totals.loss_sum, totals.tokens
+
+    def _run(self, actions: Sequence[Action], microbatches: Sequence[Any], batch: Any) -> Totals:
+        """Run the stages of this rank.
+
+        Raises:
+            RuntimeError: after `close`, and under a pipeline after a run that failed.
+        """
+        if self._closed:
+            raise RuntimeError("this engine is closed; make a new one")
+        if self._broken:
+            raise RuntimeError(
+                "an earlier step or evaluation failed on this rank while others waited for its values: the ranks of a "
+                "pipeline no longer agree on where they are. Close this engine and make a new one"
+            )
+        self._runs += 1
+        try:
+            mark = (self._runs, fingerprint(batch)) if self.pipeline.partition is not None else None
+            return self.executor.run(actions, microbatches, mark)
+        except BaseException:
+            self._broken = self.context.size("pipeline") > 1
+            raise
 
     def _agree_to_stop(self) -> bool:
         wish = torch.full((), float(self._stop), device=self.device)
@@ -239,13 +258,15 @@ class Engine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        was_training, self.stages.step = self.model.training, None
+        was_training = [(module, module.training) for module in self.model.modules()]
+        self.stages.step = None
         self.model.eval()
         try:
             with self.context:
                 yield
         finally:
-            self.model.train(was_training)
+            for module, mode in was_training:  # one by one: a user may have put some into eval mode
+                module.training = mode
 
     def _reduce_evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
         numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
@@ -260,5 +281,6 @@ class Engine:
 
     def close(self) -> None:
         """Close the links between stages, and destroy the process groups."""
+        self._closed = True
         self.pipeline.close()
         self.context.close()

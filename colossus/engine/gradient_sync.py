@@ -154,6 +154,12 @@ class _Part:
         if index is None:  # of another part
             return
         assert self._buckets is not None
+        if index < self._next:
+            raise ValueError(
+                f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
+                f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
+                f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
+            )
         self._buckets[index].take(param)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._buckets[self._next].start()
@@ -211,6 +217,11 @@ class _Part:
                 groups.setdefault((axes, param.dtype), []).append(param)
         for (axes, _), held in groups.items():
             yield held, axes
+
+
+def _name(param: nn.Parameter) -> str:
+    spec = spec_of(param)
+    return spec.name if spec is not None and spec.name else f"a parameter of shape {tuple(param.shape)}"
 
 
 def _is_open(param: nn.Parameter) -> bool:

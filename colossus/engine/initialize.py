@@ -87,7 +87,7 @@ def _assemble(
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
     door = context.index(plan_of(context).regions.user.batch)
-    torch.manual_seed(context.rng.key("torch", door, *([pipeline.rank] if pipeline.rank else [])))
+    torch.manual_seed(context.rng.key("torch", door))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(

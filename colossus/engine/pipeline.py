@@ -10,8 +10,9 @@ from torch import nn
 from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.parts import OwnDraws
 from colossus.engine.tied import shared_parameters
-from colossus.layers.layer import Plan
+from colossus.layers.layer import Plan, plan_of
 from colossus.schedule.actions import Action, Actions, placement
 from colossus.schedule.executor import Executor, Stages, Watcher, forwards
 from colossus.schedule.make import make_schedule
@@ -38,7 +39,6 @@ class Pipeline:
         self.rank = context.index("pipeline")
         self.actions: Sequence[Action] = self._all[self.rank]
         self.partition: Partition | None = None
-        self._trained: frozenset[int] = frozenset()
         self._forwards: dict[int, list[Action]] = {}
         self._links: Links | None = None
 
@@ -71,10 +71,15 @@ class Pipeline:
         split = "parameters" if costs is None and self.needs_costs else self._split
         in_flight = in_flight_of_stages(self._all)
         partition = make_partition(model, self.rank_of, split, costs=costs, in_flight=in_flight)
-        trained = (partition.stages_of[name] for name, param in model.named_parameters() if param.requires_grad)
-        self._trained = frozenset(stage for stages in trained for stage in stages)
         keep_own(model, partition, self.rank)
         self.partition = partition
+
+    def draws(self) -> OwnDraws | None:
+        """The generators of this rank's stages, for what draws from torch's own (a plain nn.Dropout, say)."""
+        if self.partition is None:
+            return None
+        door = self._context.index(plan_of(self._context).regions.user.batch)
+        return OwnDraws(self._context.rng.key("torch", door, self.rank), self._context.device)
 
     def calls(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
         """What runs each stage of this rank."""
@@ -109,7 +114,7 @@ class Pipeline:
             ]
             self._links = Links(group, pairs, self._context.device)
             transport = Transport(self._links, self.rank_of)
-        return Executor(stages, self.rank_of, transport, plan, trained=self._trained, watch=watch)
+        return Executor(stages, self.rank_of, transport, plan, watch)
 
     def forwards(self, microbatches: int) -> list[Action]:
         """What this rank does to evaluate at most as many microbatches as a step has."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradient_sync import AllReduce
+from colossus.engine.parts import NAME_IT, Complete, OwnDraws
 from colossus.layers.late_gradients import LateGradients
 from colossus.layers.weights import WeightStore
 from colossus.schedule.actions import Action
@@ -41,6 +42,7 @@ class ModelStages:
         enter: what the first stage is called with, (batch) -> input.
         loss: (outputs of the last stage, batch) -> (sum, count).
         parts: the parameters that are reduced with each stage.
+        draws: under a pipeline, what torch's own generator draws from inside of stages.
 
     Attributes:
         step: of the random streams; None evaluates.
@@ -60,10 +62,13 @@ class ModelStages:
         strategy: AllReduce,
         parts: Mapping[int, Sequence[nn.Parameter]],
         in_halves: bool,
+        draws: OwnDraws | None,
     ) -> None:
         self._context, self._calls, self._last = context, calls, last
         self._door, self._enter, self._loss = door, enter, loss
         self._weights, self._strategy = weights, strategy
+        self._parts, self._draws = parts, draws
+        self._unseen = set(calls) if draws is not None else set()
         self._part_of = {stage: number for number, stage in enumerate(parts)}
         self._ids = {stage: {id(param) for param in part} for stage, part in parts.items()}
         self._late: AbstractContextManager[Any] = LateGradients(weights) if in_halves else nullcontext()
@@ -79,13 +84,31 @@ class ModelStages:
                 value = self._enter(own)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
-            out = self._calls[stage](value)
-            for observer in self.observers:
-                observer.end(stage, microbatch, out, own)
-            return self._loss(out, own) if stage == self._last else out
+            with self._draws or nullcontext(), Complete(stage) if stage in self._unseen else nullcontext():
+                try:
+                    out = self._calls[stage](value)
+                    for observer in self.observers:
+                        observer.end(stage, microbatch, out, own)
+                    if stage == self._last:
+                        out = self._loss(out, own)
+                except AttributeError as error:
+                    if self._draws is not None:
+                        error.add_note(f"If it is an attribute of a module: it may be on another stage. {NAME_IT}")
+                    raise
+            self._unseen.discard(stage)
+            return out
+
+    def is_trained(self, stage: int) -> bool:
+        return any(param.requires_grad for param in self._parts[stage])
 
     def before_backward(self, microbatch: int) -> None:
         self._context.rng.return_to(microbatch)
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self._late
+
+    def make_late(self, work: Work) -> None:
+        self._weights.make_late(work)
 
     @contextmanager
     def deferring(self) -> Iterator[Work]:

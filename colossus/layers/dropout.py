@@ -34,7 +34,8 @@ class Dropout(Layer):
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        mask = torch.empty_like(x, dtype=torch.bool, requires_grad=False)
+        # in one order of memory: filled as x lies, the same numbers would fall on other elements
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         mask.bernoulli_(1.0 - self.p, generator=self.generator(x.device, activation))
         return x * mask * (1.0 / (1.0 - self.p))
 

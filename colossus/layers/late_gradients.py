@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from colossus.layers.matmul import bias_gradient
 from colossus.layers.panels import flat
-from colossus.layers.weights import WeightStore, deliver
+from colossus.layers.weights import WeightStore
 
 
 class LateGradients(TorchFunctionMode):
@@ -31,9 +31,16 @@ class LateGradients(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
-            if type(x) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad:
+            if _is_late(x, weight):
                 return _Linear.apply(x, weight, bias, self._weights)
         return func(*args, **kwargs)
+
+
+def _is_late(x: Any, weight: Any) -> bool:
+    """Whether this is a product of a plain activation with a trained matrix, outside of torch.func."""
+    if type(x) is not Tensor or not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
@@ -56,6 +63,7 @@ class _Linear(torch.autograd.Function):
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
         if ctx.weights.can_defer(parameter):
-            ctx.weights.defer(lambda: deliver(parameter, flat(dy).t() @ flat(x)))
+            weights = ctx.weights
+            weights.defer(lambda: weights.deliver(parameter, flat(dy).t() @ flat(x)))
             return dx, None, db, None
         return dx, flat(dy).t() @ flat(x), db, None

@@ -21,7 +21,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers.panels import flat, gathered_weight_gradient, product
 from colossus.layers.route import Route, run
 from colossus.layers.tensor_mode import MatmulTable
-from colossus.layers.weights import WeightStore, deliver
+from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
@@ -126,7 +126,7 @@ def stored_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
 def _weight_later(plan: MatmulPlan, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     dw = plan.weights.reduce(weight, weight_gradient(plan, dy, x), plan.w)
     if dw is not None:
-        deliver(weight, dw.wait())
+        plan.weights.deliver(weight, dw.wait())
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plan: MatmulPlan) -> Tensor:

@@ -129,11 +129,16 @@ def _is_plain(module: nn.Module) -> bool:
 
 def _children(chain: nn.Module) -> Iterator[nn.Module]:
     for child in chain._modules.values():  # children() leaves out one that comes twice
-        hooks = child is not None and (child._forward_hooks or child._forward_pre_hooks or child._backward_hooks)
+        hooks = child is not None and has_hooks(child)
         if child is not None and _is_plain(child) and not hooks:
             yield from _children(child)
         elif child is not None:
             yield child
+
+
+def has_hooks(module: nn.Module) -> bool:
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(kinds)
 
 
 class _Names:

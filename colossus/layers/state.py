@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import Logical, logical_parameters
+from colossus.layout.parameter import logical_parameters, places
 from colossus.layout.redistribute import gather, shard
 
 
@@ -22,13 +22,15 @@ def full_state_dict(model: nn.Module, context: ParallelContext, *, gradients: bo
     of a pipeline share is there once.
     """
     own: dict[str, tuple[Any, Tensor]] = {}
-    for place, logical in _placed(model):
+    place_of = places(model)
+    for number, logical in enumerate(logical_parameters(model)):
+        place = place_of[logical.held_as], number
         held = logical.parameter.grad if gradients else logical.parameter.data
         if held is not None:
             own[logical.name] = place, gather(logical.local(held), logical.layout, logical.shape, context)
     if not gradients:
-        for place, (name, buffer) in enumerate(_buffers(model).items()):
-            own[name] = (1, place), buffer.detach().clone()
+        for name, buffer in _buffers(model).items():
+            own[name] = (place_of[name], 0), buffer.detach().clone()
     return _of_all_stages(own, context)
 
 
@@ -64,14 +66,6 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """Those that are part of the state."""
     persistent = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-
-
-def _placed(model: nn.Module) -> Iterator[tuple[Any, Logical]]:
-    """Logical parameters with their places among all of the model: a stage keeps empty places for those it has not."""
-    names = (f"{path}.{leaf}".lstrip(".") for path, module in model.named_modules() for leaf in module._parameters)
-    places = {name: number for number, name in enumerate(names)}
-    for number, logical in enumerate(logical_parameters(model)):
-        yield (0, places[logical.held_as], number), logical
 
 
 def _of_all_stages(own: dict[str, tuple[Any, Tensor]], context: ParallelContext) -> dict[str, Tensor]:

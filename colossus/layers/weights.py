@@ -48,6 +48,8 @@ class WeightStore:
         self._held: dict[int, _Held] = {}
         self._in_step = self._is_last = False
         self._later: list[Callable[[], None]] | None = None
+        #: weights whose late gradients are being made
+        self._made: dict[int, Tensor] | None = None
         self._together: dict[int, Together] = {}
         self._asked: set[int] = set()
 
@@ -73,7 +75,7 @@ class WeightStore:
         """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
         together = self._together_with(weight)
         if together is not None:
-            return together.reduce(weight, gradient, deliver)
+            return together.reduce(weight, gradient, self.deliver)
         held = self._held.get(id(weight))
         if held is None or is_recorded():
             return run(route.back, gradient, owned=True)
@@ -121,13 +123,13 @@ class WeightStore:
         for key in [key for key in self._held if only is None or key in only]:
             held = self._held.pop(key)
             if held.gradient is not None:
-                deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
+                self.deliver(held.weight, run(held.route.back, held.gradient, owned=True).wait())
         for together in dict.fromkeys(self._together.values()):
             for member in together.members:
                 if only is None or id(member.weight) in only:
                     gradient = together.gradients.pop(id(member.weight), None)
                     if gradient is not None:
-                        deliver(member.weight, run(member.route.back, gradient, owned=True).wait())
+                        self.deliver(member.weight, run(member.route.back, gradient, owned=True).wait())
 
     def end_step(self) -> None:
         """`settle` everything, and let go."""
@@ -159,12 +161,31 @@ class WeightStore:
         assert self._later is not None
         self._later.append(work)
 
+    def deliver(self, weight: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that did not come through autograd, past hooks on the weight, and tell who waits for it."""
+        _accumulate(weight, gradient)
+        if self._made is None:
+            _tell(weight)
+        else:
+            self._made[id(weight)] = weight
+
+    def make_late(self, work: list[Callable[[], None]]) -> None:
+        """Do what `deferring` left. Who waits for a gradient is told once, when all uses of the weight are in it."""
+        self._made = {}
+        try:
+            for piece in work:
+                piece()
+        finally:
+            made, self._made = self._made, None
+        for weight in made.values():
+            _tell(weight)
+
     @contextmanager
     def deferring(self) -> Iterator[list[Callable[[], None]]]:
         """Backward inside the block makes the gradients of inputs only; the list it gives makes those of weights.
 
-        Calling each entry, in order, computes a weight's gradient, reduces it and puts it into ``weight.grad``: the
-        separate backward of weights that zero-bubble schedules need (2401.10241).
+        Each entry computes the gradient of one use of a weight, reduces it and puts it into ``weight.grad`` (see
+        `make_late`): the separate backward of weights that zero-bubble schedules need (2401.10241).
         """
         outer, self._later = self._later, []
         try:
@@ -173,11 +194,15 @@ class WeightStore:
             self._later = outer
 
 
-def deliver(weight: Tensor, gradient: Tensor) -> None:
-    """Add a gradient that did not come through autograd, as autograd would: past its hooks, and tell who waits."""
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add a gradient that did not come through autograd, as autograd would."""
     for hook in list((weight._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+
+
+def _tell(weight: Tensor) -> None:
+    """Call those who wait for a gradient."""
     for told in list((weight._post_accumulate_grad_hooks or {}).values()):
         told(weight)

@@ -130,6 +130,20 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
             yield Logical(path, name, piece.shape, piece.layout, parameter, rows)
 
 
+def remember_order(model: nn.Module) -> None:
+    """Before a part of a model is dropped: note its parameters and buffers in the order of the whole."""
+    vars(model)["_colossus_order"] = _names_in_order(model)
+
+
+def places(model: nn.Module) -> dict[str, int]:
+    """Place of every parameter and buffer in the whole model, by full name; parameters come first."""
+    return {name: place for place, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
+
+
+def _names_in_order(model: nn.Module) -> tuple[str, ...]:
+    return (*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers()))
+
+
 def num_parameters(model: nn.Module) -> int:
     """Elements of the whole model, each logical parameter counted once, whatever the plan."""
     return sum(math.prod(logical.shape) for logical in logical_parameters(model))

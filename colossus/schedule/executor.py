@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,8 +30,17 @@ class Stages(Protocol):
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         """Run a stage on what the stage before returned (None for the first). The last returns (sum, count)."""
 
+    def is_trained(self, stage: int) -> bool:
+        """Whether any parameter of a stage wants a gradient."""
+
     def before_backward(self, microbatch: int) -> None:
         """A backward of this microbatch follows, which may recompute parts of its forward."""
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Around a backward that is not in halves."""
+
+    def make_late(self, work: Work) -> None:
+        """Make the gradients of weights that `deferring` left."""
 
     def deferring(self) -> AbstractContextManager[Work]:
         """Backward inside makes gradients of inputs only, and leaves those of weights in the list."""
@@ -88,7 +97,6 @@ class Executor:
         rank_of: stage -> index of the rank that has it.
         transport: brings values to other ranks; None when there is one rank.
         plan: of the model's layers.
-        trained: stages whose parameters want gradients: they must pass on something that has one.
         watch: told of every action with its times; for measurements.
     """
 
@@ -98,15 +106,12 @@ class Executor:
         rank_of: Mapping[int, int],
         transport: Transport | None,
         plan: Plan,
-        *,
-        trained: Collection[int] = (),
         watch: Watcher | None = None,
     ) -> None:
         self.stages, self.rank_of, self.transport, self.plan, self.watch = stages, rank_of, transport, plan, watch
-        self.trained = trained
         self.last = max(rank_of)
 
-    def run(self, actions: Sequence[Action], batches: Sequence[Any]) -> Totals:
+    def run(self, actions: Sequence[Action], batches: Sequence[Any], mark: object = None) -> Totals:
         """Run one step, or the forwards of one evaluation.
 
         The loss of a microbatch is backpropagated as its sum: no rank and no microbatch knows the number of valid
@@ -116,11 +121,14 @@ class Executor:
         Args:
             actions: of this rank, in order.
             batches: the microbatches, of equal shapes, the same on all ranks of a model.
+            mark: what this step is about, the same on all ranks of a model; two ranks that do not agree are told.
 
         Raises:
             ValueError: when a stage returns what cannot go on to the next.
         """
         state = _State(batches, signature(batches[0]))
+        if self.transport is not None:
+            self.transport.mark = mark
         final = _last_uses(actions)
         receives = _ahead(actions) if self.transport is not None and self.transport.takes_early else None
         for index, action in enumerate(actions):
@@ -148,7 +156,8 @@ class Executor:
             self._forward(key, state)
         elif kind == "backward":
             self.stages.before_backward(action.microbatch)
-            self._backward(key, state)
+            with self.stages.whole():
+                self._backward(key, state)
             state.in_flight -= 1
         elif kind == "backward_input":
             self.stages.before_backward(action.microbatch)
@@ -157,8 +166,7 @@ class Executor:
             state.later[key] = work
         elif kind == "backward_weight":
             with torch.no_grad():
-                for piece in state.later.pop(key):
-                    piece()
+                self.stages.make_late(state.later.pop(key))
             state.in_flight -= 1
         elif kind == "reduce":
             self.stages.reduce(action.stage)
@@ -184,6 +192,8 @@ class Executor:
         if stage:
             if self.rank_of[stage - 1] == self.rank_of[stage]:
                 description, tensors = state.passed.pop(before)
+                # what backward of that stage has kept must not change when this one begins in place
+                tensors = [tensor.clone() for tensor in tensors]
             else:
                 assert self.transport is not None
                 description, tensors = self.transport.value(stage, index)
@@ -205,7 +215,7 @@ class Executor:
             if leaf.needs_gradient
         ]
         if torch.is_grad_enabled():
-            if not edges and any(earlier <= stage for earlier in self.trained):
+            if not edges and (state.roots.get(key) or self.stages.is_trained(stage)):
                 raise ValueError(
                     f"stage {stage} returned {description}, of which nothing requires a gradient: the parameters of "
                     f"this stage and those before it would never change. Does a block detach its output, or return "

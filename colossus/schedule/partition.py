@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from colossus.layers.construct import leave_on_meta
-from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks, run_blocks
-from colossus.layout.parameter import spec_of
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
+from colossus.layout.parameter import remember_order, spec_of
 from colossus.schedule.balance import split_chain
 from colossus.schedule.split import BlockCost, Split, spans, stage_cost, stated_bounds
 
@@ -97,6 +97,11 @@ def make_partition(
         ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
     """
     blocks = tuple(pipeline_blocks(model))
+    if has_hooks(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks of its own, but a pipeline calls its blocks, never the model as a "
+            f"whole: put the hooks on a module inside of it"
+        )
     num_stages = len(rank_of)
     assert sorted(rank_of) == list(range(num_stages))
     if num_stages > len(blocks):
@@ -126,9 +131,10 @@ def make_partition(
 def keep_own(model: nn.Module, partition: Partition, rank: int) -> None:
     """Leave a model on the meta device what the stages of one pipeline rank use: for ``build(prepare=...)``.
 
-    Parameters and buffers of other ranks become None, in every module that has them; one that several stages share
-    stays on each of their ranks under all its names, the first one included. Buffers that no block owns stay. Calling
-    the model, or a module of another rank, raises a ValueError from then on.
+    Parameters and buffers of other ranks are deleted, in every module that has them (None would be a legal value: a
+    missing bias); one that several stages share stays on each of their ranks under all its names, the first one
+    included. Buffers that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from
+    then on.
     """
     here = set(partition.stages_on(rank))
     if len(here) == partition.num_stages:
@@ -137,13 +143,14 @@ def keep_own(model: nn.Module, partition: Partition, rank: int) -> None:
     buffers = _stages_by(partition, lambda block: block.buffers)
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
+    remember_order(model)
     for name, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
+        for leaf, parameter in list(module._parameters.items()):
             if parameter is not None and not here.intersection(partition.stages_of[parameter_names[id(parameter)]]):
-                module._parameters[leaf] = None
-        for leaf, buffer in module._buffers.items():
+                del module._parameters[leaf]
+        for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and not here.intersection(buffers.get(buffer_names[id(buffer)], here)):
-                module._buffers[leaf] = None
+                del module._buffers[leaf]
         stages = modules.get(name, [])  # what no block owns is everywhere
         if stages and not here.intersection(stages):
             leave_on_meta(module)

@@ -28,6 +28,8 @@ class Transport:
     def __init__(self, links: Links, rank_of: Mapping[int, int]) -> None:
         self._links, self._rank_of = links, rank_of
         self.takes_early = links.takes_early
+        #: what the step at work is about
+        self.mark: object = None
         #: (stage that made it, shape of the batch) -> what it looks like
         self._known: dict[tuple[int, Hashable], Description] = {}
         self._values: dict[Key, tuple[Description, Incoming]] = {}
@@ -45,12 +47,13 @@ class Transport:
         known = self._known.get((action.stage, shape))
         if known is None:
             self._known[action.stage, shape] = description
-            self._links.tell(self._peer(action), description)
-        elif known != description:
+            self._links.tell(self._peer(action), description, f"description of the {_words(action)}")
+        elif known != description and repr(known) != repr(description):  # a NaN is not equal to itself
             raise ValueError(
                 f"stage {action.stage} returned {description} for microbatch {action.microbatch}, but {known} for an "
                 f"earlier one of the same shape: what goes between stages must look the same for batches of one shape. "
-                f"Pass a number that changes as a tensor, and pad what depends on values"
+                f"Pass a number that changes as a tensor, pad what depends on values, and make a new engine when "
+                f"parameters are frozen"
             )
         self.send(action, tensors)
 
@@ -58,7 +61,7 @@ class Transport:
         if action.kind == "send_gradient":  # an activation is known to be received when its gradient comes
             self._settle(action.kind, action.stage, action.microbatch - 1)
         key = action.kind, action.stage, action.microbatch
-        self._unsettled[key] = self._links.send(self._peer(action), tensors, _words(action))
+        self._unsettled[key] = self._links.send(self._peer(action), tensors, _words(action), self.mark)
 
     # -- receiving ----------------------------------------------------------------------------------------
 
@@ -76,7 +79,9 @@ class Transport:
             return
         description = self._known.get((action.peer, shape))
         if description is None:
-            description = self._known[action.peer, shape] = self._links.ask(self._peer(action))
+            description = self._known[action.peer, shape] = self._links.ask(
+                self._peer(action), f"description of the {_words(action)}"
+            )
         self._values[key] = description, self._receive(action, description.tensors)
 
     def await_gradient(self, action: Action, shape: Hashable) -> None:
@@ -101,7 +106,7 @@ class Transport:
         self._unsettled.clear()
 
     def _receive(self, action: Action, like: Sequence[Leaf]) -> Incoming:
-        return self._links.receive(self._peer(action), like, _words(action))
+        return self._links.receive(self._peer(action), like, _words(action), self.mark)
 
     def _settle(self, kind: str, stage: int, microbatch: int) -> None:
         wait = self._unsettled.pop((kind, stage, microbatch), None)

@@ -84,6 +84,8 @@ def take_apart(value: Any, plan: Plan, where: str) -> tuple[Description, list[Te
         if isinstance(item, Tensor) and id(item) in places:
             leaves.append(Again(places[id(item)]))
         elif isinstance(item, Tensor):
+            if item.layout is not torch.strided:
+                raise ValueError(f"{where} returned a tensor of layout {item.layout}; what goes on is dense")
             places[id(item)] = len(tensors)
             split = (item.activation, item.home, item.num_features) if isinstance(item, ShardedActivation) else None
             local = unwrap(item, plan)[0]
