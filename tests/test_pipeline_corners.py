@@ -208,6 +208,9 @@ def test_stages_of_one_rank_do_not_share_memory() -> None:
 
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Copied() for _ in range(3)))
 
+    def in_place() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3)))
+
     wanted = run_ranks(1, train, plain, {}, dict(microbatches=3), with_context=False)[0]
     for kind in ("zb-v", "1f1b"):
         model = (
