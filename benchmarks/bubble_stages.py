@@ -14,7 +14,7 @@ import colossus
 from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
 from colossus.layers.layer import plan_of
-from colossus.layers.weights import WeightStore, deliver
+from colossus.layers.weights import WeightStore
 from colossus.schedule.actions import Action
 from colossus.schedule.simulate import Times
 
@@ -71,7 +71,7 @@ class _Sleep(torch.autograd.Function):
         time.sleep(seconds)
         dx = dy * weight
         if ctx.weights.is_deferring:
-            ctx.weights.defer(lambda: deliver(weight, gradient()))
+            ctx.weights.defer(lambda: ctx.weights.deliver(weight, gradient()))
             return dx, None, None, None
         return dx, gradient(), None, None
 

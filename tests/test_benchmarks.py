@@ -197,6 +197,19 @@ def test_bubble(tmp_path: Path) -> None:
     assert results["zb-h1"]["simulated_bubble"] < 0.5 * results["1f1b"]["simulated_bubble"]
 
 
+def test_sequence(tmp_path: Path) -> None:
+    text, payload = smoke("sequence", tmp_path)
+    assert "ulysses x 4" in text
+    rows = {(row["mode"], row["ranks"]): row for row in payload["attention"]}
+    for (mode, ranks), row in rows.items():
+        assert row["gap"] < 1e-5
+        assert len(row["counted"]) == ranks
+        if mode != "ulysses":
+            assert sum(counted["scores"] for counted in row["counted"]) == 8 * 128 * 129 // 2
+    one, four = payload["train"]["x1"], payload["train"]["x4"]
+    assert one["losses"] == pytest.approx(four["losses"], rel=1e-5)
+
+
 def test_a_stage_without_its_late_gradient_is_refused() -> None:
     task = Task("zb-h1", 2, 4, 1, 0.0)
     good = {"0.weight": 4 * weight().numpy(), "1.weight": 4 * weight().numpy()}

@@ -24,7 +24,7 @@ from colossus.layers.layer import plan_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
 from colossus.schedule.measure import measure_blocks
-from colossus.schedule.partition import BlockCost
+from colossus.schedule.split import BlockCost
 
 
 def initialize(

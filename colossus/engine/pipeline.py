@@ -17,7 +17,8 @@ from colossus.schedule.actions import Action, Actions, placement
 from colossus.schedule.executor import Executor, Stages, Watcher, forwards
 from colossus.schedule.make import make_schedule
 from colossus.schedule.memory import in_flight_of_stages
-from colossus.schedule.partition import BlockCost, Partition, keep_own, make_partition
+from colossus.schedule.partition import Partition, keep_own, make_partition
+from colossus.schedule.split import BlockCost
 from colossus.schedule.transport import Transport
 
 

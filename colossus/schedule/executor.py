@@ -78,8 +78,6 @@ class _State:
     #: a stage's output on the way to a stage of the same rank
     passed: dict[Key, Any] = field(default_factory=dict)
     edges: dict[Key, list[GradientEdge]] = field(default_factory=dict)
-    #: gradients of a stage's output
-    arrived: dict[Key, list[Tensor]] = field(default_factory=dict)
     #: gradients of a stage's input
     made: dict[Key, list[Tensor]] = field(default_factory=dict)
     later: dict[Key, Work] = field(default_factory=dict)
