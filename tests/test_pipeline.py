@@ -136,8 +136,8 @@ def _watched_peaks(rank: int, settings: dict[str, Any]) -> int:
     peaks: list[int] = []
     real = Executor.run
 
-    def run(self: Executor, actions: Any, batches: Any) -> Totals:
-        totals = real(self, actions, batches)
+    def run(self: Executor, *args: Any) -> Totals:
+        totals = real(self, *args)
         peaks.append(totals.peak_in_flight)
         return totals
 

@@ -86,6 +86,8 @@ def _head(config: Config, grid: RankGrid) -> str:
     if tensor.size > 1:
         axes = " x ".join(f"{axis} {grid.sizes[axis]}" for axis in grid.public["tensor"])
         kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
+    if parallel.sequence.size > 1:
+        kind += f" (sequence mode {parallel.sequence.mode})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     each = batch // (parallel.data * microbatches)
     lines = [

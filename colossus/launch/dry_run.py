@@ -16,7 +16,12 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
     grid = build_grid(parallel)
     sizes = [(name, grid.size(name)) for name in parallel.rank_order if name in PUBLIC_NAMES]
     product = " x ".join(f"{name} {size}" for name, size in sizes)
-    mode = f" (tensor mode {parallel.tensor.mode})" if parallel.tensor.size > 1 else ""
+    modes = [
+        f"{name} mode {section.mode}"
+        for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
+        if section.size > 1
+    ]
+    mode = f" ({', '.join(modes)})" if modes else ""
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here"
     rows = {
