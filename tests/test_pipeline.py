@@ -46,8 +46,15 @@ def assert_parity(world: int, settings: dict[str, Any], **model: Any) -> None:
         assert_same_numbers(trace, alone(**model))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), COUNTS)
-@pytest.mark.parametrize("kind", KINDS)
+def schedules() -> Iterator[Any]:
+    """Every schedule with every count; by default all counts for two of them, and for the others those that say most."""
+    for kind in KINDS:
+        for count in COUNTS:
+            few = kind in ("1f1b", "zb-v") or count in ((2, 3), (4, 6))
+            yield pytest.param(kind, *count, marks=() if few else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("kind", "ranks", "microbatches"), list(schedules()))
 def test_every_schedule_is_the_one_process_run(kind: str, ranks: int, microbatches: int) -> None:
     assert_parity(ranks, config(dict(pipeline=ranks), kind, microbatches))
 
@@ -67,7 +74,8 @@ def products() -> Iterator[Any]:
         "outside": (4, dict(data=2, pipeline=2, rank_order=("data", "tensor", "sequence", "pipeline")), "1f1b"),
     }
     for name, case in cases.items():
-        yield pytest.param(*case, id=name)
+        few = name in ("data", "1d sequence sharded", "1d", "2d step", "3d step")
+        yield pytest.param(*case, id=name, marks=() if few else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("world", "parallel", "kind"), list(products()))
@@ -93,7 +101,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("kind", [pytest.param("1f1b", marks=pytest.mark.long), "zb-v"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_the_model(name: str, kind: str) -> None:
     assert_parity(2, config(dict(pipeline=2), kind, 4, model=VARIANTS[name]), **VARIANTS[name])
@@ -105,7 +113,14 @@ def test_without_shared_memory(kind: str) -> None:
     assert_parity(4, config(dict(pipeline=4), kind, 6, comm=dict(shared_memory=False)))
 
 
-@pytest.mark.parametrize("split", [[1, 2, 2, 3], ["blocks.0", "blocks.4", "head"], "time", "memory"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        [1, 2, 2, 3],
+        "memory",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("time", ["blocks.0", "blocks.4", "head"])),
+    ],
+)
 def test_any_split_is_the_same_run(split: Any) -> None:
     settings = config(dict(pipeline=dict(size=4, split=split)), "1f1b", 4, data=dict(type="PythonStdlib"))
     settings["model"]["vocab_size"] = 256

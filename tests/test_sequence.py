@@ -63,7 +63,11 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+#: these run with -m long
+REST = ("ring 2", "hybrid 8", "data", "1d ulysses", "pipeline zb-v", "2d step")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
 def test_every_plan_follows_the_one_process_run(name: str) -> None:
     world, parallel, more = PLANS[name]
     for trace in run_plan(world, config(parallel, **more), STEPS):
@@ -71,7 +75,9 @@ def test_every_plan_follows_the_one_process_run(name: str) -> None:
         assert_same_numbers(trace, alone())
 
 
-@pytest.mark.parametrize("name", ["ring 4", "data", "1d", "pipeline", "2d"])
+@pytest.mark.parametrize(
+    "name", ["ring 4", "pipeline", *(pytest.param(name, marks=pytest.mark.long) for name in ("data", "1d", "2d"))]
+)
 def test_twenty_steps_in_single_precision(name: str) -> None:
     world, parallel, more = PLANS[name]
     for trace in run_plan(world, config(parallel, 20, "fp32", **more), 20):
@@ -87,7 +93,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plan", ["ring 4", "ulysses 2", "hybrid 4"])
+@pytest.mark.parametrize("plan", ["ring 4", "ulysses 2", pytest.param("hybrid 4", marks=pytest.mark.long)])
 def test_models(name: str, plan: str) -> None:
     plans = {"ulysses 2": (2, dict(sequence=ulysses(2)), {}), **PLANS}
     world, parallel, more = plans[plan]
@@ -96,7 +102,10 @@ def test_models(name: str, plan: str) -> None:
         assert_same_numbers(trace, alone(**MODELS[name]))
 
 
-@pytest.mark.parametrize("name", ["ring 4", "ulysses 4", "hybrid 4", "pipeline", "2d"])
+@pytest.mark.parametrize(
+    "name",
+    ["ring 4", "pipeline", "2d", *(pytest.param(name, marks=pytest.mark.long) for name in ("ulysses 4", "hybrid 4"))],
+)
 def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
     world, parallel, more = PLANS[name]
     parallel = {**parallel, "sequence": {**parallel["sequence"], "pad": True}}
