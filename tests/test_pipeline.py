@@ -47,7 +47,7 @@ def assert_parity(world: int, settings: dict[str, Any], **model: Any) -> None:
 
 
 def schedules() -> Iterator[Any]:
-    """Every schedule with every count; by default all counts for two of them, and for the others those that say most."""
+    """Every schedule with every count; by default all for two of them, and what says most for the others."""
     for kind in KINDS:
         for count in COUNTS:
             few = kind in ("1f1b", "zb-v") or count in ((2, 3), (4, 6))
