@@ -305,15 +305,20 @@ WRONG = {
 }
 
 
-def _train_odd(rank: int, how: str) -> None:
+def _odd(how: str, microbatches: int = 3, timeout_seconds: float = 10.0) -> Any:
+    """An engine of two stages, the first of which returns what ``how`` says."""
     settings = dict(
         parallel=dict(pipeline=2),
-        schedule=dict(microbatches=3),
+        schedule=dict(microbatches=microbatches),
         train=dict(global_batch_size=6, precision="fp64"),
-        comm=dict(timeout_seconds=10),
+        comm=dict(timeout_seconds=timeout_seconds),
         device="cpu",
     )
-    engine = colossus.initialize(settings, model=lambda: Odd(how), loss_fn=loss)
+    return colossus.initialize(settings, model=lambda: Odd(how), loss_fn=loss)
+
+
+def _train_odd(rank: int, how: str) -> None:
+    engine = _odd(how)
     for step in range(3):
         engine.train_step(batch_of(step, 6, 5))
 
@@ -327,14 +332,7 @@ def test_what_a_stage_must_not_return(how: str) -> None:
 
 
 def _catch_and_go_on(rank: int) -> str:
-    settings = dict(
-        parallel=dict(pipeline=2),
-        schedule=dict(microbatches=3),
-        train=dict(global_batch_size=6, precision="fp64"),
-        comm=dict(timeout_seconds=2),
-        device="cpu",
-    )
-    engine = colossus.initialize(settings, model=lambda: Odd("raises"), loss_fn=loss)
+    engine = _odd("raises", timeout_seconds=2.0)
     for step in range(2):
         try:
             engine.train_step(batch_of(step, 6, 5))
@@ -353,9 +351,7 @@ def test_no_step_after_one_that_failed() -> None:
 
 
 def _wrong_microbatches(rank: int) -> None:
-    settings = dict(parallel=dict(pipeline=2), schedule=dict(microbatches=3), device="cpu")
-    settings["train"] = dict(global_batch_size=6, precision="fp64")
-    engine = colossus.initialize(settings, model=lambda: Odd("right"), loss_fn=loss)
+    engine = _odd("right")
     engine.train_step(batch_of(0, 4, 5))
 
 
@@ -365,10 +361,7 @@ def test_a_batch_that_does_not_divide() -> None:
 
 
 def _other_batches(rank: int) -> None:
-    settings = dict(parallel=dict(pipeline=2), schedule=dict(microbatches=1), device="cpu")
-    settings["train"] = dict(global_batch_size=6, precision="fp64")
-    settings["comm"] = dict(timeout_seconds=5)
-    engine = colossus.initialize(settings, model=lambda: Odd("right"), loss_fn=loss)
+    engine = _odd("right", microbatches=1, timeout_seconds=5.0)
     engine.train_step(batch_of(0, 6, 5))
     engine.train_step(batch_of(0, 6, 7))
     engine.train_step(batch_of(0, 6, 5 if rank else 7))

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from colossus.layers.choice import Tables
+from colossus.layers.sequence.order import unit_of
 from colossus.layers.sequence.traffic import cheaper
 from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
@@ -193,7 +194,7 @@ class GPTOptions(BaseModel):
         except ValueError:
             return []  # told with the plan
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
-        step = math.lcm(ring * ulysses, 2 * ring if ring > 1 else 1)
+        step = unit_of(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
             halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
             problems.append(

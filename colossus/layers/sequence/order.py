@@ -33,13 +33,18 @@ def local_indices(total: int, ring: int, ulysses: int, ring_index: int, ulysses_
     return _ring_tokens(total, ring, ring_index)[ulysses_index * size :][:size]
 
 
+def unit_of(ring: int, ulysses: int) -> int:
+    """What the length of a sequence must be a multiple of."""
+    return math.lcm(2 * ring, ring * ulysses) if ring > 1 else ulysses
+
+
 def require_divisible(total: int, ring: int, ulysses: int) -> None:
     """Check that a sequence splits evenly.
 
     Raises:
         ValueError: when it does not, with the lengths nearest to it that do.
     """
-    unit = math.lcm(2 * ring, ring * ulysses) if ring > 1 else ulysses
+    unit = unit_of(ring, ulysses)
     if total % unit == 0:
         return
     below = total // unit * unit

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.sequence.modes import SequenceMode
-from colossus.layers.sequence.order import order, require_divisible
+from colossus.layers.sequence.order import order, require_divisible, unit_of
 from colossus.registry import SEQUENCE_MODES
 
 #: lengths of sequences that are remembered
@@ -46,8 +44,8 @@ class SequenceSplit:
 
     def padded(self, tokens: int) -> int:
         """The least number of tokens from ``tokens`` on that divides."""
-        step = math.lcm(self.ways, 2 * self._ring_ways if self._ring_ways > 1 else 1)
-        return -(-tokens // step) * step
+        unit = unit_of(self._ring_ways, self._ulysses_ways)
+        return -(-tokens // unit) * unit
 
     def order(self, tokens: int, device: torch.device) -> Tensor:
         """Place in the sequence of each token in the order in which parts are cut from it, [tokens].
