@@ -27,7 +27,7 @@ from benchmarks.bubble_stages import Played, Task, Worker, weight
 from benchmarks.common import Spread
 from benchmarks.ranks import RankGroup
 from colossus.schedule.actions import COMPUTE
-from colossus.schedule.make import make_schedule
+from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import Simulation, simulate
 
 #: schedule -> stages on each rank

@@ -13,10 +13,10 @@ from torch import distributed as dist
 import colossus
 from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
-from colossus.layers.layer import plan_of
-from colossus.layers.weights import WeightStore
+from colossus.layers.layer import model_parallel_of
 from colossus.schedule.actions import Action
 from colossus.schedule.simulate import Times
+from colossus.tensor_parallel.weight_store import WeightStore
 
 SAMPLE = 16
 
@@ -71,7 +71,7 @@ class _Sleep(torch.autograd.Function):
         time.sleep(seconds)
         dx = dy * weight
         if ctx.weights.is_deferring:
-            ctx.weights.defer(lambda: ctx.weights.deliver(weight, gradient()))
+            ctx.weights.defer(lambda: ctx.weights.accumulate_grad(weight, gradient()))
             return dx, None, None, None
         return dx, gradient(), None, None
 
@@ -79,11 +79,11 @@ class _Sleep(torch.autograd.Function):
 class Sleep(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.plan, self.seconds = plan_of(current_context()), seconds
+        self.parallel, self.seconds = model_parallel_of(current_context()), seconds
         self.weight = nn.Parameter(weight())
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self.seconds, self.plan.weights)
+        return _Sleep.apply(x, self.weight, self.seconds, self.parallel.weights)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import colossus
 from benchmarks.pipeline_model import chain, filled_chain, loss_sum, split
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
+from colossus.checkpoint import load_full_state_dict
 from colossus.data.batch import split_microbatches
 from colossus.engine.engine import Engine
-from colossus.layers import load_full_state_dict
-from colossus.schedule.executor import Totals
+from colossus.schedule.runtime.executor import Totals
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import Spread, make_parser, print_table, progress, write_json
 from benchmarks.ranks import RankGroup
 from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
-from colossus.layers.sequence.traffic import traffic
+from colossus.sequence_parallel.traffic import traffic
 
 MB = 1e6
 
@@ -25,7 +25,7 @@ MB = 1e6
 def ways(mode: str, world: int) -> dict[str, int]:
     """Ranks of the ring and of the exchange."""
     if mode == "hybrid":
-        from colossus.layers.sequence.modes import Hybrid
+        from colossus.sequence_parallel.modes import Hybrid
 
         return dict(Hybrid.axis_sizes(world))
     return {mode: world}

@@ -16,11 +16,11 @@ from benchmarks import memory
 from colossus.comm import accounting
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import plan_of
-from colossus.layers.sequence import ring
-from colossus.layers.sequence.attend import SequenceGroups, attend
-from colossus.layers.sequence.modes import Hybrid
-from colossus.layers.sequence.order import local_indices
+from colossus.layers.layer import model_parallel_of
+from colossus.sequence_parallel import ring
+from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.sequence_parallel.modes import Hybrid
+from colossus.sequence_parallel.order import local_indices
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AttentionCase:
             {"pipeline": ("pipeline",), "data": ("data",), "sequence": tuple(sizes), "tensor": ("tensor",)},
         )
         self.context = ParallelContext(grid, rank, sequence_mode=mode)
-        split = plan_of(self.context).sequence
+        split = model_parallel_of(self.context).sequence
         self.groups = SequenceGroups(split.ring, split.ulysses) if split is not None else None
         whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]
         self.gradient = self._draw(shape.heads, 3)

@@ -6,7 +6,7 @@
     python -m benchmarks.tensor --cases 1d-8 2d-2x2 3d-2x2x2-keep --plot modes.svg
 
 Before the clock starts each case must give the output, the gradient of the input and all gradients of parameters of the
-one-process block, and must send just what the formula of `colossus.layers.traffic` says; else the run stops.
+one-process block, and must send just what the formula of `colossus.tensor_parallel.traffic` says; else the run stops.
 A case named twice is the same code against itself: the noise.
 
 Names: mode, ranks along each axis, and ``keep`` where x stays as gathered for backward and weights are gathered once
@@ -33,8 +33,8 @@ from benchmarks.tensor_cases import CASES, DTENSOR, PLAIN, Case, block_traffic, 
 from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, draw, report
 from benchmarks.tensor_worker import Values, Worker
 from benchmarks.workload import Workload
-from colossus.layers.traffic import Traffic
-from colossus.layers.weights import SCOPES
+from colossus.tensor_parallel.traffic import Traffic
+from colossus.tensor_parallel.weight_store import SCOPES
 
 TOLERANCE = 1e-4
 DEFAULT_CASES = (PLAIN, *CASES)

@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.peers.plain import Block
 from benchmarks.tensor_cases import DTENSOR, PLAIN, Case
 from benchmarks.workload import State, Workload, fuse_qkv
+from colossus import build
+from colossus.checkpoint import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.comm.accounting import Counter
-from colossus.engine.gradient_sync import gradient_sum_axes
-from colossus.layers import TransformerBlock, build, full_state_dict, load_full_state_dict
-from colossus.layers.layer import plan_of
+from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.layers import TransformerBlock
+from colossus.layers.layer import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.layout import Box
 
@@ -119,19 +121,19 @@ class ColossusRun(Run):
     def make(self, rank: int) -> nn.Module:
         w = self.workload
         self.context = self.case.context(rank)
-        self.plan = plan_of(self.context)
+        self.parallel = model_parallel_of(self.context)
         module = build(lambda: TransformerBlock(w.hidden, w.heads), self.context)
         load_full_state_dict(module, block_state(w), self.context)
         return module
 
     def outer_box(self) -> Box:
-        layout = self.plan.regions.outer.at(3)
+        layout = self.parallel.regions.outer.at(3)
         shape = [stop for _, stop in super().outer_box()]
         return layout.box(shape, self.context.grid.sizes, self.context.coordinates)
 
     def forward(self) -> Tensor:
-        outer = self.plan.regions.outer
-        return unwrap(self.module(wrap(self.x, outer, outer, self.plan)), self.plan)[0]
+        outer = self.parallel.regions.outer
+        return unwrap(self.module(wrap(self.x, outer, outer, self.parallel)), self.parallel)[0]
 
     def gradients(self) -> State:
         for param in self.module.parameters():
@@ -142,7 +144,7 @@ class ColossusRun(Run):
 
     def count_step(self, microbatches: int, scope: str) -> Counted:
         """What is sent for a step of some microbatches, each of the whole batch, under a scope of weights."""
-        weights = self.plan.weights
+        weights = self.parallel.weights
         usual, weights.scope = weights.scope, scope
         with accounting.count() as moved:
             weights.begin_step()

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from benchmarks.workload import Workload
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.choice import Tables
-from colossus.layers.tensor_mode import MatmulTable
-from colossus.layers.traffic import Traffic, matmul_traffic
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
+from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.traffic import Traffic, matmul_traffic
 
 PLAIN, DTENSOR = "plain", "dtensor"
 
@@ -30,8 +30,8 @@ class Case:
     Attributes:
         mode: ``plain``, ``dtensor`` or a tensor mode.
         shape: ranks along each axis of the mode.
-        keep, weights: policies of colossus, see `colossus.layers.weights`.
-        panels: products are streamed, see `colossus.layers.panels`.
+        keep, weights: policies of colossus, see `colossus.tensor_parallel.weight_store`.
+        panels: products are streamed, see `colossus.tensor_parallel.panels`.
     """
 
     mode: str
@@ -75,10 +75,10 @@ class Case:
             connect=connect,
         )
 
-    def tables(self) -> Tables:
+    def shardings(self) -> Shardings:
         mode = TENSOR_MODES.get(self.mode)
         sizes = self.grid.sizes
-        return Tables.of(mode, Activation(), sizes, sequence_sharded=self.sequence_sharded, keep=self.keep)
+        return Shardings.of(mode, Activation(), sizes, sequence_sharded=self.sequence_sharded, keep=self.keep)
 
 
 def _cases() -> dict[str, Case]:
@@ -108,7 +108,7 @@ def misfit(case: Case, workload: Workload) -> str | None:
         build(lambda: TransformerBlock(w.hidden, w.heads), case.context(connect=False), materialize=False)
     except ValueError as error:
         return str(error)
-    regions = case.tables().regions
+    regions = case.shardings().regions
     for what, size, ways in (
         ("batch", w.batch, math.lcm(*(_ways(case, region.batch) for region in (regions.outer, regions.inner)))),
         ("tokens", w.tokens, _ways(case, regions.outer.tokens)),
@@ -128,7 +128,7 @@ def _ways(case: Case, axes: Sequence[str]) -> int:
 def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traffic:
     """What one rank sends for the block, forward and backward of all microbatches of a step."""
     h = workload.hidden
-    tables = case.tables()
+    tables = case.shardings()
     total = Traffic()
     for split, inner, parts in (
         ("column", h, {"query": h, "key": h, "value": h}),
@@ -137,7 +137,7 @@ def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traf
         ("row", 4 * h, {"": h}),
     ):
         table = tables.choose(split, inner, parts)
-        assert isinstance(table, MatmulTable), table
+        assert isinstance(table, MatmulSharding), table
         shape = (workload.batch, workload.tokens, inner)
         moved = matmul_traffic(table, *tables.ends(split), shape, sum(parts.values()), tables.sizes)
         total += moved.step(microbatches, keep=case.keep, weights=case.weights)
@@ -146,7 +146,7 @@ def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traf
 
 def _norms(case: Case, workload: Workload) -> Traffic:
     """Two LayerNorms: means and squares of the parts of the features gathered, in backward two sums reduced."""
-    outer = case.tables().regions.outer
+    outer = case.shardings().regions.outer
     n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
     return Traffic(4, 2 * (2 * (n - 1) * rows + 2 * (n - 1) / n * 2 * rows)) if n > 1 else Traffic()
 

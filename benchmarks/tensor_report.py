@@ -12,7 +12,7 @@ from benchmarks.common import Spread
 from benchmarks.tensor_block import Counted, Owed
 from benchmarks.tensor_cases import PLAIN, Case
 from benchmarks.workload import Workload
-from colossus.layers.traffic import Traffic
+from colossus.tensor_parallel.traffic import Traffic
 
 MB = 1e6
 ITEM = 4  # bytes of a float32
@@ -59,7 +59,8 @@ HEADER = (
 )  # fmt: skip
 LEGEND = """\
   per rank, MB = 10^6 bytes; times: median [quartiles] over blocks, of the slowest rank
-  MB sent, calls: forward and backward, as the ring algorithm sends; formula: of colossus.layers.traffic, for our cases
+  MB sent, calls: forward and backward, as the ring algorithm sends; formula: of
+  colossus.tensor_parallel.traffic, for our cases
   depth sum, other sums: MB once a step, to sum gradients of weights (over the copies of 2.5d), of biases and norms
   saved MB: what forward keeps for backward, without the stored parameters; peak MB: all, within forward and backward,
   without the slots of shared memory (16 MiB of each rank in each of its groups, for any block)"""

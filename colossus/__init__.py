@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.engine.initialize import initialize
-    from colossus.layers.construct import build
 
 __version__ = "0.1.0"
 __all__ = ["ParallelContext", "build", "current_context", "initialize"]
@@ -18,6 +18,6 @@ __getattr__, __dir__ = lazy_names(
         "ParallelContext": "context.parallel_context",
         "current_context": "context.parallel_context",
         "initialize": "engine.initialize",
-        "build": "layers.construct",
+        "build": "construct.build_model",
     },
 )

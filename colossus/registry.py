@@ -125,13 +125,13 @@ def _home(entry: Any) -> str:
 
 MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT"})
 MODEL_OPTIONS = Registry("model options", {"GPT": "colossus.models.options:GPTOptions"})
-TENSOR_MODES = Registry("tensor mode", package="colossus.layers.modes")
+TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",
     {
-        "ring": "colossus.layers.sequence.modes:Ring",
-        "ulysses": "colossus.layers.sequence.modes:Ulysses",
-        "hybrid": "colossus.layers.sequence.modes:Hybrid",
+        "ring": "colossus.sequence_parallel.modes:Ring",
+        "ulysses": "colossus.sequence_parallel.modes:Ulysses",
+        "hybrid": "colossus.sequence_parallel.modes:Hybrid",
     },
 )
 DATASETS = Registry(
@@ -147,6 +147,6 @@ OPTIMIZERS = Registry(
     {"AdamW": "colossus.engine.optimizers:adamw", "SGD": "colossus.engine.optimizers:sgd"},
 )
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
-SCHEDULES = Registry("schedule", package="colossus.schedule.plans")
-STRATEGIES = Registry("data-parallel strategy", {"all_reduce": "colossus.engine.gradient_sync:AllReduce"})
-HOOKS = Registry("hook", {"TensorBoard": "colossus.launch.tensorboard:TensorBoard"})
+SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
+STRATEGIES = Registry("data-parallel strategy", {"all_reduce": "colossus.engine.strategies.all_reduce:AllReduce"})
+HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.comm import accounting
+from colossus.engine.inputs import local_batch
 from colossus.layers import Linear, to_outer, to_user
 
 PLANS = {
@@ -38,7 +39,7 @@ class Net(nn.Module):
         x = x.requires_grad_()  # as from a layer before this one
         if self.kind != "pair between blocks":
             return x + self.down(F.gelu(self.up(x)))
-        x = to_outer(x, self.up.plan)
+        x = to_outer(x, self.up.parallel)
         return to_user(x + self.down(F.gelu(self.up(x))))
 
 
@@ -55,7 +56,8 @@ def count(tensor: dict[str, object], kind: str) -> tuple[int, float]:
         engine.train_step(batch)
     with accounting.count() as ends:  # a stack of blocks enters and leaves its layout once: not the pair's
         if kind == "pair between blocks":
-            to_user(to_outer(engine.own_part(batch).requires_grad_(), engine.model.up.plan)).sum().backward()
+            x = local_batch(batch, engine.context, torch.float32).requires_grad_()
+            to_user(to_outer(x, engine.model.up.parallel)).sum().backward()
     engine.close()
     return moved.calls() - ends.calls(), (moved.bytes() - ends.bytes()) / 1e6
 

@@ -13,19 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from helpers.ranks import run_ranks
+from helpers.training import Trace, relative
 from torch import Tensor, nn
-from training import Trace, relative
 
 import colossus
 from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import share_of_batch
-from colossus.engine.gradient_sync import gradient_sum_axes
-from colossus.layers.layer import plan_of
-from colossus.layers.state import full_state_dict
+from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.layers.layer import model_parallel_of
 
 ROOT = Path(colossus.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
@@ -188,7 +188,7 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs, gradients of images, and whole parameters and gradients, with the rank's place in the batch."""
     config = load_config(dict(parallel=dict(tensor=tensor), device="cpu"))
     context = ParallelContext.from_config(config)
-    door = plan_of(context).regions.user.batch
+    door = model_parallel_of(context).regions.user.batch
     at, count = (context.index(door), context.size(door)) if door else (0, 1)
     cases = []
     for case, options in enumerate(PATCHES):

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from torch.utils.checkpoint import checkpoint
-from training import (
+from helpers.ranks import run_ranks
+from helpers.training import (
     SIZES,
     Trace,
     assert_same_numbers,
@@ -21,7 +20,8 @@ from training import (
     relative,
     run_plan,
 )
-from twins import PlainGPT
+from helpers.twins import PlainGPT
+from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
@@ -246,7 +246,7 @@ def test_weights_of_a_run_load_into_plain_torch(plan: str) -> None:
 def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
     engine = colossus.initialize(config_of(parallel, 1, "fp32", model=dict(dropout=0.5)))
     model: Any = engine.model
-    regions = model.plan.regions
+    regions = model.parallel.regions
     drop, x = model.dropout.train(), torch.ones(4, 6, 8)
     return engine.context.coordinates, {
         name: drop.apply_local(x, getattr(regions, name)) for name in ("user", "outer", "inner")

@@ -6,7 +6,7 @@ from typing import Any
 
 import colossus
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
-from colossus.layers import load_full_state_dict
+from colossus.checkpoint import load_full_state_dict
 
 
 class ColossusCase:

@@ -85,12 +85,12 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    code: int = importlib.import_module("colossus.launch.doctor").run(nproc=arguments.nproc, json=arguments.json)
+    code: int = importlib.import_module("colossus.doctor.command").run(nproc=arguments.nproc, json=arguments.json)
     return code
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.launch.verify.command")
+    command = importlib.import_module("colossus.verify.command")
     code: int = command.run(
         arguments.file,
         arguments.overrides,

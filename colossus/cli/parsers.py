@@ -6,7 +6,7 @@ import argparse
 from typing import NoReturn
 
 from colossus.registry import nearest
-from colossus.schedule.figure import FORMATS
+from colossus.schedule.draw.picture import FORMATS
 
 OVERRIDES = """\
 overrides are section.key=value and win over the file:

@@ -9,10 +9,10 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import arithmetic, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
-from colossus.schedule.figure import save
-from colossus.schedule.make import make_schedule
+from colossus.schedule.build import make_schedule
+from colossus.schedule.draw.picture import save
+from colossus.schedule.draw.timeline import draw, figures
 from colossus.schedule.simulate import Times, simulate
-from colossus.schedule.timeline import draw, figures
 
 MANY = 64
 ENDS = (16, 4)  # ranks printed from the start and from the end of a long table

@@ -71,7 +71,7 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     n = group.size
     if n == 1:
         return Ready(x)
-    entry = note("all_reduce", x, group, 2 * (n - 1) / n)
+    entry = record("all_reduce", x, group, 2 * (n - 1) / n)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
     keep = owned and x.is_contiguous()
@@ -93,7 +93,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return Ready(x)
     flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
-    entry = note("all_gather", x, group, (n - 1))
+    entry = record("all_gather", x, group, (n - 1))
     channel = None if is_recorded() else channel_for(flat, group)
     if channel is not None:
         return Pending(channel.start(flat, lambda parts: torch.cat(parts, dim)), entry)
@@ -118,7 +118,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if n == 1:
         return Ready(x)
     size = _part_size(x, dim, group)
-    entry = note("reduce_scatter", x, group, (n - 1) / n)
+    entry = record("reduce_scatter", x, group, (n - 1) / n)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = dim, group.index * size, size
@@ -149,7 +149,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
     size = _part_size(x, split_dim, group)
-    entry = note("all_to_all", x, group, (n - 1) / n)
+    entry = record("all_to_all", x, group, (n - 1) / n)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = split_dim, group.index * size, size
@@ -167,7 +167,7 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     """The ``x`` of the rank at place ``source`` of the group, on every rank, in ``x``: contiguous, of one shape."""
     if group.size > 1:
-        entry = note("broadcast", x, group, 1.0)
+        entry = record("broadcast", x, group, 1.0)
         dist.broadcast(x, group.ranks[source], group=group.process_group)
         if entry is not None:
             entry.done = True
@@ -235,7 +235,7 @@ def _maximum_(total: Tensor, part: Tensor) -> Tensor:
     return torch.maximum(total, part, out=total)
 
 
-def note(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
+def record(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
     """Log and count a collective that sends ``share`` times the bytes of ``x``; compiled code does neither."""
     if torch.compiler.is_compiling():
         return None

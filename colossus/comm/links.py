@@ -96,7 +96,7 @@ class Links:
             what: in words, the same at both ends.
             mark: what sender and receiver have to agree on beside it; compared where messages have a header.
         """
-        entry = self._note("send", tensors, what)
+        entry = self._record("send", tensors, what)
         for counter in accounting.listeners:
             for tensor in tensors:
                 counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
@@ -119,7 +119,7 @@ class Links:
     def receive(self, source: int, like: Sequence[Like], what: str, mark: object = None) -> Incoming:
         """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
         tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in like]
-        incoming = Incoming(tensors, what, _tag(what, mark), self._note("receive", tensors, what))
+        incoming = Incoming(tensors, what, _tag(what, mark), self._record("receive", tensors, what))
         receiver = self._receivers.get(source)
         if receiver is not None and _size(tensors) <= receiver.capacity:
             self._posted[source].append(incoming)
@@ -135,7 +135,7 @@ class Links:
         incoming.finish = finish
         return incoming
 
-    def tell(self, to: int, description: Any, what: str) -> None:
+    def send_object(self, to: int, description: Any, what: str) -> None:
         """Send an object, of at most a few KB."""
         data = torch.frombuffer(bytearray(pickle.dumps(description)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], dtype=torch.int64)
@@ -146,21 +146,21 @@ class Links:
         for tensor in (size, data):
             dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_DESCRIPTION_TAG)
 
-    def ask(self, source: int, what: str) -> Any:
+    def recv_object(self, source: int, what: str) -> Any:
         """Receive an object."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._ask(source, size, what)
+        self._recv_tensor(source, size, what)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._ask(source, data, what)
+        self._recv_tensor(source, data, what)
         with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
             warnings.simplefilter("ignore", FutureWarning)
             return pickle.loads(bytes(data.cpu().numpy()))
 
-    def _ask(self, source: int, into: Tensor, what: str) -> None:
+    def _recv_tensor(self, source: int, into: Tensor, what: str) -> None:
         if source not in self._receivers:
             dist.recv(into, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
             return
-        incoming = Incoming([into], what, _tag(what, None), self._note("receive", [into], what))
+        incoming = Incoming([into], what, _tag(what, None), self._record("receive", [into], what))
         self._posted[source].append(incoming)
         incoming.finish = lambda: self._take(source, incoming)
         incoming.wait()
@@ -202,7 +202,7 @@ class Links:
             for other in ready:
                 self._take_next(sources[other])
 
-    def _note(self, operation: str, tensors: Sequence[Tensor], what: str) -> log.Entry:
+    def _record(self, operation: str, tensors: Sequence[Tensor], what: str) -> log.Entry:
         shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)
         return log.record(f"{operation} of the {what}", str(self._group), shape, dtype)
 

@@ -11,7 +11,7 @@ import torch
 
 _PACKAGE = str(Path(__file__).parent.parent)
 # what lies between whoever wants a collective and here: autograd in torch, and the layers' common machinery
-_COMMON = ("comm/", "layout/", "layers/matmul.py", "layers/linear.py", "layers/sharded.py", "layers/sequence/")
+_COMMON = ("comm/", "layout/", "tensor_parallel/", "sequence_parallel/", "layers/linear.py", "layers/sharded.py")
 _BETWEEN = (str(Path(torch.__file__).parent), *(f"{_PACKAGE}/{path}" for path in _COMMON))
 
 

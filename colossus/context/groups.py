@@ -87,7 +87,7 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
     return group
 
 
-def limit_waiting(group: dist.ProcessGroup, timeout: timedelta) -> None:
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Collectives of this group fail after ``timeout``."""
     if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
         c10d._set_pg_timeout(timeout, group)

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.context.grid import Axes, RankGrid, build_grid
-from colossus.context.groups import AxisGroup, fresh_store, limit_waiting, new_process_group
+from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
 from colossus.context.rng import RngStreams
 
 _stack: list[ParallelContext] = []
@@ -126,7 +126,7 @@ class ParallelContext:
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
-            limit_waiting(group, self.timeout)
+            set_timeout(group, self.timeout)
         if dist.get_backend() == dist.Backend.GLOO:
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
 

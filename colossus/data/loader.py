@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from colossus.data.batch import Batch, to_tensors
-from colossus.data.construct import Spec, make_source, parse
+from colossus.data.from_config import Spec, make_source, parse
 from colossus.data.passes import ONE_PASS, EndOfPass
 from colossus.data.sampler import check_seed, local_batch_size
 from colossus.data.sources import MapSource, Part, Source

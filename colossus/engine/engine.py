@@ -16,16 +16,16 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import batch_size_of, split_microbatches
 from colossus.data.loader import Loaders
-from colossus.engine.door import checked_loss, door_axes, fingerprint, model_input, note_length, own_part
-from colossus.engine.gradient_norm import GradientNorm
+from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.gradients.tied import TiedGradients
+from colossus.engine.inputs import batch_axes, checked_loss, fingerprint, local_batch, model_input, note_length
 from colossus.engine.pipeline import Pipeline
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
-from colossus.engine.stages import ModelStages, reduced_with
-from colossus.engine.tied import TiedGradients
-from colossus.layers.layer import plan_of
+from colossus.engine.stages import ModelStages, parameters_by_stage
+from colossus.layers.layer import model_parallel_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
-from colossus.schedule.executor import Totals
+from colossus.schedule.runtime.executor import Totals
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -63,9 +63,9 @@ class Engine:
         self.run_dir: Path | None = None
         self._stop = False
         dtype = DTYPES[config.train.precision]
-        plan = plan_of(context)
-        self._weights = plan.weights
-        parts = reduced_with(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
+        parallel = model_parallel_of(context)
+        self._weights = parallel.weights
+        parts = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
         self.strategy = STRATEGIES.build(
             config.parallel.strategy.spec(),
             model=model,
@@ -79,20 +79,24 @@ class Engine:
             context,
             pipeline.calls(model),
             pipeline.last,
-            door=lambda batch: own_part(batch, context, dtype, pad=config.parallel.sequence.pad),
+            door=lambda batch: local_batch(batch, context, dtype, pad=config.parallel.sequence.pad),
             enter=model_input,
             loss=lambda outputs, batch: checked_loss(self.loss_fn(outputs, batch)),
-            weights=plan.weights,
+            weights=parallel.weights,
             strategy=self.strategy,
             parts=parts,
-            in_halves=pipeline.in_halves,
+            splits_backward=pipeline.splits_backward,
             draws=pipeline.draws(),
         )
-        self.executor = pipeline.executor(self.stages, plan)
+        self.executor = pipeline.executor(self.stages, parallel)
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
         # pipeline that do not have the loss, or a parameter, add zeros
         pipes = ("pipeline",) if context.size("pipeline") > 1 else ()
-        loss_axes, norm_axes, at = {*plan.regions.user.shard_axes, *pipes}, set(self._norm.axes), context.coordinates
+        loss_axes, norm_axes, at = (
+            {*parallel.regions.user.shard_axes, *pipes},
+            set(self._norm.axes),
+            context.coordinates,
+        )
         self._loss_group = self._group_over(loss_axes)
         self._step_group = self._group_over(loss_axes | norm_axes)
         self._counts_loss = all(at[axis] == 0 for axis in norm_axes - loss_axes)
@@ -226,7 +230,7 @@ class Engine:
         count = 1
         note_length(batch, self.context)
         if self.pipeline.last:
-            size = batch_size_of(batch) // self.context.size(door_axes(self.context))
+            size = batch_size_of(batch) // self.context.size(batch_axes(self.context))
             count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
         totals = self._run(self.pipeline.forwards(count), split_microbatches(batch, count), batch)
         return totals.loss_sum, totals.tokens

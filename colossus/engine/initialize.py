@@ -13,18 +13,18 @@ from torch.nn.modules.conv import _ConvNd
 
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
+from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import split_microbatches
 from colossus.data.loader import Loaders, build_loaders
-from colossus.engine.door import model_input, note_length, own_part
 from colossus.engine.engine import DTYPES, Engine, LossFunction
+from colossus.engine.inputs import local_batch, model_input, note_length
 from colossus.engine.pipeline import Pipeline
-from colossus.layers.construct import build
-from colossus.layers.layer import plan_of
+from colossus.layers.layer import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
-from colossus.schedule.measure import measure_blocks
-from colossus.schedule.split import BlockCost
+from colossus.schedule.partition.bounds import BlockCost
+from colossus.schedule.partition.measure import measure_blocks
 
 
 def initialize(
@@ -86,7 +86,7 @@ def _assemble(
     module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
-    door = context.index(plan_of(context).regions.user.batch)
+    door = context.index(model_parallel_of(context).regions.user.batch)
     torch.manual_seed(context.rng.key("torch", door))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
@@ -117,14 +117,14 @@ def _measure(
         )
     batch = split_microbatches(loaders.train.peek(), config.schedule.microbatches)[0]
     note_length(batch, context)
-    sample = model_input(own_part(batch, context, dtype, pad=config.parallel.sequence.pad))
+    sample = model_input(local_batch(batch, context, dtype, pad=config.parallel.sequence.pad))
     with context:
         return measure_blocks(factory, context, sample, dtype=dtype)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
     """Under sequence parallelism, that no module mixes tokens which are not ours: it would see a part of them."""
-    if plan_of(context).sequence is None:
+    if model_parallel_of(context).sequence is None:
         return
     mixing = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, PatchEmbedding)
     for name, module in model.named_modules():

@@ -10,16 +10,16 @@ from torch import nn
 from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.parts import OwnDraws
-from colossus.engine.tied import shared_parameters
-from colossus.layers.layer import Plan, plan_of
+from colossus.engine.gradients.tied import shared_parameters
+from colossus.layers.layer import ModelParallel, model_parallel_of
 from colossus.schedule.actions import Action, Actions, placement
-from colossus.schedule.executor import Executor, Stages, Watcher, forwards
-from colossus.schedule.make import make_schedule
+from colossus.schedule.build import make_schedule
 from colossus.schedule.memory import in_flight_of_stages
-from colossus.schedule.partition import Partition, keep_own, make_partition
-from colossus.schedule.split import BlockCost
-from colossus.schedule.transport import Transport
+from colossus.schedule.partition.bounds import BlockCost
+from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
+from colossus.schedule.runtime.executor import Executor, Stages, Watcher, forwards
+from colossus.schedule.runtime.stage_scope import StageRng
+from colossus.schedule.runtime.transport import Transport
 
 
 class Pipeline:
@@ -49,7 +49,7 @@ class Pipeline:
         return max(self.rank_of)
 
     @property
-    def in_halves(self) -> bool:
+    def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are made apart."""
         return any(action.kind == "backward_weight" for action in self.actions)
 
@@ -72,15 +72,15 @@ class Pipeline:
         split = "parameters" if costs is None and self.needs_costs else self._split
         in_flight = in_flight_of_stages(self._all)
         partition = make_partition(model, self.rank_of, split, costs=costs, in_flight=in_flight)
-        keep_own(model, partition, self.rank)
+        keep_stages_of(model, partition, self.rank)
         self.partition = partition
 
-    def draws(self) -> OwnDraws | None:
+    def draws(self) -> StageRng | None:
         """The generators of this rank's stages, for what draws from torch's own (a plain nn.Dropout, say)."""
         if self.partition is None:
             return None
-        door = self._context.index(plan_of(self._context).regions.user.batch)
-        return OwnDraws(self._context.rng.key("torch", door, self.rank), self._context.device)
+        door = self._context.index(model_parallel_of(self._context).regions.user.batch)
+        return StageRng(self._context.rng.key("torch", door, self.rank), self._context.device)
 
     def calls(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
         """What runs each stage of this rank."""
@@ -102,7 +102,7 @@ class Pipeline:
         ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names}
         return shared_parameters(dict(model.named_parameters()), ranks_of)
 
-    def executor(self, stages: Stages, plan: Plan, watch: Watcher | None = None) -> Executor:
+    def executor(self, stages: Stages, parallel: ModelParallel, watch: Watcher | None = None) -> Executor:
         """What runs the actions. All ranks of the pipeline must call."""
         transport = None
         if self._context.size("pipeline") > 1:
@@ -115,7 +115,7 @@ class Pipeline:
             ]
             self._links = Links(group, pairs, self._context.device)
             transport = Transport(self._links, self.rank_of)
-        return Executor(stages, self.rank_of, transport, plan, watch)
+        return Executor(stages, self.rank_of, transport, parallel, watch)
 
     def forwards(self, microbatches: int) -> list[Action]:
         """What this rank does to evaluate at most as many microbatches as a step has."""

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradient_sync import AllReduce
-from colossus.engine.parts import NAME_IT, Complete, OwnDraws
-from colossus.layers.late_gradients import LateGradients
-from colossus.layers.weights import WeightStore
+from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
-from colossus.schedule.executor import Work
+from colossus.schedule.runtime.executor import Work
+from colossus.schedule.runtime.stage_scope import NAME_IT, MetaTensorGuard, StageRng
+from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class Observer(Protocol):
@@ -33,7 +33,7 @@ class Observer(Protocol):
 
 
 class ModelStages:
-    """What `colossus.schedule.executor.Stages` asks for.
+    """What `colossus.schedule.runtime.executor.Stages` asks for.
 
     Args:
         calls: stage -> what runs it, for the stages of this rank.
@@ -61,8 +61,8 @@ class ModelStages:
         weights: WeightStore,
         strategy: AllReduce,
         parts: Mapping[int, Sequence[nn.Parameter]],
-        in_halves: bool,
-        draws: OwnDraws | None,
+        splits_backward: bool,
+        draws: StageRng | None,
     ) -> None:
         self._context, self._calls, self._last = context, calls, last
         self._door, self._enter, self._loss = door, enter, loss
@@ -71,7 +71,7 @@ class ModelStages:
         self._unseen = set(calls) if draws is not None else set()
         self._part_of = {stage: number for number, stage in enumerate(parts)}
         self._ids = {stage: {id(param) for param in part} for stage, part in parts.items()}
-        self._late: AbstractContextManager[Any] = LateGradients(weights) if in_halves else nullcontext()
+        self._late: AbstractContextManager[Any] = DeferredWgrad(weights) if splits_backward else nullcontext()
         self.step: int | None = None
         self.observers: list[Observer] = []
 
@@ -84,7 +84,7 @@ class ModelStages:
                 value = self._enter(own)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
-            with self._draws or nullcontext(), Complete(stage) if stage in self._unseen else nullcontext():
+            with self._draws or nullcontext(), MetaTensorGuard(stage) if stage in self._unseen else nullcontext():
                 try:
                     out = self._calls[stage](value)
                     for observer in self.observers:
@@ -107,8 +107,8 @@ class ModelStages:
     def whole(self) -> AbstractContextManager[None]:
         return self._late
 
-    def make_late(self, work: Work) -> None:
-        self._weights.make_late(work)
+    def run_wgrad(self, work: Work) -> None:
+        self._weights.run_wgrad(work)
 
     @contextmanager
     def deferring(self) -> Iterator[Work]:
@@ -123,11 +123,11 @@ class ModelStages:
         self._weights.arm(False)
 
     def reduce(self, stage: int) -> None:
-        self._weights.settle(self._ids[stage])
+        self._weights.flush(self._ids[stage])
         self._strategy.start(self._part_of[stage])
 
 
-def reduced_with(
+def parameters_by_stage(
     actions: Sequence[Action], parameters_on: Callable[[int], Sequence[nn.Parameter]]
 ) -> dict[int, list[nn.Parameter]]:
     """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from colossus import machine
 from colossus.config import ConfigError, load_config, require_available
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, failure, machine, run_folder, slurm
+from colossus.launch import causes, failure, run_folder, slurm
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from colossus.config import Config
 from colossus.context.grid import PUBLIC_NAMES, build_grid
-from colossus.launch.machine import threads_per_rank, usable_cores
 from colossus.launch.model_check import ModelFacts
+from colossus.machine import threads_per_rank, usable_cores
 
 
 def describe(config: Config, model: ModelFacts | None, folder: Path | None, local_ranks: int, nnodes: int) -> str:

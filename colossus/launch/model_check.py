@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from colossus.config import Config, ConfigError
 from colossus.registry import MODELS
-from colossus.schedule.make import make_schedule
+from colossus.schedule.build import make_schedule
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def check_model(config: Config) -> ModelFacts | None:
     """
     check_schedule(config)
     # torch comes in here, once the config is known to be right in itself: it takes seconds to import
+    from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.pipeline import Pipeline
-    from colossus.layers.construct import build
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:

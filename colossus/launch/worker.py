@@ -84,8 +84,8 @@ def _train(run: _Run, config: Config) -> int:
     # torch comes in here, after the signals are ours: it takes seconds to import
     from colossus.engine.fit import fit
     from colossus.engine.initialize import initialize
-    from colossus.launch.display import make_display
-    from colossus.launch.metrics import Metrics
+    from colossus.monitor.display import make_display
+    from colossus.monitor.metrics import Metrics
 
     engine = run.engine = initialize(config)
     folder = run.folder if run.has_launcher else _agree_on_folder(run, engine)

@@ -20,12 +20,9 @@ _NAMES = {
     "RMSNorm": "norm",
     "ShardedActivation": "sharded",
     "TransformerBlock": "block",
-    "accuracy": "metrics",
-    "build": "construct",
+    "accuracy": "loss.accuracy",
     "checkpoint": "recompute",
-    "cross_entropy": "loss",
-    "full_state_dict": "state",
-    "load_full_state_dict": "state",
+    "cross_entropy": "loss.cross_entropy",
     "run_blocks": "pipeline_block",
     "to_outer": "sharded",
     "to_user": "sharded",
@@ -34,20 +31,18 @@ _NAMES = {
 if TYPE_CHECKING:
     from colossus.layers.attention import Attention
     from colossus.layers.block import TransformerBlock
-    from colossus.layers.construct import build
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
     from colossus.layers.head import Classifier, LMHead
     from colossus.layers.linear import Linear
-    from colossus.layers.loss import cross_entropy
-    from colossus.layers.metrics import accuracy
+    from colossus.layers.loss.accuracy import accuracy
+    from colossus.layers.loss.cross_entropy import cross_entropy
     from colossus.layers.mlp import MLP, GatedMLP
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
     from colossus.layers.recompute import checkpoint
     from colossus.layers.sharded import ShardedActivation, to_outer, to_user
-    from colossus.layers.state import full_state_dict, load_full_state_dict
 
 __all__ = [
     "MLP",
@@ -66,11 +61,8 @@ __all__ = [
     "ShardedActivation",
     "TransformerBlock",
     "accuracy",
-    "build",
     "checkpoint",
     "cross_entropy",
-    "full_state_dict",
-    "load_full_state_dict",
     "run_blocks",
     "to_outer",
     "to_user",

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear, move_together
+from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
-from colossus.layers.route import Route, run
-from colossus.layers.sequence.attend import SequenceGroups, attend
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.route import Route, run
 
 _IDS = torch.int64
 #: document of the tokens that pad a sequence: no user's own, should he number them from 0 or from -1
@@ -55,7 +55,7 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         kv = num_kv_heads or num_heads
-        axes = self.plan.regions.inner.features
+        axes = self.parallel.regions.inner.features
         ranks = self.context.size(axes) if axes else 1
         if hidden_size % num_heads:
             raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads}")
@@ -71,7 +71,7 @@ class Attention(Layer):
                 )
                 raise ValueError(
                     f"Attention: {what} = {heads} does not divide over the {ranks} ranks of {' x '.join(axes)} "
-                    f"(parallel.tensor.mode = {self.plan.mode.name}): heads are split whole.{fewer}"
+                    f"(parallel.tensor.mode = {self.parallel.mode.name}): heads are split whole.{fewer}"
                 )
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
@@ -82,8 +82,10 @@ class Attention(Layer):
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        local, source, home = unwrap(x, self.plan)
-        return wrap(self.apply_local(local, source, home, mask, documents), home, home, self.plan)
+        local, source, output_layout = unwrap(x, self.parallel)
+        return wrap(
+            self.apply_local(local, source, output_layout, mask, documents), output_layout, output_layout, self.parallel
+        )
 
     def apply_local(
         self,
@@ -93,15 +95,15 @@ class Attention(Layer):
         mask: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        inner = self.plan.regions.inner
-        move_together(self, self.qkv, self.out)
+        inner = self.parallel.regions.inner
+        coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
         places = self._places(query, inner)
         if self.rotary is not None:
             query, key = self.rotary(query, places), self.rotary(key, places)
         if documents is not None:
             documents = self._local_documents(documents, inner)
-        if self.plan.sequence is not None:
+        if self.parallel.sequence is not None:
             mixed = self._attend_over_ranks(query, key, value, mask, documents, places)
         else:
             mask = self._local_mask(mask, x.shape[0])
@@ -112,7 +114,7 @@ class Attention(Layer):
 
     def _places(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Place in the sequence of each token here, where they are not simply 0, 1, 2, ..."""
-        sequence = self.plan.sequence
+        sequence = self.parallel.sequence
         if sequence is None:
             return None
         part, ways = self.context.index(inner.tokens), self.context.size(inner.tokens)
@@ -120,9 +122,9 @@ class Attention(Layer):
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples that this rank computes."""
-        user = self.plan.regions.user
+        user = self.parallel.regions.user
         source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
-        return run(Route.of(moves(source, target), self.context).there, documents).wait()
+        return run(Route.of(moves(source, target), self.context).forward, documents).wait()
 
     def _attend_over_ranks(
         self,
@@ -133,7 +135,7 @@ class Attention(Layer):
         documents: Tensor | None,
         places: Tensor | None,
     ) -> Tensor:
-        sequence = self.plan.sequence
+        sequence = self.parallel.sequence
         assert sequence is not None
         assert places is not None
         if mask is not None:
@@ -166,7 +168,7 @@ class Attention(Layer):
         """
         if mask is None or not self.is_split:
             return mask
-        user, inner = self.plan.regions.user, self.plan.regions.inner
+        user, inner = self.parallel.regions.user, self.parallel.regions.inner
         dims = mask.dim()
         by_sample = dims > 3 and mask.shape[0] == batch
         by_head = dims > 2 and mask.shape[-3] > 1

@@ -76,7 +76,7 @@ class TransformerBlock(Layer):
         self.mlp_dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        local, activation, home = unwrap(x, self.plan)
+        local, activation, output_layout = unwrap(x, self.parallel)
         if self.activation_checkpoint != "none" and self.training:
             local = checkpoint(
                 self.apply_local,
@@ -90,7 +90,7 @@ class TransformerBlock(Layer):
             )
         else:
             local = self.apply_local(local, activation, mask, documents)
-        return wrap(local, activation, home, self.plan)
+        return wrap(local, activation, output_layout, self.parallel)
 
     def apply_local(
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None

@@ -27,9 +27,9 @@ class Dropout(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        local, activation, home = unwrap(x, self.plan)
+        local, activation, output_layout = unwrap(x, self.parallel)
         num_features = x.num_features if isinstance(x, ShardedActivation) else None
-        return wrap(self.apply_local(local, activation), activation, home, self.plan, num_features)
+        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel, num_features)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.layers.init import Normal, ZeroRow
+from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
-from colossus.layers.matmul import stored_gradient
-from colossus.layers.route import Route, Step, run
 from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tensor_mode import MatmulTable
-from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.tensor_parallel.matmul import stored_gradient
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.route import Route, Step, run
+from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class Embedding(Layer):
@@ -57,70 +57,70 @@ class Embedding(Layer):
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.table = vocabulary_table(self, embedding_dim, num_embeddings)
+        self.sharding = vocabulary_sharding(self, embedding_dim, num_embeddings)
         draws = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
-        layout = self.table.weight if self.table else Layout.whole(2)
+        layout = self.sharding.weight if self.sharding else Layout.whole(2)
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, draws, dtype=dtype)
-        self._routes: dict[tuple[Activation, int], _LookupPlan] = {}
-        made = self._made(self.table) if self.table else self.plan.regions.user
+        self._routes: dict[tuple[Activation, int], _LookupRoutes] = {}
+        made = self._made(self.sharding) if self.sharding else self.parallel.regions.user
         self.decide_gradients(self.weight, made)
 
     def forward(self, ids: Tensor) -> Tensor:
-        user = self.plan.regions.user
-        if self.table is not None and ids.dim() == 0:  # one sample of every rank
+        user = self.parallel.regions.user
+        if self.sharding is not None and ids.dim() == 0:  # one sample of every rank
             return self(ids.unsqueeze(0)).squeeze(0)
-        return wrap(self.apply_local(ids, user), user, user, self.plan)
+        return wrap(self.apply_local(ids, user), user, user, self.parallel)
 
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
-        if self.table is None:
+        if self.sharding is None:
             return F.embedding(ids, self.weight, self.padding_idx)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
-        plan = self._routes.get((target, ndim))
-        if plan is None:
-            plan = self._routes[target, ndim] = self._make_plan(self.table, target, ndim)
-        used = run(plan.ids, ids).wait()
-        return _Lookup.apply(used, self.weight, self.padding_idx, plan)
+        routes = self._routes.get((target, ndim))
+        if routes is None:
+            routes = self._routes[target, ndim] = self._make_routes(self.sharding, target, ndim)
+        used = run(routes.ids, ids).wait()
+        return _Lookup.apply(used, self.weight, self.padding_idx, routes)
 
     @staticmethod
-    def _made(table: MatmulTable) -> Activation:
+    def _made(sharding: MatmulSharding) -> Activation:
         """The layout of the rows as looked up."""
-        return replace(table.y.rows(), features=table.x.features, partial=table.y.features)
+        return replace(sharding.y.rows(), features=sharding.x.features, partial=sharding.y.features)
 
-    def _make_plan(self, table: MatmulTable, target: Activation, ndim: int) -> _LookupPlan:
-        self.check_stored(self.weight, table.weight)
-        made, rows = self._made(table), table.y.rows()
-        user = self.plan.regions.user.rows()
-        return _LookupPlan(
-            ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).there,
-            w=Route.of(moves(table.weight, table.weight_used), self.context),
+    def _make_routes(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupRoutes:
+        self.check_stored(self.weight, sharding.weight)
+        made, rows = self._made(sharding), sharding.y.rows()
+        user = self.parallel.regions.user.rows()
+        return _LookupRoutes(
+            ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
+            w=Route.of(moves(sharding.weight, sharding.weight_used), self.context),
             y=Route.of(moves(made.at(ndim), target.at(ndim)), self.context),
-            weights=self.plan.weights,
-            block=self.context.index(table.y.features) if table.y.features else 0,
+            weights=self.parallel.weights,
+            block=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
     def extra_repr(self) -> str:
-        held = f", table {self.table.weight}" if self.table else ""
+        held = f", weight {self.sharding.weight}" if self.sharding else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{held}"
 
 
-def vocabulary_table(layer: Layer, hidden_size: int, vocabulary: int) -> MatmulTable | None:
+def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> MatmulSharding | None:
     """The table of a weight [vocabulary, hidden_size] whose vocabulary may be padded; None without tensor parallelism.
 
     Raises:
         ValueError: when hidden_size does not divide.
     """
-    tables = layer.plan.tables
-    if tables is None:
+    shardings = layer.parallel.shardings
+    if shardings is None:
         return None
-    chosen = tables.choose("column", hidden_size, {"": vocabulary}, padded=True)
-    if isinstance(chosen, MatmulTable):
+    chosen = shardings.choose("column", hidden_size, {"": vocabulary}, padded=True)
+    if isinstance(chosen, MatmulSharding):
         return chosen
     words = "; ".join(str(replace(misfit, what="its hidden size")) for misfit in chosen)
     raise ValueError(
         f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
-        f"{layer.plan.mode.name}: {words}"
+        f"{layer.parallel.mode.name}: {words}"
     )
 
 
@@ -129,7 +129,7 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 
 @dataclass(frozen=True)
-class _LookupPlan:
+class _LookupRoutes:
     """Moves of the ids, of the table and of the result; ``block``: which part of the vocabulary this rank looks up."""
 
     ids: tuple[Step, ...]
@@ -141,27 +141,27 @@ class _LookupPlan:
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plan: _LookupPlan) -> Tensor:
-        used = plan.weights.fetch(weight, plan.w).wait()
-        local = ids - plan.block * used.shape[0]
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, routes: _LookupRoutes) -> Tensor:
+        used = routes.weights.fetch(weight, routes.w).wait()
+        local = ids - routes.block * used.shape[0]
         elsewhere = (local < 0) | (local >= used.shape[0])
         local.masked_fill_(elsewhere, 0)
         out = F.embedding(local, used).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         ctx.save_for_backward(local, elsewhere)
-        ctx.num_rows, ctx.plan, ctx.parameter = used.shape[0], plan, weight
-        return run(plan.y.there, out, owned=True).wait()
+        ctx.num_rows, ctx.routes, ctx.parameter = used.shape[0], routes, weight
+        return run(routes.y.forward, out, owned=True).wait()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, elsewhere = ctx.saved_tensors
-        plan: _LookupPlan = ctx.plan
+        routes: _LookupRoutes = ctx.routes
         weight: Tensor = ctx.parameter
-        dy = run(plan.y.back, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        dy = run(routes.y.backward, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
         made = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
-        dw = plan.weights.reduce(weight, made, plan.w)
+        dw = routes.weights.reduce(weight, made, routes.w)
         return None, stored_gradient(weight, dw), None, None
 
 
@@ -185,7 +185,7 @@ class PositionEmbedding(Layer):
         super().__init__()
         self.num_positions, self.embedding_dim = num_positions, embedding_dim
         shape = (num_positions, embedding_dim)
-        features = self.plan.regions.outer.features
+        features = self.parallel.regions.outer.features
         if features and embedding_dim % self.context.size(features):
             features = ()
         self.layout = Layout(((), features))
@@ -193,8 +193,8 @@ class PositionEmbedding(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        local, activation, home = unwrap(x, self.plan)
-        return wrap(self.apply_local(local, activation), activation, home, self.plan)
+        local, activation, output_layout = unwrap(x, self.parallel)
+        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
@@ -205,7 +205,7 @@ class PositionEmbedding(Layer):
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
         part, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
-        sequence = self.plan.sequence
+        sequence = self.parallel.sequence
         total = count * ways if sequence is None else sequence.length or count * ways
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")

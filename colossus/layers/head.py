@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.layers.embedding import Embedding, vocabulary_table
-from colossus.layers.init import torch_linear
+from colossus.construct.init import torch_linear
+from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
-from colossus.layers.matmul import MatmulPlan, make_plan, matmul
 from colossus.layers.sharded import one_sample, unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
 
 
 class LMHead(Layer):
@@ -46,9 +46,9 @@ class LMHead(Layer):
     ) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.table = vocabulary_table(self, hidden_size, vocab_size)
+        self.sharding = vocabulary_sharding(self, hidden_size, vocab_size)
         if tied_to is None:
-            layout = self.table.weight if self.table else Layout.whole(2)
+            layout = self.sharding.weight if self.sharding else Layout.whole(2)
             shape = {"": (vocab_size, hidden_size)}
             self.weight = self.make_parameter(shape, layout, init or torch_linear(hidden_size), dtype=dtype)
         elif (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
@@ -59,45 +59,45 @@ class LMHead(Layer):
         else:
             self.weight = tied_to.weight
         # split as the rows of the weight and gathered with them: padded alike
-        self.bias_layout = Layout(self.table.weight.dims[:1] if self.table else ((),))
+        self.bias_layout = Layout(self.sharding.weight.dims[:1] if self.sharding else ((),))
         draws = bias_init or torch_linear(hidden_size)
         self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, draws, dtype=dtype) if bias else None
-        self._matmul_plans: dict[tuple[Activation, int], MatmulPlan] = {}
-        x, y = (self.table.x, self.table.y) if self.table else (self.plan.regions.user,) * 2
+        self._routes: dict[tuple[Activation, int], MatmulRoutes] = {}
+        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.user,) * 2
         if tied_to is None:
             self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
+        if self.sharding is None:
             return F.linear(x, self.weight, self.bias)
         if x.dim() == 1:  # one sample of every rank
             return one_sample(self, x)
-        local, source, home = unwrap(x, self.plan)
-        inner = self.plan.regions.inner
-        plan = self._matmul_plans.get((source, local.dim()))
-        if plan is None:
-            plan = self._matmul_plans[source, local.dim()] = self._make_plan(source, local.dim())
-        y = matmul(local, self.weight, self._used_bias(), plan)
-        if inner == self.plan.regions.user:  # whole on every rank, with its padding
+        local, source, output_layout = unwrap(x, self.parallel)
+        inner = self.parallel.regions.inner
+        routes = self._routes.get((source, local.dim()))
+        if routes is None:
+            routes = self._routes[source, local.dim()] = self._make_routes(source, local.dim())
+        y = matmul(local, self.weight, self._used_bias(), routes)
+        if inner == self.parallel.regions.user:  # whole on every rank, with its padding
             return y[..., : self.vocab_size]
-        return wrap(y, inner, home, self.plan, self.vocab_size)
+        return wrap(y, inner, output_layout, self.parallel, self.vocab_size)
 
-    def _make_plan(self, source: Activation, ndim: int) -> MatmulPlan:
-        assert self.table is not None
-        self.check_stored(self.weight, self.table.weight)
-        inner = self.plan.regions.inner
-        return make_plan(self.table, source, inner, ndim, self.context, self.plan.weights)
+    def _make_routes(self, source: Activation, ndim: int) -> MatmulRoutes:
+        assert self.sharding is not None
+        self.check_stored(self.weight, self.sharding.weight)
+        inner = self.parallel.regions.inner
+        return matmul_routes(self.sharding, source, inner, ndim, self.context, self.parallel.weights)
 
     def _used_bias(self) -> Tensor | None:
-        if self.bias is None or self.table is None:
+        if self.bias is None or self.sharding is None:
             return self.bias
-        used = Layout(self.table.weight_used.dims[:1])
+        used = Layout(self.sharding.weight_used.dims[:1])
         gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in used.shard_axes)
         return redistribute(self.bias, self.bias_layout, replace(used, grad_partial=gathered), self.context)
 
     def extra_repr(self) -> str:
-        where = f", weight {self.table.weight}" if self.table else ""
+        where = f", weight {self.sharding.weight}" if self.sharding else ""
         return f"{self.hidden_size}, {self.vocab_size}, bias={self.bias is not None}{where}"
 
 

@@ -11,24 +11,25 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from colossus.construct import allocate
+from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
-from colossus.layers import deferred
-from colossus.layers.choice import Tables
-from colossus.layers.sequence.split import SequenceSplit
-from colossus.layers.tensor_mode import Regions, TensorMode
-from colossus.layers.weights import WeightStore
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.parameter import Initializer, ParameterSpec, Piece, attach, local_rows, spec_of
+from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
 from colossus.registry import TENSOR_MODES
+from colossus.sequence_parallel.split import SequenceSplit
+from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.mode import Regions, TensorMode
+from colossus.tensor_parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The tensor mode of a context, with the regions and tables it gives; axes of one rank are left out.
+class ModelParallel:
+    """The tensor mode of a context, with the regions and shardings it gives; axes of one rank are left out.
 
     Attributes:
-        tables: None without tensor parallelism.
+        shardings: None without tensor parallelism.
         weights: fetches the weights of all layers.
         sequence: how tokens are split over the sequence axis; None where they are not.
     """
@@ -36,7 +37,7 @@ class Plan:
     context: ParallelContext
     mode: type[TensorMode]
     regions: Regions
-    tables: Tables | None
+    shardings: Shardings | None
     weights: WeightStore
     sequence: SequenceSplit | None
 
@@ -44,45 +45,43 @@ class Plan:
     def sizes(self) -> Mapping[str, int]:
         return self.context.grid.sizes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
         return self
 
 
-_plans: WeakKeyDictionary[ParallelContext, Plan] = WeakKeyDictionary()
+_by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
 
 
-def plan_of(context: ParallelContext) -> Plan:
+def model_parallel_of(context: ParallelContext) -> ModelParallel:
     """The plan of a context, made once."""
-    held = _plans.get(context)
+    held = _by_context.get(context)
     if held is None:
-        held = _plans[context] = _make_plan(context)
+        held = _by_context[context] = _model_parallel(context)
     return held
 
 
-def _make_plan(context: ParallelContext) -> Plan:
+def _model_parallel(context: ParallelContext) -> ModelParallel:
     mode: type[TensorMode] = TENSOR_MODES.get(context.tensor_mode)
     sizes = context.grid.sizes
 
     def live(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
-    door = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
+    inputs = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
     weights = WeightStore(context.weight_scope, coalesce=context.coalesce)
     sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
     if context.size("tensor") == 1:
-        return Plan(context, mode, Regions(door, door, door), None, weights, sequence)
-    tables = Tables.of(mode, door, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
-    return Plan(context, mode, tables.regions, tables, weights, sequence)
+        return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
+    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
+    return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)
 
 
-class Layer(nn.Module):
+class Layer(NamedModule):
     """Base of the layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.plan = plan_of(current_context())
-        #: full name in the model, set when it is built; names random streams and errors
-        self.full_name = ""
+        self.parallel = model_parallel_of(current_context())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
         """A copy whose parameters keep their specs, which torch's copy of a parameter would drop."""
@@ -98,12 +97,12 @@ class Layer(nn.Module):
 
     @property
     def context(self) -> ParallelContext:
-        return self.plan.context
+        return self.parallel.context
 
     @property
     def is_split(self) -> bool:
         """Whether there is any tensor parallelism to do."""
-        return self.plan.tables is not None
+        return self.parallel.shardings is not None
 
     def make_parameter(
         self,
@@ -120,16 +119,16 @@ class Layer(nn.Module):
             layout: of every part.
             init: draws the initial values, for all parts or by part.
         """
-        sizes = self.plan.sizes
+        sizes = self.parallel.sizes
         full = [tuple(shape) for shape in shapes.values()]
         rows = local_rows(full, [layout] * len(full), sizes)
         pieces = tuple(
-            Piece(part, shape, layout, init[part] if isinstance(init, Mapping) else init, span)
+            LogicalShard(part, shape, layout, init[part] if isinstance(init, Mapping) else init, span)
             for part, shape, span in zip(shapes, full, rows, strict=True)
         )
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
         spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
-        return attach(nn.Parameter(deferred.allocate(local, spec, self.context, dtype)), spec)
+        return attach(nn.Parameter(allocate.allocate(local, spec, self.context, dtype)), spec)
 
     def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:
         """Note, before any use, which activations this parameter meets: the same whenever it is used."""

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossus.layers.choice import whole
-from colossus.layers.coalesced import Member
-from colossus.layers.init import torch_linear
+from colossus.construct.init import torch_linear
 from colossus.layers.layer import Layer
-from colossus.layers.matmul import MatmulPlan, make_plan, matmul
-from colossus.layers.route import Route
 from colossus.layers.sharded import move, one_sample, unwrap, wrap
-from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, rows_of
+from colossus.tensor_parallel.choice import whole
+from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.route import Route
+from colossus.tensor_parallel.weight_group import Member
 
 SPLITS = (None, "column", "row")
 
@@ -71,9 +71,9 @@ class Linear(Layer):
         self.out_features = sum(self.parts.values())
         self.split = split
         self.is_fused = fused
-        self.table = self._choose()
-        layout = self.table.weight if self.table else Layout.whole(2)
-        features = self.table.y.features if self.table else ()
+        self.sharding = self._choose()
+        layout = self.sharding.weight if self.sharding else Layout.whole(2)
+        features = self.sharding.y.features if self.sharding else ()
         self.weight = self.make_parameter(
             {part: (out, in_features) for part, out in self.parts.items()},
             layout,
@@ -90,49 +90,49 @@ class Linear(Layer):
             if bias
             else None
         )
-        x, y = (self.table.x, self.table.y) if self.table else (self.plan.regions.user,) * 2
+        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.user,) * 2
         self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
         ways = self.context.size(features) if features else 1
         self.local_parts = [out // ways for out in self.parts.values()]
-        self._matmul_plans: dict[tuple[Activation, Activation, int], MatmulPlan] = {}
+        self._routes: dict[tuple[Activation, Activation, int], MatmulRoutes] = {}
 
-    def _choose(self) -> MatmulTable | None:
+    def _choose(self) -> MatmulSharding | None:
         """The table to take, by sizes and counted bytes."""
-        tables = self.plan.tables
-        if tables is None:
+        shardings = self.parallel.shardings
+        if shardings is None:
             return None
-        chosen = tables.choose(self.split, self.in_features, self.parts)
-        if isinstance(chosen, MatmulTable):
+        chosen = shardings.choose(self.split, self.in_features, self.parts)
+        if isinstance(chosen, MatmulSharding):
             return chosen
         if self.split is None:
-            return whole(tables.regions)
+            return whole(shardings.regions)
         raise ValueError(
             f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
-            f"{self.plan.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
+            f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
         )
 
     def forward(self, x: Tensor) -> Any:
-        if self.table is None:
+        if self.sharding is None:
             return self._outputs(F.linear(x, self.weight, self.bias))
         if x.dim() == 1:  # one sample of every rank
             return one_sample(self, x)
-        local, source, home = unwrap(x, self.plan)
-        target = self.plan.regions.inner if self.split == "column" else home
+        local, source, output_layout = unwrap(x, self.parallel)
+        target = self.parallel.regions.inner if self.split == "column" else output_layout
         y = self.apply_local(local, source, target)
         if not self.is_fused:
-            return wrap(y, target, home, self.plan)
-        return tuple(wrap(part, target, home, self.plan) for part in y)
+            return wrap(y, target, output_layout, self.parallel)
+        return tuple(wrap(part, target, output_layout, self.parallel) for part in y)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """The product on plain local tensors, from one activation layout to another: what blocks call."""
-        if self.table is None:
+        if self.sharding is None:
             return self._outputs(F.linear(x, self.weight, self.bias))
         key = (source, target, x.dim())
-        plan = self._matmul_plans.get(key)
-        if plan is None:
-            plan = self._matmul_plans[key] = self._make_plan(*key)
-        y = matmul(x, self.weight, self.bias, plan)
+        routes = self._routes.get(key)
+        if routes is None:
+            routes = self._routes[key] = self._make_routes(*key)
+        y = matmul(x, self.weight, self.bias, routes)
         if not self.is_fused:
             return y
         made = self._made(target)
@@ -140,31 +140,31 @@ class Linear(Layer):
 
     def _made(self, target: Activation) -> Activation:
         """How the matmul leaves y. Outputs side by side on each rank can only be moved over features one by one."""
-        assert self.table is not None
-        apart = self.is_fused and self.table.y.features != target.features
-        return self.table.y if apart else target
+        assert self.sharding is not None
+        apart = self.is_fused and self.sharding.y.features != target.features
+        return self.sharding.y if apart else target
 
     @property
     def member(self) -> Member:
         """The weight and its route, to be moved together with others."""
-        assert self.table is not None
-        steps = moves(self.table.weight, self.table.weight_used)
+        assert self.sharding is not None
+        steps = moves(self.sharding.weight, self.sharding.weight_used)
         return Member(self.weight, Route.of(steps, self.context, self._local_rows()))
 
     def _local_rows(self) -> list[int]:
         """Rows of each output in the local weight of a fused linear."""
         return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
 
-    def _make_plan(self, source: Activation, target: Activation, ndim: int) -> MatmulPlan:
-        assert self.table is not None
-        self.check_stored(self.weight, self.table.weight)
-        return make_plan(
-            self.table,
+    def _make_routes(self, source: Activation, target: Activation, ndim: int) -> MatmulRoutes:
+        assert self.sharding is not None
+        self.check_stored(self.weight, self.sharding.weight)
+        return matmul_routes(
+            self.sharding,
             source,
             self._made(target),
             ndim,
             self.context,
-            self.plan.weights,
+            self.parallel.weights,
             rows=self._local_rows(),
         )
 
@@ -173,13 +173,13 @@ class Linear(Layer):
 
     def extra_repr(self) -> str:
         parts = self.parts[""] if not self.is_fused else self.parts
-        where = f", weight {self.table.weight}" if self.table else ""
+        where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {parts}, bias={self.bias is not None}{split}{where}"
 
 
-def move_together(owner: Layer, *linears: Linear) -> None:
+def coalesce_weights(owner: Layer, *linears: Linear) -> None:
     """Let the weights of linears that follow each other share their collectives, where the config asks for it."""
-    weights = owner.plan.weights
-    if weights.coalesces and owner.is_split and not weights.is_together(linears[0].weight):
-        weights.put_together(*(linear.member for linear in linears))
+    weights = owner.parallel.weights
+    if weights.coalesces and owner.is_split and not weights.is_coalesced(linears[0].weight):
+        weights.coalesce(*(linear.member for linear in linears))

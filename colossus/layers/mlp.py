@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear, move_together
+from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
@@ -18,12 +18,12 @@ class _Pair(Layer):
     down: Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        local, source, home = unwrap(x, self.plan)
-        return wrap(self.apply_local(local, source, home), home, home, self.plan)
+        local, source, output_layout = unwrap(x, self.parallel)
+        return wrap(self.apply_local(local, source, output_layout), output_layout, output_layout, self.parallel)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
-        inner = self.plan.regions.inner
-        move_together(self, self.up, self.down)
+        inner = self.parallel.regions.inner
+        coalesce_weights(self, self.up, self.down)
         return self.down.apply_local(self._hidden(self.up.apply_local(x, source, inner)), inner, target)
 
     def _hidden(self, made: Tensor) -> Tensor:

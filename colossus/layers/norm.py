@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
-from colossus.layers.init import Constant
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.split_norm import split_norm
@@ -33,8 +33,8 @@ class _Norm(Layer):
         return self.make_parameter({"": shape}, Layout.whole(len(shape)), init or Constant(value), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        local, activation, home = unwrap(x, self.plan)
-        return wrap(self.apply_local(local, activation), activation, home, self.plan)
+        local, activation, output_layout = unwrap(x, self.parallel)
+        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         """The norm of a plain local tensor laid out as ``activation``."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.sequence.ring import RING_ATTENTION
+from colossus.sequence_parallel.ring import RING_ATTENTION
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

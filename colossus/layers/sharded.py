@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
-from colossus.layers.layer import Plan, plan_of
+from colossus.layers.layer import ModelParallel, model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
@@ -25,13 +25,13 @@ class ShardedActivation(Tensor):
 
     Attributes:
         activation: how it is split.
-        home: the layout to which a row linear brings it back.
+        output_layout: the layout to which a row linear brings it back.
         num_features: features of the whole, when the last part is padded (a vocabulary that does not divide).
     """
 
     activation: Activation
-    home: Activation
-    plan: Plan
+    output_layout: Activation
+    parallel: ModelParallel
     num_features: int | None
 
     @classmethod
@@ -62,7 +62,7 @@ class ShardedActivation(Tensor):
                 )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        return wrap(out, first.activation, first.home, first.plan, first.num_features)
+        return wrap(out, first.activation, first.output_layout, first.parallel, first.num_features)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -102,26 +102,37 @@ _PASS: set[Any] = {
 _RESHAPING: set[Any] = {getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data")}
 
 
-def wrap(x: Tensor, activation: Activation, home: Activation, plan: Plan, num_features: int | None = None) -> Tensor:
+def wrap(
+    x: Tensor,
+    activation: Activation,
+    output_layout: Activation,
+    parallel: ModelParallel,
+    num_features: int | None = None,
+) -> Tensor:
     """``x`` marked with how it is split; a tensor in the user layout stays plain."""
-    if activation == plan.regions.user:
+    if activation == parallel.regions.user:
         return x
     out = x.as_subclass(ShardedActivation)
-    out.activation, out.home, out.plan, out.num_features = activation, home, plan, num_features
+    out.activation, out.output_layout, out.parallel, out.num_features = (
+        activation,
+        output_layout,
+        parallel,
+        num_features,
+    )
     return out
 
 
-def unwrap(x: Tensor, plan: Plan) -> tuple[Tensor, Activation, Activation]:
-    """The plain local tensor, how it is split, and its home. A plain tensor is in the user layout."""
+def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Activation]:
+    """The plain local tensor, how it is split, and its output_layout. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
-        if x.plan is not plan:
+        if x.parallel is not parallel:
             raise ValueError(
-                f"an activation of {x.plan.context} meets a layer of {plan.context}: a model belongs to one context; "
-                f"where several are alive, run it inside of `with context:`"
+                f"an activation of {x.parallel.context} meets a layer of {parallel.context}: a model belongs to one "
+                f"context; where several are alive, run it inside of `with context:`"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return x.as_subclass(Tensor), x.activation, x.home
-    return x, plan.regions.user, plan.regions.user
+            return x.as_subclass(Tensor), x.activation, x.output_layout
+    return x, parallel.regions.user, parallel.regions.user
 
 
 def move(x: Tensor, source: Activation, target: Activation, context: ParallelContext) -> Tensor:
@@ -137,30 +148,30 @@ def to_user(x: Tensor) -> Tensor:
     """The whole activation on every rank, gradient complete: plain torch is right on it."""
     if not isinstance(x, ShardedActivation):
         return x
-    plan, num_features = x.plan, x.num_features
-    local, activation, _ = unwrap(x, plan)
-    out = move(local, activation, plan.regions.user, plan.context)
+    parallel, num_features = x.parallel, x.num_features
+    local, activation, _ = unwrap(x, parallel)
+    out = move(local, activation, parallel.regions.user, parallel.context)
     return out if num_features is None or out.shape[-1] == num_features else out[..., :num_features]
 
 
-def to_outer(x: Tensor, plan: Plan | None = None) -> Tensor:
+def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     """The layout between blocks: enter it once before a stack of blocks, and they pass it on without gathering."""
-    plan = plan or (x.plan if isinstance(x, ShardedActivation) else plan_of(current_context()))
-    local, activation, _ = unwrap(x, plan)
-    outer = plan.regions.outer
+    parallel = parallel or (x.parallel if isinstance(x, ShardedActivation) else model_parallel_of(current_context()))
+    local, activation, _ = unwrap(x, parallel)
+    outer = parallel.regions.outer
     num_features = x.num_features if isinstance(x, ShardedActivation) else None
-    out = move(local, activation, outer, plan.context)
+    out = move(local, activation, outer, parallel.context)
     if num_features is not None and not outer.features:
         out, num_features = out[..., :num_features], None
-    return wrap(out, outer, outer, plan, num_features)
+    return wrap(out, outer, outer, parallel, num_features)
 
 
 def one_sample(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
     """A layer on [features], as on a batch of one sample."""
     if isinstance(x, ShardedActivation):
-        plan = x.plan
-        local, activation, home = unwrap(x, plan)
-        x = wrap(local.unsqueeze(0), activation, home, plan, x.num_features)
+        parallel = x.parallel
+        local, activation, output_layout = unwrap(x, parallel)
+        x = wrap(local.unsqueeze(0), activation, output_layout, parallel, x.num_features)
     else:
         x = x.unsqueeze(0)
     out = layer(x)
@@ -170,6 +181,6 @@ def one_sample(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
 def _only_sample(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedActivation):
         return x.squeeze(0)
-    plan, num_features = x.plan, x.num_features
-    local, activation, home = unwrap(x, plan)
-    return wrap(local.squeeze(0), activation, home, plan, num_features)
+    parallel, num_features = x.parallel, x.num_features
+    local, activation, output_layout = unwrap(x, parallel)
+    return wrap(local.squeeze(0), activation, output_layout, parallel, num_features)

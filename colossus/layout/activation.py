@@ -27,7 +27,7 @@ class Activation:
         """The layout of a tensor with ``ndim`` dims (at least one)."""
         return _layout(self, ndim)
 
-    def live(self, sizes: Mapping[str, int]) -> Activation:
+    def drop_trivial_axes(self, sizes: Mapping[str, int]) -> Activation:
         """Without axes of one rank."""
         kept = (tuple(a for a in axes if sizes[a] > 1) for axes in astuple(self))
         return Activation(*kept)

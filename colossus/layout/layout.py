@@ -64,7 +64,7 @@ class Layout:
         """Axes that shard some dim."""
         return tuple(axis for dim in self.dims for axis in dim)
 
-    def live(self, sizes: Mapping[str, int]) -> Layout:
+    def drop_trivial_axes(self, sizes: Mapping[str, int]) -> Layout:
         """Without axes of one rank."""
 
         def keep(axes: tuple[str, ...]) -> tuple[str, ...]:

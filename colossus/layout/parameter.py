@@ -1,4 +1,4 @@
-"""What a parameter's local buffer means: its logical pieces, their full shapes, layouts and initial values.
+"""What a parameter's local buffer means: its logical shards, their full shapes, layouts and initial values.
 
 One buffer may hold several logical parameters (fused query, key and value); they follow each other in dim 0.
 """
@@ -23,11 +23,11 @@ class Initializer(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogicalShard:
     """One logical parameter inside a buffer.
 
     Attributes:
-        part: name of the piece within its module, empty when the buffer has one piece.
+        part: name of the shard within its module, empty when the buffer has one shard.
         shape: full logical shape.
         layout: how the full shape is sharded.
         init: draws the initial value.
@@ -44,10 +44,10 @@ class Piece:
 class ParameterSpec:
     """Attached to every parameter a layer makes. ``gradient_axes`` is recorded at the first use."""
 
-    def __init__(self, pieces: tuple[Piece, ...], description: str) -> None:
-        self.pieces = pieces
+    def __init__(self, shards: tuple[LogicalShard, ...], description: str) -> None:
+        self.shards = shards
         self.description = description
-        self.layout = pieces[0].layout
+        self.layout = shards[0].layout
         self.name = ""
         self.gradient_axes: tuple[str, ...] | None = None
         #: whether ``gradient_axes`` is known before the first use
@@ -55,8 +55,8 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all logical pieces, whatever the plan."""
-        return sum(math.prod(piece.shape) for piece in self.pieces)
+        """Elements of all logical shards, whatever the plan."""
+        return sum(math.prod(shard.shape) for shard in self.shards)
 
     def record(self, axes: tuple[str, ...]) -> None:
         """Note over which axes this use leaves the gradient partial.
@@ -89,10 +89,10 @@ def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
 
 
 def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
-    """Rows of each logical piece in the local buffer of a parameter made by a layer."""
+    """Rows of each logical shard in the local buffer of a parameter made by a layer."""
     spec = spec_of(parameter)
     assert spec is not None
-    return [piece.rows for piece in spec.pieces]
+    return [shard.rows for shard in spec.shards]
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
             yield Logical(name, name, tuple(parameter.shape), Layout.whole(parameter.dim()), parameter, None)
             continue
         module, _, leaf = name.rpartition(".")
-        for piece in spec.pieces:
-            path = ".".join(filter(None, (module, piece.part, leaf)))
-            rows = piece.rows if len(spec.pieces) > 1 else None
-            yield Logical(path, name, piece.shape, piece.layout, parameter, rows)
+        for shard in spec.shards:
+            path = ".".join(filter(None, (module, shard.part, leaf)))
+            rows = shard.rows if len(spec.shards) > 1 else None
+            yield Logical(path, name, shard.shape, shard.layout, parameter, rows)
 
 
 def remember_order(model: nn.Module) -> None:
@@ -150,7 +150,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def local_rows(shapes: list[tuple[int, ...]], layouts: list[Layout], sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Rows of each piece in a fused local buffer."""
+    """Rows of each shard in a fused local buffer."""
     rows, start = [], 0
     for shape, layout in zip(shapes, layouts, strict=True):
         stop = start + layout.chunk(shape, sizes)[0]

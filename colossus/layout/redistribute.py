@@ -24,7 +24,7 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
         The rank's part, [box of ``target``]. Every dim that moves must divide.
     """
     sizes = context.grid.sizes
-    for move in moves(source.live(sizes), target.live(sizes)):
+    for move in moves(source.drop_trivial_axes(sizes), target.drop_trivial_axes(sizes)):
         x = conjugate(x, move.forward, move.backward, context.group(move.axes), move.dim, move.to_dim)
     return x
 
@@ -52,7 +52,7 @@ def gather(x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelCon
     [layout.chunk(shape)] -> [shape]
     """
     x = x.detach()
-    live = layout.live(context.grid.sizes)
+    live = layout.drop_trivial_axes(context.grid.sizes)
     if live.partial:
         x = collectives.all_reduce(x, context.group(live.partial)).wait()
     for dim, axes in enumerate(live.dims):

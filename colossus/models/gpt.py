@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossus.construct.init import Constant, Normal
 from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
-from colossus.layers.init import Constant, Normal
-from colossus.layers.layer import plan_of
-from colossus.layers.loss import cross_entropy
+from colossus.layers.layer import model_parallel_of
+from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import wrap
 from colossus.models.options import GPTOptions
@@ -42,7 +42,7 @@ class GPT(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         o = self.options = GPTOptions(**options)
-        self.plan = plan_of(current_context())
+        self.parallel = model_parallel_of(current_context())
         small = Normal(0.02)
         into_residual = Normal(0.02 / math.sqrt(2 * o.num_layers))
         self.embedding = Embedding(o.vocab_size, o.hidden_size, init=small)
@@ -85,11 +85,11 @@ class GPT(nn.Module):
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
-        outer = self.plan.regions.outer
+        outer = self.parallel.regions.outer
         x = self.embedding.apply_local(ids, outer)
         if self.positions is not None:
             x = self.positions.apply_local(x, outer)
-        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.plan)
+        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.parallel)
         return x if documents is None else (x, documents)
 
     def _logits(self, hidden: Hidden) -> Tensor:

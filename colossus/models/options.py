@@ -11,13 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from colossus.layers.choice import Tables
-from colossus.layers.sequence.order import unit_of
-from colossus.layers.sequence.traffic import cheaper
-from colossus.layers.tensor_mode import MatmulTable
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
+from colossus.sequence_parallel.order import unit_of
+from colossus.sequence_parallel.traffic import cheaper
+from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.mode import MatmulSharding
 
 Count = Annotated[int, Field(ge=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -44,7 +44,7 @@ class _LinearSpec:
     padded: bool = False
 
 
-def _tables(tensor: Any) -> Tables | None:
+def _tables(tensor: Any) -> Shardings | None:
     """The tables of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
     mode = TENSOR_MODES.get(tensor.mode)
     try:
@@ -52,7 +52,7 @@ def _tables(tensor: Any) -> Tables | None:
     except ValueError:
         return None
     split_tokens = tensor.sequence_sharded and mode.splits_tokens
-    return Tables.of(mode, Activation(), sizes, sequence_sharded=split_tokens, keep=tensor.gathered == "keep")
+    return Shardings.of(mode, Activation(), sizes, sequence_sharded=split_tokens, keep=tensor.gathered == "keep")
 
 
 class GPTOptions(BaseModel):
@@ -237,7 +237,7 @@ class GPTOptions(BaseModel):
         """Parameters that one rank of the tensor mode stores, with its part of the padded vocabulary."""
         return self._count(_tables(parallel.tensor) if parallel.tensor.size > 1 else None)
 
-    def _count(self, tables: Tables | None) -> int:
+    def _count(self, tables: Shardings | None) -> int:
         hidden = self.hidden_size
         norm = hidden * (2 if self.norm == "layernorm" and self.bias else 1)
         sizes = tables.sizes if tables else {}
@@ -246,12 +246,12 @@ class GPTOptions(BaseModel):
         positions = self.seq_len * hidden // features if self.positions == "learned" else 0
         return self.num_layers * (2 * norm + sum(linears)) + norm + positions + head * (1 if self.tie_embeddings else 2)
 
-    def _stored(self, linear: _LinearSpec, tables: Tables | None, sizes: Any) -> int:
+    def _stored(self, linear: _LinearSpec, tables: Shardings | None, sizes: Any) -> int:
         """Elements of weight and bias that a rank holds."""
         weight, bias = Layout.whole(2), Layout.whole(1)
         if tables is not None:
             table = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
-            assert isinstance(table, MatmulTable)
+            assert isinstance(table, MatmulSharding)
             weight, bias = table.weight, Layout((table.y.features,))
         total = 0
         for out in linear.outputs.values():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from colossus.schedule.actions import Actions
 from colossus.schedule.clock import Stuck, play
+from colossus.schedule.errors import waits_for_ever, where
 from colossus.schedule.memory import in_flight
 from colossus.schedule.order import check_order
-from colossus.schedule.words import waits_for_ever, where
 
 
 def check(actions: Actions, microbatches: int, bound: Sequence[int] | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from colossus.schedule.actions import INPUT_GRADIENT, KINDS, TRANSFERS, Action, Actions, Kind, placement
-from colossus.schedule.words import where
+from colossus.schedule.errors import where
 
 
 def check_order(actions: Actions, microbatches: int, *, explicit: bool = True) -> None:

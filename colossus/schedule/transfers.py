@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from colossus.schedule.actions import COMPUTE, INPUT_GRADIENT, LAST_USE, Action, Actions, Kind, has_transfers, placement
 from colossus.schedule.clock import Stuck, play
+from colossus.schedule.errors import waits_for_ever
 from colossus.schedule.order import check_order
-from colossus.schedule.words import waits_for_ever
 
 #: any times above zero give a correct order; these give a good one
 _TIMES = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}

@@ -1,0 +1,205 @@
+"""Build a model under a parallel context: on meta first, then every rank's own values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from colossus.construct import allocate
+from colossus.construct.init_trace import InitTrace
+from colossus.construct.named_module import NamedModule
+from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layout.parameter import ParameterSpec, spec_of
+
+
+def build(
+    factory: Callable[[], nn.Module],
+    context: ParallelContext | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    materialize: bool = True,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """The model that ``factory`` makes, with this rank's shards only.
+
+    Initial values depend on the context's seed, the full name and the full shape of each parameter, not on the plan.
+    So do those of tensors that the constructor computes from others, but to have one of them all are computed once.
+
+    Args:
+        factory: a class or function without arguments.
+        context: by default the current one.
+        dtype: of all floating-point parameters and buffers; by default what the constructor chose.
+        materialize: False leaves everything on the meta device (to check sizes, or to count).
+        prepare: gets the whole model on the meta device, and may set parameters and buffers of it to None: these are
+            never brought to life, and the values of the others are what they are without it. See also `leave_on_meta`.
+            A build inside of a build ignores it.
+
+    Raises:
+        ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
+    """
+    if allocate.is_recording():
+        return factory()  # the build around this one does the rest
+    context = context or current_context()
+    with context, _seeded_globals(context.rng.key("init", "numpy")):
+        model, trace = allocate.record(factory, context.rng.key("init", "constructor"))
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
+    for name, module in model.named_modules():
+        if isinstance(module, NamedModule):
+            module.full_name = name
+    for name, parameter in model.named_parameters():
+        spec = spec_of(parameter)
+        if spec is not None:
+            spec.name = name
+    dropped: dict[int, Tensor] = {}
+    if prepare is not None:
+        _Walk(partial(_reserve, trace, context)).run(model)
+        before = _registered(model)
+        with context:
+            prepare(model)
+        after = _registered(model)
+        dropped = {key: tensor for key, tensor in before.items() if key not in after}
+    if materialize:
+        _Walk(_Materializer(trace, context, dtype).make, dropped).run(model)
+    return model
+
+
+def leave_on_meta(module: nn.Module) -> None:
+    """For ``prepare``: what this module holds as plain attributes is not brought to life."""
+    vars(module)["_colossus_on_meta"] = True
+
+
+def _registered(model: nn.Module) -> dict[int, Tensor]:
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+
+
+class _Walk:
+    """Puts what ``act`` makes of each tensor in its place: once for each tensor, so that ties stay.
+
+    Args:
+        act: takes a tensor, the name of the module that holds it first, and its name there.
+        dropped: by id, tensors that are left as they are where attributes still refer to them.
+    """
+
+    def __init__(self, act: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None) -> None:
+        self._act = act
+        self._dropped = dropped or {}
+        self._made: dict[int, Tensor] = {}
+        self._entered: set[int] = set()
+        self._made_from: list[Tensor] = []  # keeps the ids above from being used again
+
+    def run(self, model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    module._parameters[leaf] = self._of(parameter, path, leaf)
+            for leaf, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[leaf] = self._of(buffer, path, leaf)
+        for path, module in model.named_modules():  # RNNs, for one, keep a list of their parameters
+            own = vars(module)
+            if "_colossus_on_meta" in own:
+                continue
+            for leaf in [leaf for leaf in own if leaf not in ("_parameters", "_buffers", "_modules")]:
+                own[leaf] = self._inside(own[leaf], path, leaf)
+
+    def _inside(self, value: Any, path: str, leaf: str) -> Any:
+        """``value`` with the tensors in it, as far as lists, tuples and dicts go."""
+        if isinstance(value, Tensor):
+            is_left = not value.is_meta or id(value) in self._dropped
+            return value if is_left else self._of(value, path, leaf)
+        if type(value) is tuple:
+            return tuple(self._inside(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
+        if type(value) in (list, dict) and id(value) not in self._entered:
+            self._entered.add(id(value))
+            for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+                value[key] = self._inside(item, path, f"{leaf}.{key}")
+        return value
+
+    def _of(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        if id(tensor) not in self._made:
+            self._made_from.append(tensor)
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ValueError(
+                    f"{_join(path, leaf)} gets its shape at the first forward pass (a lazy module): give it its sizes"
+                )
+            self._made[id(tensor)] = self._act(tensor, path, leaf)
+        return self._made[id(tensor)]
+
+
+def _reserve(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
+    """Give a recorded tensor the seed that it has in the whole model."""
+    if tensor.is_meta and spec_of(tensor) is None:
+        trace.reserve(tensor, context.rng.key("init", _join(path, leaf)))
+    return tensor
+
+
+class _Materializer:
+    """Makes the real tensor in the place of one that a constructor left on the meta device."""
+
+    def __init__(self, trace: InitTrace, context: ParallelContext, dtype: torch.dtype | None) -> None:
+        self.trace, self.context, self.dtype = trace, context, dtype
+
+    def make(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        name = _join(path, leaf)
+        if not isinstance(tensor, nn.Parameter):
+            return self._cast(self._plain(tensor, name))
+        spec = spec_of(tensor)
+        if spec is not None and tensor.is_meta:
+            value = self._drawn(tensor, path, leaf, spec)
+        else:
+            value = self._cast(self._plain(tensor, name))
+        if value is tensor:
+            return tensor
+        real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
+        vars(real).update(vars(tensor))
+        if tensor._backward_hooks:
+            real._backward_hooks = tensor._backward_hooks
+        return real
+
+    def _drawn(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
+        if not self.trace.protects(tensor):
+            raise ValueError(
+                f"{_join(path, leaf)} was given other values (.data = ...) while the model was built, but a sharded "
+                f"parameter draws them from its name and full shape: pass init=... to the layer (see "
+                f"colossus.layers.init)"
+            )
+
+        def key_of(part: str) -> int:
+            return self.context.rng.key("init", _join(path, part, leaf))
+
+        kind = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return allocate.draw(
+            spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=kind, device=self.context.device
+        )
+
+    def _plain(self, tensor: Tensor, name: str) -> Tensor:
+        return self.trace.value(tensor, self.context.rng.key("init", name)) if tensor.is_meta else tensor
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self.context.device, self.dtype if value.is_floating_point() else None)
+
+
+@contextmanager
+def _seeded_globals(seed: int) -> Iterator[None]:
+    """Python's and numpy's generators give a constructor the same numbers on every rank, and are put back after it."""
+    python, arrays = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+def _join(*parts: str) -> str:
+    return ".".join(filter(None, parts))

@@ -1,0 +1,276 @@
+"""Recording what a constructor does to its tensors, and doing it later. (The idea is that of torchdistX.)
+
+While a model is built under `InitTrace`, nothing is allocated: tensors are made on the meta device and the operations
+on them are recorded by storage. A value is had afterwards by running the operations that touch it, each once and in the
+order in which they were written, so that copies, views and weights computed from weights come out as in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from colossus.context.rng import hash_key
+from colossus.layout.parameter import ParameterSpec
+
+_aten = torch.ops.aten
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+class HideMeta(TorchFunctionMode):
+    """Lets a constructor take recorded tensors for real ones: some of `torch.nn.init` does nothing on a meta tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        if func is Tensor.numpy:
+            return args[0].cpu().numpy(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class InitTrace(TorchDispatchMode):
+    """Makes every new tensor a meta tensor and records the operations on it.
+
+    Args:
+        seed: of random numbers that the constructor wants to see (``torch.rand(()).item()``).
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._looks = 0
+        self._operations: list[_Operation] = []
+        self._touching: dict[int, list[_Operation]] = {}
+        self._real: dict[int, torch.UntypedStorage] = {}
+        self._seeds: dict[int, int] = {}
+        self._sharded: dict[int, ParameterSpec] = {}
+        self._keep: list[torch.UntypedStorage] = []
+
+    def protect(self, buffer: Tensor, spec: ParameterSpec) -> None:
+        """Operations that write to this buffer raise: its values come from its spec."""
+        self._sharded[_key(buffer)] = spec
+        self._keep.append(buffer.untyped_storage())
+
+    def protects(self, buffer: Tensor) -> bool:
+        return _key(buffer) in self._sharded
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._handle(func, args, kwargs or {})
+
+    def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        metas = [leaf for leaf in inputs if leaf.is_meta]
+        makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
+        written = list(_written(func, args, kwargs))
+        for leaf in written:
+            if _key(leaf) in self._sharded:
+                raise ValueError(_write_refusal(func, self._sharded[_key(leaf)]))
+        only_real = not metas and not (makes_tensor and not inputs)
+        if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
+            return self._run_now(func, args, kwargs, written)
+        meta_args, meta_kwargs = tree_map(_as_meta, (args, kwargs))
+        if makes_tensor:
+            meta_kwargs["device"] = _META
+        meta_kwargs.pop("generator", None)
+        operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
+        try:
+            out = func(*meta_args, **meta_kwargs)
+        except NotImplementedError:  # an operation that the meta device does not know
+            return self._run_now(func, args, kwargs, written)
+        operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._note(operation)
+        if func is _aten._to_copy.default and self.protects(args[0]):
+            self.protect(out, self._sharded[_key(args[0])])
+        return out
+
+    def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+        args, kwargs = tree_map(self._look, (args, kwargs))
+        for leaf in written:  # who read the old value reads it now
+            self._run_all(_key(leaf), self._next_seed())
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        with _seeded(self._next_seed()):
+            return func(*args, **kwargs)
+
+    def _look(self, leaf: Any) -> Any:
+        """The value of a meta tensor that the constructor needs at once."""
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            return self.value(leaf, self._next_seed())
+        return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
+
+    def _next_seed(self) -> int:
+        self._looks += 1
+        return hash_key(self._seed, self._looks)
+
+    def _note(self, operation: _Operation) -> None:
+        self._operations.append(operation)
+        operation.index = len(self._operations)
+        for storage in operation.storages():
+            self._keep.append(storage)
+            self._touching.setdefault(storage._cdata, []).append(operation)
+
+    def reserve(self, tensor: Tensor, seed: int) -> None:
+        """Fix the seed of all operations that the value of a recorded meta tensor takes, unless it is fixed already.
+
+        With one reservation for every tensor, values do not depend on which of them are asked for.
+        """
+        if _key(tensor) not in self._seeds:
+            _, connected = self._connected(_key(tensor))
+            self._seeds.update(dict.fromkeys(connected, seed))
+
+    def value(self, tensor: Tensor, seed: int) -> Tensor:
+        """The real value of a recorded meta tensor; it shares the memory of whatever it shared it with when recorded.
+
+        Args:
+            seed: of torch's generator for what has not been run before, and has no seed reserved.
+        """
+        self._run_all(_key(tensor), seed)
+        with _disable_current_modes(), torch.no_grad():
+            return self._lower(_snapshot(tensor))
+
+    def _run_all(self, key: int, seed: int) -> None:
+        """Run all operations connected with a storage in their order: each sees what it saw in the constructor."""
+        pending, _ = self._connected(key)
+        if pending:
+            with _disable_current_modes(), _seeded(self._seeds.get(key, seed)), torch.no_grad():
+                for index in sorted(pending):
+                    pending[index].run(self._lower, self._real)
+
+    def _connected(self, key: int) -> tuple[dict[int, _Operation], set[int]]:
+        """What has not been run of the operations connected with a storage, and all storages that these touch."""
+        pending: dict[int, _Operation] = {}
+        todo, seen = [key], set[int]()
+        while todo:
+            key = todo.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            for operation in self._touching.get(key, ()):
+                if not operation.is_done and operation.index not in pending:
+                    pending[operation.index] = operation
+                    todo.extend(storage._cdata for storage in operation.storages())
+        return pending, seen
+
+    def _lower(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _Ref):
+            return _CPU if isinstance(leaf, torch.device) else leaf
+        if leaf.key in self._sharded:
+            raise ValueError(
+                f"the values of a {self._sharded[leaf.key].description} are used while the model is built (copied, "
+                f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
+                f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the build"
+            )
+        if leaf.key not in self._real:
+            raise ValueError("a tensor made while the model was built has no value: it was made on the meta device")
+        real = torch.empty(0, dtype=leaf.dtype)
+        real.set_(self._real[leaf.key], leaf.offset, leaf.size, leaf.stride)
+        if leaf.is_conj:
+            real = real.conj()
+        return real._neg_view() if leaf.is_neg else real
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """A meta tensor as it was when an operation met it (``t_()`` and the like change it later)."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+
+    @property
+    def key(self) -> int:
+        return self.storage._cdata
+
+
+class _Operation:
+    def __init__(self, func: Any, args: Any, kwargs: Any, outputs: list[_Ref]) -> None:
+        self.func, self.args, self.kwargs, self.outputs = func, args, kwargs, outputs
+        self.index = 0
+        self.is_done = False
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        leaves = (*tree_leaves((self.args, self.kwargs)), *self.outputs)
+        refs = [leaf.storage for leaf in leaves if isinstance(leaf, _Ref)]
+        return refs + [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def run(self, lower: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
+        args, kwargs = tree_map(lower, (self.args, self.kwargs))
+        results = [leaf for leaf in tree_leaves(self.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        for ref, real in zip(self.outputs, results, strict=True):
+            if ref.key not in storages:
+                storages[ref.key] = _storage_like(real, ref)
+        self.is_done = True
+        self.args, self.kwargs, self.outputs = (), {}, []
+
+
+def _storage_like(real: Tensor, ref: _Ref) -> torch.UntypedStorage:
+    """A storage in which ``ref`` is ``real``, whatever strides the operation chose on this device."""
+    if (real.storage_offset(), real.size(), real.stride()) == (ref.offset, ref.size, ref.stride):
+        return real.untyped_storage()
+    span = ref.offset + 1 + sum((size - 1) * step for size, step in zip(ref.size, ref.stride, strict=True))
+    buffer = torch.empty(span if ref.size.numel() else 0, dtype=ref.dtype)
+    buffer.as_strided(ref.size, ref.stride, ref.offset).copy_(real)
+    return buffer.untyped_storage()
+
+
+def _snapshot(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    place = int(leaf.storage_offset()), leaf.size(), leaf.stride()
+    return _Ref(leaf.untyped_storage(), leaf.dtype, *place, leaf.is_conj(), leaf.is_neg())
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _as_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0 else leaf
+
+
+def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result cannot be on meta: a Python number, a shape that depends on values, a copy to a device."""
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return True
+    # a parameter stays: Module.to(device) in a constructor has no effect but that of the final device
+    device = kwargs.get("device") if func is _aten._to_copy.default else None
+    return device is not None and torch.device(device) != _META and not isinstance(args[0], nn.Parameter)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _write_refusal(func: Any, spec: ParameterSpec) -> str:
+    return (
+        f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
+        f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
+        f"colossus.layers.init) instead of using torch.nn.init on it"
+    )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

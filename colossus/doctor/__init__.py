@@ -1,0 +1,1 @@
+"""``colossus doctor``: what this machine has and what will make trouble."""

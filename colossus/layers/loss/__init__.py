@@ -1,0 +1,1 @@
+"""What is computed from logits whose vocabulary may be split: cross-entropy and accuracy."""

@@ -1,0 +1,219 @@
+"""What a run shows on the terminal: a live display, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from colossus.config import model_options
+from colossus.engine.engine import Engine
+from colossus.engine.hooks import Hook
+from colossus.engine.results import EvalSummary, StepResult
+from colossus.machine import gigabytes
+from colossus.monitor.metrics import StepTimer, peak_memory_bytes
+from colossus.monitor.mfu import device_peak, flops_per_token
+
+
+def make_display(folder: Path, stream: TextIO | None = None) -> Display:
+    """The display that suits ``stream`` (standard output by default): live on a terminal, else plain lines."""
+    stream = stream or sys.stdout
+    return LiveDisplay(folder, stream) if stream.isatty() else PlainDisplay(folder, stream)
+
+
+class Display(Hook):
+    """Collects what there is to show; only the logging rank shows anything.
+
+    Speeds are averages since the last line (plain) or over the last steps (live), without evaluations.
+    """
+
+    def __init__(self, folder: Path, stream: TextIO) -> None:
+        self.folder, self.stream = folder, stream
+        self.total = 0
+        self.shown = False
+        self.result: StepResult | None = None
+        self.validation_loss: float | None = None
+        self.tokens, self.seconds = 0.0, 0.0
+        self._timer = StepTimer()
+        self._began = time.monotonic()
+        self._flops = 0.0
+        self._peak: float | None = None
+
+    def on_train_start(self, engine: Engine) -> None:
+        self.shown = engine.context.is_logging_rank
+        self.total = engine.config.train.steps
+        self._began = time.monotonic()
+        options = model_options(engine.config)
+        if options is not None:
+            peak = device_peak(engine.device, engine.config.train.precision)
+            self._peak = peak * engine.context.world_size if peak else None
+            self._flops = flops_per_token(options)
+
+        if self.shown:
+            self.stream.write("\n".join(self.heading(engine)) + "\n")
+            self.stream.flush()
+
+    def heading(self, engine: Engine) -> list[str]:
+        """What is about to run, in two or three lines."""
+        grid = engine.context.grid
+        sizes = " x ".join(f"{name} {size}" for name, size in grid.sizes.items() if size > 1) or "no parallelism"
+        options = model_options(engine.config)
+        size = f", {options.num_parameters():,} parameters" if options is not None else ""
+        lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
+        if engine.loaders is not None:
+            lines.append(engine.loaders.description)
+            if engine.config.train.eval_every and engine.loaders.validation_missing:
+                lines.append(f"no validation: {engine.loaders.validation_missing}")
+        return lines
+
+    def on_step_start(self, engine: Engine) -> None:
+        self._timer.start()
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        self.seconds += self._timer.stop()
+        self.tokens += result.tokens
+        self.result = result
+        self.memory = peak_memory_bytes(engine.device)
+        if self.shown:
+            self.show_step(engine)
+
+    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+        self.validation_loss = summary.loss
+        if self.shown:
+            self.show_evaluation()
+
+    def on_train_end(self, engine: Engine) -> None:
+        self.close()
+        if self.shown and self.result is not None and self.result.step >= self.total:
+            self.stream.write(self.summary() + "\n")
+            self.stream.flush()
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self.close()
+
+    def show_step(self, engine: Engine) -> None: ...
+
+    def show_evaluation(self) -> None: ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called from another thread, and twice."""
+
+    def fields(self) -> list[str]:
+        """The figures of the last step as words."""
+        assert self.result is not None
+        words = [f"loss {self.result.loss:.4f}"]
+        if self.validation_loss is not None:
+            words.append(f"validation {self.validation_loss:.4f}")
+        words += [
+            f"grad_norm {self.result.grad_norm:.3g}",
+            f"lr {self.result.lr:.3g}",
+            f"{_thousands(self.speed)} tokens/s",
+            f"memory {gigabytes(self.memory)}",
+            f"MFU {self.mfu}",
+        ]
+        return words
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the whole run's ranks together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def mfu(self) -> str:
+        if self._peak is None or not self._flops:
+            return "N/A"
+        return f"{self.speed * self._flops / self._peak:.1%}"
+
+    def summary(self) -> str:
+        """The line that ends a complete run."""
+        assert self.result is not None
+        words = [f"done: {self.result.step} steps in {_clock(time.monotonic() - self._began)}"]
+        words.append(f"loss {self.result.loss:.4f}")
+        if self.validation_loss is not None:
+            words.append(f"validation loss {self.validation_loss:.4f}")
+        return f"{', '.join(words)}; run folder {self.folder}"
+
+
+class PlainDisplay(Display):
+    """One line every ``train.log_every`` steps, after the first step and after the last, and one per evaluation."""
+
+    def show_step(self, engine: Engine) -> None:
+        assert self.result is not None
+        step = self.result.step
+        if step not in (1, self.total) and step % engine.config.train.log_every and not self.result.stop_requested:
+            return
+        elapsed = time.monotonic() - self._began
+        left = _clock(elapsed / step * (self.total - step))
+        fields = [word for word in self.fields() if not word.startswith("validation")]
+        self._line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
+        self.tokens = self.seconds = 0.0
+
+    def show_evaluation(self) -> None:
+        assert self.result is not None
+        self._line(f"step {self.result.step}/{self.total}  validation loss {self.validation_loss:.4f}")
+
+    def _line(self, text: str) -> None:
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+
+class LiveDisplay(Display):
+    """A progress bar with the figures below it, redrawn in place."""
+
+    def __init__(self, folder: Path, stream: TextIO) -> None:
+        super().__init__(folder, stream)
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            expand=True,
+        )
+
+    def on_train_start(self, engine: Engine) -> None:
+        super().on_train_start(engine)
+        if self.shown:
+            self._task = self._progress.add_task("train", total=self.total)
+            self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
+            self._live.start()
+
+    def show_step(self, engine: Engine) -> None:
+        assert self.result is not None
+        self._redraw()
+        # an average that forgets: about the last twenty steps
+        self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
+
+    def show_evaluation(self) -> None:
+        self._redraw()
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _redraw(self) -> None:
+        if self._live is not None and self.result is not None:
+            self._progress.update(self._task, completed=self.result.step)
+            self._live.update(Group(self._progress, Text("  ".join(self.fields()))))
+
+
+def _thousands(number: float) -> str:
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

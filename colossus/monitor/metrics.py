@@ -1,0 +1,103 @@
+"""``metrics.jsonl``: one JSON object per step, written by the logging rank as soon as it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colossus.engine.engine import Engine
+from colossus.engine.fit import evaluation_due
+from colossus.engine.hooks import Hook
+from colossus.engine.results import EvalSummary, StepResult
+from colossus.machine import peak_resident_bytes
+
+
+class StepTimer:
+    """Seconds of a step: from its start (or the end of the one before) to its end, without evaluations."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    def stop(self) -> float:
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank: what was allocated on its GPU, or the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
+
+
+class Metrics(Hook):
+    """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
+    memory_bytes, time, and validation_loss where an evaluation followed.
+
+    Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
+    step that is evaluated waits for the evaluation; ``flush`` writes it without.
+
+    Args:
+        path: the file; rows are appended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._row: dict[str, Any] | None = None
+        self._timer = StepTimer()
+        self._lock = threading.Lock()
+
+    def on_train_start(self, engine: Engine) -> None:
+        if engine.context.is_logging_rank:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._timer.start()
+
+    def on_step_start(self, engine: Engine) -> None:
+        self._timer.start()
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        seconds = self._timer.stop()
+        self._row = {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "tokens_per_second": result.tokens / seconds,
+            "step_seconds": seconds,
+            "memory_bytes": peak_memory_bytes(engine.device),
+            "time": time.time(),
+        }
+        if not evaluation_due(engine, result.step):
+            self.flush()
+
+    def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
+        if self._row is not None:
+            self._row["validation_loss"] = summary.loss
+        self.flush()
+
+    def on_train_end(self, engine: Engine) -> None:
+        self.flush()
+
+    def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the row that is waiting, if any. May be called from another thread."""
+        with self._lock:
+            row, self._row = self._row, None
+            if row is not None and self._file is not None:
+                # one unbuffered write: whatever happens next, the line is in the file
+                os.write(self._file, (json.dumps(row) + "\n").encode())

@@ -1,0 +1,1 @@
+"""A simulated schedule as text and as a picture."""

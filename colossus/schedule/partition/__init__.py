@@ -1,0 +1,1 @@
+"""Which blocks of a model each stage of a pipeline runs."""

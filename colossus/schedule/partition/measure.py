@@ -1,0 +1,159 @@
+"""What the blocks of a model cost, by running them: for a pipeline whose stages take equally long, or equal memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from colossus.comm import collectives
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.context.rng import RngStreams
+from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
+from colossus.layers.sharded import ShardedActivation, unwrap
+from colossus.schedule.partition.bounds import BlockCost
+from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
+
+
+def measure_blocks(
+    factory: Callable[[], nn.Module],
+    context: ParallelContext,
+    sample: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    repeats: int = 3,
+) -> list[BlockCost]:
+    """The cost of each block of a model, the mean over all ranks, so that they agree. All ranks must call.
+
+    One block at a time is brought to life, run forward and backward, and let go, on what the blocks before it make of
+    ``sample``; the model of the run, its random streams and its weights are not touched. A block's activations are the
+    tensors that autograd saves in its forward, parameters excepted, and its input, which is held to the backward.
+
+    Args:
+        factory: builds the model; called once for every block.
+        sample: what the model takes: the input of one microbatch on this rank.
+        dtype: as of `build`.
+        repeats: timed runs, after one that is not; the fastest counts.
+
+    Raises:
+        ValueError: for a model that is no chain of blocks.
+    """
+    alone = copy.copy(context)  # its layers have a plan of their own, and do not meet the weights of the run's model
+    alone.rng = RngStreams(context.rng.seed)
+    alone.coalesce = False  # a plan remembers the weights that it coalesces: those of a block could not be let go
+    measured: list[BlockCost] = []
+    x, num_blocks = sample, 1
+    while len(measured) < num_blocks:
+        model, partition = _build_block(factory, alone, len(measured), dtype)
+        num_blocks = partition.num_stages
+        with alone:
+            cost, x = _measure(model, partition.blocks[len(measured)], x, context.device, repeats)
+        measured.append(cost)
+    return _mean(measured, context)
+
+
+def _build_block(
+    factory: Callable[[], nn.Module], context: ParallelContext, index: int, dtype: torch.dtype | None
+) -> tuple[nn.Module, Partition]:
+    """The model with block ``index`` alone brought to life, and the partition with one stage for each block."""
+    made: list[Partition] = []
+
+    def prepare(model: nn.Module) -> None:
+        made.append(_one_stage_each(model))
+        keep_stages_of(model, made[0], index)
+
+    return build(factory, context, dtype=dtype, prepare=prepare), made[0]
+
+
+def _one_stage_each(model: nn.Module) -> Partition:
+    count = len(pipeline_blocks(model))
+    return make_partition(model, {stage: stage for stage in range(count)}, [1] * count)
+
+
+def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, repeats: int) -> tuple[BlockCost, Any]:
+    """Cost of a block, and its output for the next one."""
+    parameters = list(model.parameters())
+    owned = {parameter.untyped_storage()._cdata for parameter in parameters}
+    held: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        given = _as_input(x)
+        out = block.call(given)
+    for leaf in _tensors(given):
+        note(leaf)
+    activation_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in held.items() if key not in owned)
+    held.clear()
+    _backward(out)  # the untimed run
+    following = tree_map(_detached, out)
+    del given, out
+    seconds = math.inf
+    for _ in range(repeats):
+        _let_go(parameters)
+        fresh = _as_input(x)
+        _synchronize(device)
+        start = time.perf_counter()
+        _backward(block.call(fresh))
+        _synchronize(device)
+        seconds = min(seconds, time.perf_counter() - start)
+    mine = {name: parameter for name, parameter in model.named_parameters() if name in block.parameters}
+    parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in mine.values())
+    return BlockCost(seconds, parameter_bytes, activation_bytes), following
+
+
+def _backward(out: Any) -> None:
+    """Backward from ones through whatever the block returned."""
+    plain = [unwrap(leaf, leaf.parallel)[0] if isinstance(leaf, ShardedActivation) else leaf for leaf in _tensors(out)]
+    roots = [leaf for leaf in plain if leaf.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _as_input(x: Any) -> Any:
+    """A block's input as its stage gets it: cut off from what made it, and asking for a gradient.
+
+    A copy: blocks may write to their input, and not to a leaf of autograd.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.is_floating_point()).clone()
+
+    return tree_map(cut, x)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+def _let_go(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _mean(costs: list[BlockCost], context: ParallelContext) -> list[BlockCost]:
+    rows = [[cost.seconds, cost.parameter_bytes, cost.activation_bytes] for cost in costs]
+    group = context.group(context.grid.names)
+    total = collectives.all_reduce(torch.tensor(rows, dtype=torch.float64, device=context.device), group).wait()
+    mean = (total / group.size).tolist()
+    return [BlockCost(seconds, round(parameters), round(activations)) for seconds, parameters, activations in mean]

@@ -1,0 +1,198 @@
+"""Which blocks of a model each stage of a pipeline runs, and what a rank therefore holds of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from colossus.construct.build_model import leave_on_meta
+from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
+from colossus.layout.parameter import remember_order, spec_of
+from colossus.schedule.partition.balance import split_chain
+from colossus.schedule.partition.bounds import BlockCost, Split, spans, stage_cost, stated_bounds
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A model cut into stages.
+
+    Attributes:
+        blocks: the chain that the model is.
+        bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
+        rank_of: stage -> index along the pipeline axis.
+        stages_of: name of a parameter -> the stages that use it, ascending.
+        names: of all parameters of the whole model, in the order of ``named_parameters``.
+        sizes: name of a parameter -> its elements, whatever the plan.
+    """
+
+    blocks: tuple[NamedBlock, ...]
+    bounds: tuple[int, ...]
+    rank_of: Mapping[int, int]
+    stages_of: Mapping[str, tuple[int, ...]]
+    names: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank, ascending."""
+        return [stage for stage in range(self.num_stages) if self.rank_of[stage] == rank]
+
+    def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
+        return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+
+    def call(self, stage: int) -> Callable[[Any], Any]:
+        """Runs the blocks of a stage in turn, each on what the one before returned."""
+        calls = [block.call for block in self.blocks_of(stage)]
+        return lambda x: run_blocks(calls, x)
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold a parameter, each once, the one of its lowest stage first."""
+        return tuple(dict.fromkeys(self.rank_of[stage] for stage in self.stages_of[name]))
+
+    def parameters_on(self, stage: int) -> list[str]:
+        """Names of the parameters that a stage uses, in the order of the whole model."""
+        return [name for name in self.names if stage in self.stages_of[name]]
+
+    def describe(self) -> list[str]:
+        """One line per stage: where it is, its blocks, and the elements of its parameters, whatever the plan."""
+        lines = []
+        for stage in range(self.num_stages):
+            blocks = self.blocks_of(stage)
+            elements = sum(self.sizes[name] for name in self.parameters_on(stage))
+            count = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
+            lines.append(
+                f"stage {stage} on rank {self.rank_of[stage]}: {spans([block.name for block in blocks])} ({count}), "
+                f"{elements:,} parameters"
+            )
+        return lines
+
+
+def make_partition(
+    model: nn.Module,
+    rank_of: Mapping[int, int],
+    split: Split = "parameters",
+    *,
+    costs: Sequence[BlockCost] | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> Partition:
+    """Cut a model that is a chain of blocks into stages.
+
+    Args:
+        model: whole; on the meta device or not.
+        rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
+        split: what the stages are equal in, as far as they can be: elements of their ``"parameters"`` whatever the plan
+            (a tied one counts wherever it is used), ``"time"`` or ``"memory"``; or the number of blocks of each stage;
+            or the name of the block with which each stage but the first begins (or each, beginning with the first).
+        costs: of every block, for ``"time"`` and ``"memory"`` (see `colossus.schedule.partition.measure`).
+        in_flight: for ``"memory"``, the most microbatches that each stage holds at a time.
+
+    Raises:
+        ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
+    """
+    blocks = tuple(pipeline_blocks(model))
+    if has_hooks(model):
+        raise ValueError(
+            f"{type(model).__name__} has hooks of its own, but a pipeline calls its blocks, never the model as a "
+            f"whole: put the hooks on a module inside of it"
+        )
+    num_stages = len(rank_of)
+    assert sorted(rank_of) == list(range(num_stages))
+    if num_stages > len(blocks):
+        raise ValueError(
+            f"{num_stages} stages for {len(blocks)} blocks ({spans([block.name for block in blocks])}): every stage "
+            f"needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer chunks "
+            f"of the schedule), or cut the model into more blocks"
+        )
+    sizes = {name: _elements(parameter) for name, parameter in model.named_parameters()}
+    if isinstance(split, str):
+        elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
+        cost = stage_cost(split, elements, costs, in_flight)
+        bounds = split_chain(cost, len(blocks), num_stages)
+    else:
+        bounds = stated_bounds(split, [block.name for block in blocks], num_stages)
+    stages_of: dict[str, tuple[int, ...]] = {
+        name: tuple(
+            stage
+            for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
+            if any(name in block.parameters for block in blocks[start:stop])
+        )
+        for name in sizes
+    }
+    return Partition(blocks, bounds, dict(rank_of), stages_of, tuple(sizes), sizes)
+
+
+def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
+    """Leave a model on the meta device what the stages of one pipeline rank use: for ``build(prepare=...)``.
+
+    Parameters and buffers of other ranks are deleted, in every module that has them (None would be a legal value: a
+    missing bias); one that several stages share stays on each of their ranks under all its names, the first one
+    included. Buffers that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from
+    then on.
+    """
+    here = set(partition.stages_on(rank))
+    if len(here) == partition.num_stages:
+        return
+    modules = _stages_by(partition, lambda block: block.modules)
+    buffers = _stages_by(partition, lambda block: block.buffers)
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
+    remember_order(model)
+    for name, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and not here.intersection(partition.stages_of[parameter_names[id(parameter)]]):
+                del module._parameters[leaf]
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is not None and not here.intersection(buffers.get(buffer_names[id(buffer)], here)):
+                del module._buffers[leaf]
+        stages = modules.get(name, [])  # what no block owns is everywhere
+        if stages and not here.intersection(stages):
+            leave_on_meta(module)
+            module.register_forward_pre_hook(_Elsewhere(_elsewhere(name, module, stages[0], partition, rank)))
+    if "" not in modules:
+        model.register_forward_pre_hook(_Elsewhere(_in_parts(model, partition, rank)))
+
+
+class _Elsewhere:
+    """A forward pre-hook of what this rank cannot run."""
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __call__(self, module: nn.Module, args: Any) -> NoReturn:
+        raise ValueError(self.words)
+
+
+def _elsewhere(name: str, module: nn.Module, stage: int, partition: Partition, rank: int) -> str:
+    return (
+        f"{name} ({type(module).__name__}) is on stage {stage} (pipeline rank {partition.rank_of[stage]}), but is "
+        f"called on rank {rank}: a PipelineBlock must own (name) every module that it calls"
+    )
+
+
+def _in_parts(model: nn.Module, partition: Partition, rank: int) -> str:
+    stages = ", ".join(map(str, partition.stages_on(rank)))
+    return (
+        f"{type(model).__name__} is called as a whole, but pipeline rank {rank} has stage {stages} of "
+        f"{partition.num_stages} only: call engine.train_step(batch) or engine.evaluate()"
+    )
+
+
+def _stages_by(partition: Partition, names_of: Callable[[NamedBlock], Sequence[str]]) -> dict[str, list[int]]:
+    """Name -> the stages whose blocks own it, ascending."""
+    out: dict[str, list[int]] = {}
+    for stage in range(partition.num_stages):
+        for name in {name: None for block in partition.blocks_of(stage) for name in names_of(block)}:
+            out.setdefault(name, []).append(stage)
+    return out
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    spec = spec_of(parameter)
+    return parameter.numel() if spec is None else spec.num_elements

@@ -1,0 +1,131 @@
+"""What a mode of tensor parallelism is: the axes it needs, and for each matmul a sharding of layouts.
+
+A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and holds nothing but its shardings.
+No torch here: sizes and layouts are checked before any process starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The layouts an activation may have in a model.
+
+    Attributes:
+        user: what a user's ``forward`` sees: features whole, gradient complete.
+        outer: between blocks.
+        inner: between a column and a row linear, and inside attention.
+    """
+
+    user: Activation
+    outer: Activation
+    inner: Activation
+
+
+@dataclass(frozen=True)
+class MatmulSharding:
+    """One way to compute ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
+
+    What x is stored as before and y after belongs to the call: the moves between stored and used follow.
+
+    Attributes:
+        x: layout of x in the multiplication.
+        weight: stored layout of the weight.
+        weight_used: its layout in the multiplication.
+        y: layout of the product as made, possibly a partial sum.
+    """
+
+    x: Activation
+    weight: Layout
+    weight_used: Layout
+    y: Activation
+
+    def drop_trivial_axes(self, sizes: Mapping[str, int]) -> MatmulSharding:
+        """Without axes of one rank."""
+        weight, used = self.weight.drop_trivial_axes(sizes), self.weight_used.drop_trivial_axes(sizes)
+        return MatmulSharding(self.x.drop_trivial_axes(sizes), weight, used, self.y.drop_trivial_axes(sizes))
+
+
+class TensorMode:
+    """Base of all modes. ``axes`` are the atomic mesh axes, outermost first."""
+
+    name: str = ""
+    axes: tuple[str, ...] = ()
+    #: whether ``sequence_sharded`` means something in this mode
+    splits_tokens: bool = False
+
+    @classmethod
+    def axis_sizes(cls, size: int, depth: int | None = None, shape: Sequence[int] | None = None) -> dict[str, int]:
+        """Size of each axis for ``tensor.size`` ranks; ``depth`` None is the mode's own choice.
+
+        Raises:
+            ValueError: when ``size`` does not factor as the mode needs; shows the arithmetic and near sizes.
+        """
+        if shape is not None:
+            if len(shape) != len(cls.axes):
+                raise ValueError(
+                    f"parallel.tensor.shape = {tuple(shape)} has {len(shape)} numbers, but mode {cls.name} has "
+                    f"{len(cls.axes)} axes ({', '.join(cls.axes)})"
+                )
+            if math.prod(shape) != size:
+                product = " x ".join(map(str, shape))
+                raise ValueError(
+                    f"parallel.tensor.shape: {product} = {math.prod(shape)}, but parallel.tensor.size = {size}"
+                )
+            sizes = dict(zip(cls.axes, shape, strict=True))
+            if depth is not None and sizes.get("depth", depth) != depth:
+                raise ValueError(
+                    f"parallel.tensor.shape = {tuple(shape)} has depth {sizes['depth']}, but parallel.tensor.depth = "
+                    f"{depth}"
+                )
+            return sizes
+        return dict(zip(cls.axes, cls.default_shape(size, depth or 0), strict=True))
+
+    @classmethod
+    def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        """Ranks along each axis; ``depth`` 0 is not given."""
+        raise NotImplementedError
+
+    @classmethod
+    def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
+        """Layouts of the regions, given how the engine splits what enters the model at its inputs."""
+        raise NotImplementedError
+
+    @classmethod
+    def batch_ways(cls, sizes: Mapping[str, int]) -> int:
+        """What a microbatch must be a multiple of: every region splits it without a rest."""
+        regions = cls.regions(Activation(), sequence_sharded=False)
+        ways = [math.prod(sizes[axis] for axis in r.batch) for r in (regions.user, regions.outer, regions.inner)]
+        return math.lcm(*ways)
+
+    @classmethod
+    def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
+        """The ways to compute a ``column`` linear (outer to inner) or a ``row`` linear (inner to outer).
+
+        Of several the one that moves fewer bytes is taken (`colossus.tensor_parallel.choice`). A linear that stands
+        alone may take any of either; an embedding is a column linear read backwards: its ids are one-hot rows over
+        the vocabulary.
+        """
+        raise NotImplementedError
+
+
+def is_square(size: int) -> bool:
+    return math.isqrt(size) ** 2 == size
+
+
+def square_side(size: int, what: str) -> int:
+    """The side q with q * q == size."""
+    side = math.isqrt(size)
+    if side * side != size:
+        near = " or ".join(str(q * q) for q in (side, side + 1))
+        raise ValueError(
+            f"{what} = {size} is not a square (q x q); use {near}, or give parallel.tensor.shape for a rectangle"
+        )
+    return side

@@ -1,0 +1,41 @@
+"""1D (Megatron-LM, 1909.08053): weights split over one axis, by output (column) or by input (row).
+
+With ``sequence_sharded`` (2205.05198) the activations between blocks are split by tokens over the same axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.registry import TENSOR_MODES
+from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode
+
+AXIS = ("tensor",)
+BY_OUT = Layout((AXIS, ()))
+BY_IN = Layout(((), AXIS))
+
+
+@TENSOR_MODES.register("1d")
+class OneD(TensorMode):
+    name = "1d"
+    axes = AXIS
+    splits_tokens = True
+
+    @classmethod
+    def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        return (size,)
+
+    @classmethod
+    def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
+        outer = replace(inputs, tokens=inputs.tokens + AXIS) if sequence_sharded else inputs
+        return Regions(user=inputs, outer=outer, inner=replace(inputs, features=AXIS))
+
+    @classmethod
+    def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
+        if split == "column":
+            whole = replace(regions.user, grad_partial=AXIS)
+            return (MatmulSharding(x=whole, weight=BY_OUT, weight_used=BY_OUT, y=regions.inner),)
+        partial = replace(regions.user, partial=AXIS)
+        return (MatmulSharding(x=regions.inner, weight=BY_IN, weight_used=BY_IN, y=partial),)

@@ -1,0 +1,50 @@
+"""2D (SUMMA, van de Geijn and Watts 1997; Optimus, 2104.05343): activations and weights on a row x col grid.
+
+An activation is split by batch over ``row`` and by features over ``col``. Two shardings compute the same product: one
+gathers x over ``col``, the other leaves x where it is and reduces y over ``col``. Both gather the weight over ``row``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.registry import TENSOR_MODES
+from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode, square_side
+
+ROW, COL = ("row",), ("col",)
+
+
+@TENSOR_MODES.register("2d")
+class TwoD(TensorMode):
+    name = "2d"
+    axes: tuple[str, ...] = ROW + COL
+    batch_axes: tuple[str, ...] = ROW
+
+    @classmethod
+    def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
+        side = square_side(size, f"{cls.name}: parallel.tensor.size")
+        return side, side
+
+    @classmethod
+    def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
+        user = replace(inputs, batch=inputs.batch + cls.batch_axes)
+        split = replace(user, features=COL)
+        return Regions(user=user, outer=split, inner=split)
+
+    @classmethod
+    def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
+        move_x = MatmulSharding(
+            x=replace(regions.user, grad_partial=COL),
+            weight=Layout((COL, ROW)),
+            weight_used=Layout((COL, ()), grad_partial=ROW),
+            y=regions.inner,
+        )
+        reduce_y = MatmulSharding(
+            x=regions.outer,
+            weight=Layout((ROW, COL)),
+            weight_used=Layout(((), COL), grad_partial=ROW),
+            y=replace(regions.user, partial=COL),
+        )
+        return move_x, reduce_y

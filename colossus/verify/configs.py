@@ -1,0 +1,58 @@
+"""The two configs that are launched in place of the user's: his plan, and one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from colossus.config import Config, load_config
+
+NAMES = {True: "one_process", False: "plan"}
+"""Name of the config file and of the run folder: alone, and under the plan."""
+
+
+def write(folder: Path, path: str, overrides: Sequence[str], nproc: int | None, steps: int, *, alone: bool) -> Path:
+    """Write a config file that loads the user's and changes what `sections` changes. Returns its path.
+
+    Args:
+        folder: of the comparison; the records go to the run folder of the same name.
+    """
+    file = folder / f"{NAMES[alone]}.py"
+    records = folder / NAMES[alone]
+    values = (str(Path(path).resolve()), list(overrides), nproc, steps, str(records))
+    arguments = ", ".join(map(repr, values))
+    file.write_text(
+        f"from colossus.verify.configs import sections as _sections\n\n"
+        f"globals().update(_sections({arguments}, alone={alone}))\n"
+    )
+    return file
+
+
+def sections(
+    path: str, overrides: list[str], nproc: int | None, steps: int, records: str, *, alone: bool
+) -> dict[str, Any]:
+    """The sections of the user's config for one of the two runs.
+
+    Both are in float64, evaluate nothing, and carry the recorder in place of the user's hooks. The learning rates are
+    those of the user's schedule.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    config = load_config(path, overrides, nproc)
+    out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
+    out["train"] = config.train.model_copy(
+        update={"precision": "fp64", "steps": steps, "eval_every": 0, "log_every": steps}
+    )
+    out["hooks"] = [{"type": make_recorder, "folder": records}]
+    if alone:
+        out["parallel"], out["schedule"] = {"data": 1}, {}
+    return out
+
+
+def make_recorder(folder: str) -> Any:
+    # torch comes in here: a config is checked without it
+    from colossus.verify.recorder import Recorder
+
+    return Recorder(folder)

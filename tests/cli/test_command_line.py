@@ -1,0 +1,278 @@
+"""The command line before anything starts: help, ``config``, ``show``, usage errors, and no torch in any of them."""
+
+# configs are written with dict(...), and so are the tests of them
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from colossus import __version__
+from colossus.cli.main import main
+from colossus.registry import LR_SCHEDULES, SCHEDULES
+
+REPOSITORY = Path(__file__).parents[2]
+FILE = """
+parallel = dict(data=2, tensor=2)
+model = dict(type="GPT", num_layers=2, hidden_size=64, num_heads=4)
+data = dict(type="PythonStdlib")
+"""
+#: put before a program so that it runs as in a fresh process, with names for packages that do not exist yet
+STAND_INS = """
+import importlib.util
+from colossus.registry import LR_SCHEDULES, SCHEDULES
+for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
+    if importlib.util.find_spec(registry._package) is None:
+        registry._scanned, registry._entries = True, {name: lambda **options: options}
+"""
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for registry, name in ((LR_SCHEDULES, "constant"), (SCHEDULES, "1f1b")):
+        assert registry._package is not None
+        if importlib.util.find_spec(registry._package) is None:
+            monkeypatch.setattr(registry, "_scanned", True)
+            monkeypatch.setattr(registry, "_entries", {name: lambda **options: options})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("WORLD_SIZE", None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+
+
+# No torch
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["launch", "--help"], 0),
+        (["--version"], 0),
+        (["config", "FILE"], 0),
+        (["show", "FILE", "parallel.tensor.mode=2.5d", "parallel.tensor.size=8", "parallel.tensor.depth=2"], 0),
+        (["launch", "FILE", "train.sed=3"], 2),
+        (["launch", "FILE", "parallel.tensor=3"], 2),
+        (["launch", "FILE", "model.num_layer=3"], 2),
+        (["launch", "FILE", "optimizer.type=Adam"], 2),
+        (["launch", "FILE", "parallel.zero=1"], 2),
+        (["launch", "FILE", "--nproc", "3"], 2),
+        (["launch", "absent.py"], 2),
+    ],
+)
+def test_answers_without_importing_torch(config: str, arguments: list[str], code: int) -> None:
+    words = [config if word == "FILE" else word for word in arguments]
+    done = run(
+        STAND_INS + f"import sys; from colossus.cli.main import main; code = main({words!r}); "
+        "print('TORCH', 'torch' in sys.modules); sys.exit(code)"
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.endswith("TORCH False\n")
+    assert "Traceback" not in done.stderr
+    assert bool(done.stderr) == (code == 2)
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "colossus", "--version"], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, f"colossus {__version__}\n")
+
+
+# config
+
+
+def test_config_prints_a_config_file(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "train.steps=7"]) == 0
+    first = capsys.readouterr().out
+    assert "steps=7," in first
+    again = tmp_path / "again.py"
+    again.write_text(first)
+    assert main(["config", str(again)]) == 0
+    assert capsys.readouterr().out == first
+
+
+def test_config_as_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "--json", "parallel.data=None", "--nproc", "8"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["parallel"]["data"] == 4
+    assert data["name"] == "small"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--nproc", "4", "FILE", "train.steps=3", "train.seed=4"],
+        ["FILE", "train.steps=3", "--nproc", "4", "train.seed=4", "--json"],
+        ["FILE", "--nproc=4", "train.steps=3", "--json", "train.seed=4"],
+    ],
+)
+def test_options_and_overrides_mix(config: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *[config if word == "FILE" else word for word in words]]) == 0
+    out = capsys.readouterr().out.replace('": ', "=")
+    assert "steps=3" in out
+    assert "seed=4" in out
+
+
+def test_world_size_of_torchrun(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert main(["config", config, "parallel.data=None", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parallel"]["data"] == 4
+    assert main(["config", config]) == 2
+    assert capsys.readouterr().err.startswith("colossus: small.py: parallel: data 2 x tensor 2 = 4, but 8 processes\n")
+
+
+# Errors
+
+
+def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "train.sed=3", "train.steps=0"]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    lines = seen.err.splitlines()
+    assert lines[0] == "colossus: small.py: 2 problems"
+    assert lines[1] == "  train.steps: must be at least 1, got 0 (given on the command line)"
+    assert lines[2].startswith("  train.sed: no such key; did you mean train.seed?")
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: colossus COMMAND"),
+        (["lunch"], "colossus: no command 'lunch'; did you mean launch? commands: launch, config, show, doctor"),
+        (["zzz"], "colossus: no command 'zzz'; commands: launch, config, show, doctor"),
+        (["config.py"], "colossus: no command 'config.py'; did you mean colossus launch config.py? commands:"),
+        (["config"], "colossus config: the following arguments are required: FILE\n  see colossus config --help"),
+        (["config", "FILE", "--nproc", "x"], "colossus config: argument --nproc: must be a whole number of at least 1"),
+        (["config", "FILE", "--nproc", "0"], "colossus config: argument --nproc: must be a whole number of at least 1"),
+        (["launch", "FILE", "--train.steps=3"], "colossus launch: unrecognized arguments: --train.steps=3\n  overr"),
+        (["launch", "FILE", "--nprox=3"], "colossus launch: unrecognized arguments: --nprox=3\n  did you mean --nproc"),
+        (["launch", "FILE", "train.steps"], "colossus: small.py: 'train.steps' has no '=': an override"),
+        (["launch", "FILE", "--nnodes", "2"], "colossus: --nnodes 2 needs --rdzv-endpoint host:port"),
+        (["config", "a=b", "FILE"], "colossus: a=b: the config file comes first, overrides (section.key=value) after"),
+        (["launch", "FILE", "parallel.zero=1"], "colossus: small.py: parallel.zero = 1: sharding of optimizer state"),
+    ],
+)
+def test_usage_errors(config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([config if word == "FILE" else word for word in words]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err.startswith(message)
+
+
+def test_closed_pipe_is_no_error(config: str) -> None:
+    code = STAND_INS + f"import sys; from colossus.cli.main import main; sys.exit(main(['show', {config!r}]))"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+    read, out = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(out)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# show
+
+
+def test_show_small_plan(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", config]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "small",
+        "plan        data 2 x tensor 2 = 4 processes (tensor mode 1d)",
+        "rank order  pipeline, data, sequence, tensor (outermost first)",
+        "batch       32 sequences = data 2 x microbatches 1 x 16",
+        "model       GPT, 124,672 parameters, 66,880 on each rank",
+        "",
+        "groups",
+        "  data    [0 2]  [1 3]",
+        "  tensor  [0 1]  [2 3]",
+        "",
+        "rank  pipeline  data  sequence  tensor",
+        "   0         0     0         0       0",
+        "   1         0     0         0       1",
+        "   2         0     1         0       0",
+        "   3         0     1         0       1",
+    ]
+
+
+def test_show_of_4096_ranks_is_short_unless_asked(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["parallel.data=None", "parallel.tensor=8", "parallel.tensor.mode=2.5d", "parallel.tensor.depth=2"]
+    words = ["show", config, *plan, "--nproc", "4096", "train.global_batch_size=2048"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "plan        data 512 x tensor 8 = 4096 processes (tensor mode 2.5d: depth 2 x row 2 x col 2)" in text
+    assert "  tensor  [0-7]  [8-15]  [16-23]  [24-31]  ... 512 groups" in text
+    assert "  data    [0 8 .. 4088]" in text
+    assert "4095         0   511         0      1    1    1\n(4076 ranks left out; --all prints them)" in text
+    assert len(text.splitlines()) < 50
+    assert main([*words, "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 4096
+
+
+def test_show_lists_every_mode(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for mode, axes in (("2d", ["row", "col"]), ("3d", ["i", "j", "k"])):
+        size = 2 ** len(axes)
+        assert main(["show", config, f"parallel.tensor.mode={mode}", f"parallel.tensor={size}"]) == 0
+        header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("rank  "))
+        assert header.split() == ["rank", "pipeline", "data", "sequence", *axes]
+
+
+def test_show_of_one_process_and_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("class Net: ...\nmodel = Net\n")
+    assert main(["show", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "plan        data 1 = 1 process\n" in text
+    assert "model       Net (its parameters are known when it is built)" in text
+    assert "groups      none: one rank has no neighbours" in text
+
+
+# What is handed on
+
+
+def test_launch_hands_its_arguments_on(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def command(*arguments: Any, **options: Any) -> int:
+        calls.append((*arguments, options))
+        return 1
+
+    monkeypatch.setitem(sys.modules, "colossus.launch.command", SimpleNamespace(run=command))
+    words = ["--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--run-dir", "d", "--dry-run"]
+    assert main(["launch", config, "train.steps=3", *words, "train.seed=1"]) == 1
+    options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", dry_run=True)
+    assert calls == [(config, ["train.steps=3", "train.seed=1"], options)]
+
+
+def test_doctor_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def doctor(**options: Any) -> int:
+        calls.append(options)
+        return 0
+
+    monkeypatch.setitem(sys.modules, "colossus.doctor.command", SimpleNamespace(run=doctor))
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--json", "--nproc", "4"]) == 0
+    assert calls == [dict(nproc=2, json=False), dict(nproc=4, json=True)]

@@ -1,0 +1,509 @@
+"""Collectives and their conjugates against what they mean on whole tensors; the log; recomputation; compilation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.dense import dense
+from helpers.ranks import grid, run_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm import accounting, collectives, log, shared_memory
+from colossus.comm.conjugate import conjugate, start
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.recompute import checkpoint
+
+PAIRS = [
+    ("gather", "reduce_scatter"),
+    ("gather", "slice"),
+    ("reduce_scatter", "gather"),
+    ("sum", "identity"),
+    ("sum", "sum"),
+    ("identity", "sum"),
+    ("slice", "gather"),
+    ("slice", "pad"),
+]
+
+
+def random_parts(n: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(n)]
+
+
+def scattered(x: Tensor) -> Tensor:
+    """The same values with strides of another order and gaps between."""
+    wide = torch.full((*reversed(x.shape), 2), -77, dtype=x.dtype)
+    out = wide[..., 0].permute(*reversed(range(x.dim())))
+    return out.copy_(x)
+
+
+class Recorded(TorchDispatchMode):
+    """A mode that does nothing; with any mode on, the functional ops must run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+def _check_pairs(context: ParallelContext, recorded: bool) -> int:
+    group = context.group("tensor")
+    n, me = group.size, group.index
+    checks = 0
+    double, single = torch.float64, torch.float32
+    cases_of = [(double, (n,)), (double, (3 * n, 5 * n)), (single, (2 * n, n, 3 * n)), (double, (n, 2 * n, n, 3 * n))]
+    for dtype, shape in cases_of:
+        ndim = len(shape)
+        dims = range(0 if ndim == 4 else -ndim, ndim)
+        cases = [(*pair, dim, -1) for pair in PAIRS for dim in dims]
+        cases += [
+            ("all_to_all", "all_to_all", dim, to_dim)
+            for dim, to_dim in itertools.product(dims, repeat=2)
+            if dim % ndim != to_dim % ndim
+        ]
+        for forward, backward, dim, to_dim in cases:
+            checks += 1
+            x = random_parts(n, shape, dtype, checks)
+            expected = dense(forward, x, dim, to_dim)
+            dy = random_parts(n, tuple(expected[0].shape), dtype, checks + 1)
+            back_dims = (to_dim, dim) if backward == "all_to_all" else (dim, to_dim)
+            gradient = dense(backward, dy, *back_dims)
+            local = (scattered(x[me]) if checks % 2 else x[me].clone()).requires_grad_()
+            upstream = scattered(dy[me]) if checks % 3 == 0 else dy[me]
+            before = local.detach().clone(), upstream.clone()
+            mode = Recorded()
+            if recorded:
+                with mode:
+                    out = conjugate(local, forward, backward, group, dim, to_dim)
+                    out.backward(upstream)
+                assert ("_c10d_functional" in mode.seen) or {forward, backward} <= {"slice", "pad", "identity"}
+            else:
+                out = conjugate(local, forward, backward, group, dim, to_dim)
+                out.backward(upstream)
+            what = f"{forward}/{backward} {shape} dim {dim} to {to_dim} {dtype}"
+            tolerance = 1e-13 if dtype == torch.float64 else 1e-5
+            torch.testing.assert_close(out.detach(), expected[me], rtol=tolerance, atol=tolerance, msg=what)
+            torch.testing.assert_close(local.grad, gradient[me], rtol=tolerance, atol=tolerance, msg=what)
+            assert torch.equal(local.detach(), before[0]), f"{what} changed its input"
+            assert torch.equal(upstream, before[1]), f"{what} changed the gradient it was given"
+    return checks
+
+
+@pytest.mark.parametrize(
+    ("world", "recorded"),
+    [(2, False), (3, False), (4, False), (2, True), (3, True)],
+    ids=["2 in place", "3 in place", "4 in place", "2 functional", "3 functional"],
+)
+def test_conjugates_against_whole_tensors(world: int, recorded: bool) -> None:
+    """Every pair, every dim from both ends, several numbers of dims, both dtypes, values and gradients."""
+    counts = run_ranks(world, _check_pairs, recorded)
+    assert min(counts) > 150
+
+
+def _by_messages(context: ParallelContext) -> int:
+    """On gloo, with every tensor as large as those that messages carry faster."""
+    shared_memory.enable(False)
+    collectives._MESSAGES_BYTES = 1
+    return _check_pairs(context, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_tensors_go_by_messages_on_gloo(world: int) -> None:
+    assert min(run_ranks(world, _by_messages)) > 150
+
+
+def _sub_groups(context: ParallelContext) -> list[Any]:
+    out = []
+    for axes in ("tensor", "data", ("data", "tensor"), ("tensor", "data"), "pipeline"):
+        x = torch.tensor([float(context.rank)], requires_grad=True)
+        y = conjugate(x, "gather", "reduce_scatter", context.group(axes), 0)
+        (y * torch.arange(1.0, y.numel() + 1)).sum().backward()
+        out.append((y.tolist(), x.grad.item()))
+    return out
+
+
+def test_groups_of_some_ranks() -> None:
+    results = run_ranks(4, _sub_groups, plan=grid(data=2, tensor=2))
+    tensor, data, both, reverse, alone = results[2]
+    assert (tensor, data) == (([2.0, 3.0], 2.0), ([0.0, 2.0], 4.0))
+    assert both == ([0.0, 1.0, 2.0, 3.0], 12.0)
+    assert reverse == ([0.0, 2.0, 1.0, 3.0], 8.0)
+    assert alone == ([2.0], 1.0)
+
+
+def _plain_collectives(context: ParallelContext) -> None:
+    group = context.group("tensor")
+    n, me = group.size, group.index
+    for seed, dtype in enumerate((torch.float32, torch.float64, torch.int64, torch.bfloat16)):
+        parts = [(part * 8).round().to(dtype) for part in random_parts(n, (7, 3), torch.float32, seed)]
+        for op in ("sum", "max"):
+            for x in (parts[me].clone(), scattered(parts[me]), parts[me].t().contiguous().t()):
+                for owned in (False, True):
+                    given = x.clone(memory_format=torch.preserve_format)
+                    got = collectives.all_reduce(given, group, op=op, owned=owned).wait()
+                    assert torch.equal(got, dense(op, parts, 0, 0)[0]), (dtype, op, owned)
+                    assert owned or torch.equal(given, x)
+    # scalars: the loss
+    for op in ("sum", "max"):
+        total = collectives.all_reduce(torch.tensor(me + 1.0), group, op=op).wait()
+        assert total.shape == ()
+        assert total.item() == (n * (n + 1) / 2 if op == "sum" else n)
+    assert collectives.all_gather(torch.tensor(float(me)), group).wait().tolist() == [float(each) for each in range(n)]
+    x = torch.tensor(1.0, requires_grad=True)
+    conjugate(x, "identity", "sum", group).backward()
+    assert x.grad.item() == n
+    y = conjugate(torch.tensor(1.0, requires_grad=True), "sum", "identity", group)
+    assert y.item() == n
+    # nothing to send
+    assert collectives.all_reduce(torch.zeros(0, 3), group).wait().shape == (0, 3)
+    assert collectives.all_gather(torch.zeros(2, 0), group, 0).wait().shape == (2 * n, 0)
+    assert collectives.reduce_scatter(torch.zeros(0, n), group, 1).wait().shape == (0, 1)
+    assert collectives.all_to_all(torch.zeros(n, 0), group, 0, 1).wait().shape == (1, 0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_dtypes_max_scalars_and_empty(world: int) -> None:
+    run_ranks(world, _plain_collectives)
+
+
+def test_one_rank_moves_nothing() -> None:
+    group = ParallelContext(grid()).group("tensor")
+    x = torch.randn(3, 5, requires_grad=True)
+    with accounting.count() as moved:
+        for forward, backward in [*PAIRS, ("all_to_all", "all_to_all")]:
+            assert conjugate(x, forward, backward, group, 0, 1) is x
+        for operation in ("sum", "gather", "reduce_scatter", "all_to_all"):
+            assert start(operation, x, group, 0, 1).wait() is x
+    assert moved.calls() == 0
+
+
+# -- the order of additions -----------------------------------------------------------------------------------
+
+SLOT = 8 << 20  # bytes; about here another algorithm takes over
+
+
+def _same_bits(context: ParallelContext) -> None:
+    group = context.group("tensor")
+    n = group.size
+    for seed, size in enumerate([1, 3, 257, 8192, 8193, 200_001, SLOT // 4, SLOT // 4 + 1]):
+        parts = random_parts(n, (size,), torch.float32, seed)
+        # values of very different size, so that the order of additions shows
+        scale = 10.0 ** torch.randint(-6, 7, (size,), generator=torch.Generator().manual_seed(size))
+        parts = [part * scale.roll(rank) for rank, part in enumerate(parts)]
+        for owned in (False, True):
+            got = collectives.all_reduce(parts[group.index].clone(), group, owned=owned).wait()
+            everywhere = collectives.all_gather(got.view(torch.int32).unsqueeze(0), group, 0).wait()
+            assert torch.equal(everywhere, everywhere[:1].expand(n, -1)), (size, owned)
+            if n == 2:
+                assert torch.equal(got, parts[0] + parts[1])
+            if size > 10_000:
+                continue
+            exact, bound = sum(part.double() for part in parts), sum(part.abs().double() for part in parts)
+            assert ((got.double() - exact).abs() <= bound * n * 2.0**-24).all()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_sum_is_the_same_on_all_ranks(world: int) -> None:
+    """Bit for bit, at every size: replicas that drift apart by one bit drift apart for good."""
+    run_ranks(world, _same_bits)
+
+
+def _outstanding(context: ParallelContext) -> None:
+    group, other = context.group("tensor"), context.group("data")
+    order = random.Random(context.rank)  # every rank waits in another order
+    for turn in range(3):
+        started = []
+        for index in range(40):
+            size = [1, 50, 5000, 20000][index % 4]  # some exchanged, some not
+            on = other if index % 5 == 4 else group
+            x = torch.full((size,), float(context.rank + index + turn))
+            expected = sum(float(rank + index + turn) for rank in on.ranks)
+            kind = index % 3
+            if kind == 0:
+                pending = collectives.all_gather(x, on, 0)
+                check: Callable[[Tensor], bool] = lambda y, e=expected, s=size: y.sum().item() == e * s  # noqa: E731
+            else:
+                pending = collectives.all_reduce(x, on, owned=kind == 1)
+                check = lambda y, e=expected: bool((y == e).all())  # noqa: E731
+            started.append((pending, check))
+        order.shuffle(started)
+        for pending, check in started:
+            assert check(pending.wait())
+
+
+def test_many_outstanding_waited_for_in_any_order() -> None:
+    run_ranks(4, _outstanding, plan=grid(data=2, tensor=2))
+
+
+def _other_history(context: ParallelContext) -> float:
+    group = context.group("tensor")
+    if context.rank == 0:  # a line in this rank's log that the others do not have, as for a pipeline's sends
+        log.record("send", str(group), (1,), torch.float32)
+    return collectives.all_reduce(torch.ones(1), group).wait().item()
+
+
+def test_the_log_does_not_steer_a_collective() -> None:
+    assert run_ranks(2, _other_history, timeout=8) == [2.0, 2.0]
+
+
+# -- errors ---------------------------------------------------------------------------------------------------
+
+
+def _errors(context: ParallelContext) -> list[str]:
+    group = context.group("tensor")
+    x = torch.zeros(4, 6, 5)
+    calls: list[Callable[[], Any]] = [
+        lambda: collectives.reduce_scatter(x, group, 0),
+        lambda: collectives.reduce_scatter(x, group, -1),
+        lambda: collectives.all_to_all(x, group, split_dim=0, concat_dim=1),
+        lambda: conjugate(x, "slice", "gather", group, -1),
+        lambda: collectives.all_gather(x, group, 3),
+        lambda: collectives.reduce_scatter(x, group, -4),
+        lambda: collectives.reduce_scatter(torch.zeros(()), group, 0),
+        lambda: collectives.all_to_all(x, group, split_dim=1, concat_dim=7),
+        lambda: collectives.own_part(torch.zeros(()), group, 0),
+    ]
+    said = []
+    with accounting.count() as moved:
+        for call in calls:
+            try:
+                call()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    assert moved.calls() == 0, "what was refused was counted"
+    assert not any("WAITING" in line for line in log.recent()), "what was refused is in the log"
+    return said
+
+
+def test_errors_say_what_does_not_divide() -> None:
+    first = "of a tensor of shape (4, 6, 5) has {} elements, which do not divide over the 3 ranks of axis tensor"
+    missing = "a tensor of shape {} has no dim {}"
+    for said in run_ranks(3, _errors):
+        assert said == [
+            f"dim 0 {first.format(4)}",
+            f"dim 2 {first.format(5)}",
+            f"dim 0 {first.format(4)}",
+            f"dim 2 {first.format(5)}",
+            missing.format("(4, 6, 5)", 3),
+            missing.format("(4, 6, 5)", -4),
+            missing.format("()", 0),
+            missing.format("(4, 6, 5)", 7),
+            missing.format("()", 0),
+        ]
+
+
+def _twice(context: ParallelContext) -> str:
+    x = torch.ones(3, requires_grad=True)
+    y = conjugate(x, "sum", "identity", context.group("tensor"))
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    try:
+        first.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The movement of a gradient is not recorded: its derivative would be wrong without a word."""
+    assert all("once_differentiable" in said for said in run_ranks(2, _twice))
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+def _slices(context: ParallelContext) -> list[int]:
+    group = context.group("tensor")
+    out = []
+    for dim in (0, 1):
+        part = conjugate(torch.ones(8, 8, requires_grad=True), "slice", "gather", group, dim)
+        part.mul_(2.0)  # it is the caller's
+        out.append(part.untyped_storage().nbytes())
+    return out
+
+
+def test_a_slice_does_not_keep_the_whole_alive() -> None:
+    assert run_ranks(2, _slices) == [[8 * 8 * 4 // 2] * 2] * 2
+
+
+# -- the log --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean_log() -> Any:
+    log.clear()
+    yield
+    log.clear()
+    log.resize(32)
+
+
+def test_the_log_is_bounded(clean_log: None) -> None:
+    log.resize(5)
+    for index in range(12):
+        log.record("sum", "tensor", (index,), torch.float32)
+    lines = log.recent()
+    assert len(lines) == 5
+    assert lines[0].startswith("#8 sum over tensor [7 float32] at ")
+    log.resize(2)
+    assert [line.split()[0] for line in log.recent()] == ["#11", "#12"]
+
+
+def test_sequence_numbers_count_by_axis(clean_log: None) -> None:
+    entries = [log.record("sum", axes, (2, 3), torch.int64) for axes in ("tensor", "data", "tensor", "dataxtensor")]
+    assert [entry.sequence for entry in entries] == [1, 1, 2, 1]
+    entries[1].done = True
+    line = log.recent()[1]
+    assert "#1 sum over data [2x3 int64] at " in line
+    assert line.endswith(": done")
+    assert "WAITING for 0." in log.recent()[0]
+    assert "[scalar float32]" in str(log.record("sum", "x", (), torch.float32))
+
+
+def _sites(context: ParallelContext) -> list[str]:
+    log.clear()
+    group = context.group("tensor")
+    x = torch.ones(2, requires_grad=True)
+    pending = collectives.all_reduce(torch.ones(2), group)  # site 1
+    waiting = log.recent()
+    pending.wait()
+    y = conjugate(x, "sum", "sum", group)  # site 2
+    y.sum().backward()  # site 3
+    with Recorded():
+        conjugate(x, "gather", "reduce_scatter", group)  # site 4
+    assert len(waiting) == 1
+    return [*waiting, *log.recent()]
+
+
+def test_call_sites_are_lines_of_the_caller() -> None:
+    import inspect
+
+    lines, first = inspect.getsourcelines(_sites)
+    numbers = {line.split("# ")[1].strip(): first + index for index, line in enumerate(lines) if "# site " in line}
+    for waiting, one, two, three, four in run_ranks(2, _sites):
+        assert "WAITING" in waiting
+        assert "done" in one
+        for number, line in enumerate((one, two, three, four), start=1):
+            assert f"test_collectives.py:{numbers[f'site {number}']}: done" in line, line
+        assert three.startswith("#3 all_reduce over tensor [2 float32]")
+
+
+# -- recomputation --------------------------------------------------------------------------------------------
+
+
+class Pair(torch.nn.Module):
+    """A column/row pair with a function between that is cheap to compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layers.LayerNorm(12)
+        self.up = layers.Linear(12, 24, split="column")
+        self.down = layers.Linear(24, 12, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _gradients(context: ParallelContext, kind: str) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    blocks = {
+        "pair": Pair,
+        "block": lambda: layers.TransformerBlock(12, 12, activation_checkpoint=kind),
+        "swiglu": lambda: layers.TransformerBlock(
+            12, 12, mlp="swiglu", norm="rmsnorm", dropout=0.2, activation_checkpoint=kind
+        ),
+    }
+    for name, factory in blocks.items():
+        model = build(lambda n=name, f=factory: _stack(f, n == "swiglu"), context, dtype=torch.float64)
+        x = random_parts(1, (3, 8, 12), torch.float64, 5)[0].requires_grad_()
+        y = layers.to_outer(x, model[0].parallel if name != "pair" else model[0].norm.parallel)
+        for block in model:
+            y = _again(block, y, context, kind) if name == "pair" else block(y)
+        y = layers.to_user(y)
+        with accounting.count() as moved:
+            y.square().sum().backward()
+        out[name] = y.detach(), x.grad, full_state_dict(model, context, gradients=True), moved.rows()
+    return out
+
+
+def _stack(factory: Callable[[], torch.nn.Module], shared: bool) -> torch.nn.Module:
+    """Two blocks, or one used twice, whose dropout then draws two masks."""
+    first = factory()
+    return torch.nn.Sequential(first, first if shared else factory())
+
+
+def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: str) -> Tensor:
+    if kind == "none":
+        return block(y)
+    plain = not isinstance(y, layers.ShardedActivation)
+    assert plain or context.sequence_sharded
+    return checkpoint(block, y, context=context, kind=kind)
+
+
+@pytest.mark.parametrize(("world", "sequence_sharded"), [(2, False), (2, True), (4, True)])
+def test_gradients_are_exact_under_recomputation(world: int, sequence_sharded: bool) -> None:
+    """Selective checkpointing keeps what an operation returned: a collective must not write into it later."""
+    wanted = run_ranks(world, _gradients, "none", sequence_sharded=sequence_sharded)
+    for kind in ("full", "selective"):
+        for rank, result in enumerate(run_ranks(world, _gradients, kind, sequence_sharded=sequence_sharded)):
+            for name, (y, dx, grads, _) in result.items():
+                expected = wanted[rank][name]
+                what = f"{kind} {name} rank {rank}"
+                torch.testing.assert_close(y, expected[0], rtol=1e-12, atol=1e-12, msg=what)
+                torch.testing.assert_close(dx, expected[1], rtol=1e-12, atol=1e-12, msg=what)
+                assert grads.keys() == expected[2].keys()
+                for key, grad in grads.items():
+                    torch.testing.assert_close(grad, expected[2][key], rtol=1e-12, atol=1e-12, msg=f"{what} {key}")
+
+
+# -- compilation ----------------------------------------------------------------------------------------------
+
+
+def _compiled(context: ParallelContext) -> tuple[bool, bool, bool]:
+    group = context.group("tensor")
+
+    def function(x: Tensor) -> Tensor:
+        whole = conjugate(x * 2, "gather", "reduce_scatter", group, 0)
+        return conjugate(whole.sin(), "sum", "identity", group)
+
+    results = []
+    for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+        x = random_parts(context.world_size, (3, 4), torch.float64, 0)[context.rank].requires_grad_()
+        y = run(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    (y, dx), (compiled_y, compiled_dx) = results
+    return torch.equal(y, compiled_y), torch.equal(dx, compiled_dx), bool(dx.abs().sum() > 0)
+
+
+def test_conjugates_compile_into_one_graph() -> None:
+    assert run_ranks(2, _compiled, timeout=120) == [(True, True, True)] * 2
+
+
+def _compiled_layers(context: ParallelContext) -> list[float]:
+    model = build(lambda: layers.MLP(8, 16), context, dtype=torch.float64)
+    x = random_parts(1, (2, 4, 8), torch.float64, 0)[0]
+    results = []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+
+
+def test_a_column_row_pair_compiles_into_one_graph() -> None:
+    for differences in run_ranks(2, _compiled_layers, timeout=120):
+        assert max(differences) < 1e-12
+        assert len(differences) == 5

@@ -1,0 +1,152 @@
+"""Collectives through shared memory: who may use it, what it refuses, and what happens when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, grid, run_ranks
+from torch import Tensor
+
+from colossus.comm import collectives, shared_memory
+from colossus.comm.shared_memory import SLOT_BYTES, channel_for
+from colossus.context.parallel_context import ParallelContext
+
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is used on Linux only")
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parts_come_in_group_order_and_slots_are_not_overwritten_early(world: int) -> None:
+    def body(context: ParallelContext) -> None:
+        group = context.group("tensor")
+        channel = channel_for(torch.zeros(1), group)
+        assert channel is not None
+        for turn in range(60):
+            if (turn + context.rank) % world == 0:
+                time.sleep(0.002)  # ranks come and go in another order each time
+            mine = torch.full((1 + turn * 37,), float(turn * 10 + context.rank))
+            waiting = channel.start(mine, lambda parts: torch.stack(parts).clone())
+            mine.fill_(-1.0)  # what was shown has been copied
+            got = waiting()
+            expected = torch.tensor([float(turn * 10 + rank) for rank in group.ranks])[:, None]
+            assert torch.equal(got, expected.expand_as(got))
+
+    run_ranks(world, body)
+
+
+def test_open_collectives_are_finished_by_the_next_and_keep_their_results() -> None:
+    def body(context: ParallelContext) -> None:
+        channel = channel_for(torch.zeros(1), context.group("tensor"))
+        assert channel is not None
+        waiting = [channel.start(torch.full((3,), float(i + context.rank)), _sum) for i in range(9)]
+        for index in (4, 8, 0, 7, 1, 2, 3, 6, 5):
+            assert torch.equal(waiting[index](), torch.full((3,), 2.0 * index + 1.0))
+            assert torch.equal(waiting[index](), torch.full((3,), 2.0 * index + 1.0))
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_fit_a_slot_goes_another_way() -> None:
+    def body(context: ParallelContext) -> None:
+        group = context.group("tensor")
+        big = torch.ones(SLOT_BYTES // 4 + 1)
+        assert channel_for(big, group) is None
+        assert channel_for(torch.ones(3, dtype=torch.complex64), group) is None
+        assert channel_for(torch.ones(SLOT_BYTES // 4), group) is not None
+        assert (collectives.all_reduce(big, group).wait() == 2.0).all()
+
+    run_ranks(2, body)
+
+
+def test_every_rank_falls_back_when_one_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shared_memory._map
+
+    def body(context: ParallelContext, broken: str) -> float:
+        if broken == "map" and context.rank == 1:
+            shared_memory._map = _fails
+        if broken == "create":
+            shared_memory._create = lambda name, parts, most: 0
+        if broken == "disabled":
+            shared_memory.enable(False)
+        group = context.group("tensor")
+        assert channel_for(torch.ones(1), group) is None
+        return collectives.all_reduce(torch.ones(5), group).wait().sum().item()
+
+    for broken in ("map", "create", "disabled"):
+        assert run_ranks(3, body, broken) == [15.0] * 3
+    assert shared_memory._map is real
+
+
+def _fails(*arguments: Any) -> Any:
+    raise OSError("no such file")
+
+
+def test_nothing_is_left_in_the_folder() -> None:
+    def body(context: ParallelContext) -> list[str]:
+        for axes in ("tensor", "data", ("data", "tensor")):
+            assert channel_for(torch.ones(1), context.group(axes)) is not None
+        return [name for name in os.listdir("/dev/shm") if name.startswith("colossus-")]
+
+    before = {name for name in os.listdir("/dev/shm") if name.startswith("colossus-")}
+    run_ranks(4, body, plan=grid(data=2, tensor=2))
+    assert {name for name in os.listdir("/dev/shm") if name.startswith("colossus-")} <= before
+
+
+def test_ranks_that_run_different_collectives_are_told_so() -> None:
+    """gloo would abort the process, or sum what does not belong together."""
+
+    def other_size(context: ParallelContext) -> None:
+        group = context.group("tensor")
+        collectives.all_reduce(torch.ones(2), group).wait()
+        collectives.all_reduce(torch.ones(4 if context.rank else 8), group).wait()
+
+    with pytest.raises(RankError, match=r"rank 1 runs collective #2 .* 16 bytes of torch.float32, rank 0 .* 32 bytes"):
+        run_ranks(2, other_size)
+
+    def other_type(context: ParallelContext) -> None:
+        x = torch.ones(4, dtype=torch.float32 if context.rank else torch.int32)
+        collectives.all_reduce(x, context.group("tensor")).wait()
+
+    with pytest.raises(RankError, match=r"torch.int32.*do not run the same program"):
+        run_ranks(2, other_type)
+
+
+def test_a_peer_that_dies_is_noticed_at_once() -> None:
+    def body(context: ParallelContext) -> float:
+        group = context.group("tensor")
+        collectives.all_reduce(torch.ones(2), group).wait()
+        if context.rank == 1:
+            os._exit(9)
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1 is gone"):
+            collectives.all_reduce(torch.ones(2), group).wait()
+        return time.monotonic() - begin
+
+    with pytest.raises(RankError, match="rank 1 ---\ndied without a word") as caught:
+        run_ranks(2, body)
+    assert "rank 0" not in str(caught.value)
+
+
+def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
+    def body(context: ParallelContext) -> None:
+        group = context.group("tensor")
+        channel = channel_for(torch.ones(1), group)
+        assert channel is not None
+        channel.start(torch.ones(1), _sum)()
+        if context.rank == 1:
+            time.sleep(1.5)
+            return
+        for peer in channel.peers.values():
+            peer.settimeout(0.3)
+        channel.start(torch.ones(1), _sum)()
+
+    with pytest.raises(RankError, match="timeout: rank 1 did not come to collective #2 within"):
+        run_ranks(2, body)

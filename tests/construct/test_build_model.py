@@ -1,0 +1,536 @@
+"""Building on meta: the same start under every plan, and whatever a constructor writes holds."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import grid, run_ranks
+from torch import Tensor, nn
+
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.construct.build_model import build
+from colossus.construct.init import Normal
+from colossus.context.grid import RankGrid
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.parameter import logical_parameters, num_parameters, spec_of
+
+# -- the same start -------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Things people write in constructors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.lstm = nn.LSTM(3, 4)
+        self.table = nn.Embedding(6, 3, padding_idx=2)
+        self.scale = nn.Parameter(torch.randn(4, 3) * 0.02)
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.constant = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.from_numpy = nn.Parameter(torch.from_numpy(np.random.randn(3)))
+        self.from_python = nn.Parameter(torch.tensor([random.random() for _ in range(3)]))
+        self.rates = torch.linspace(0, 0.3, 4).tolist()
+        self.drawn = [torch.rand(()).item() for _ in range(3)]
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("noise", torch.randn(5), persistent=False)
+        self.register_buffer("steps", torch.arange(5, dtype=torch.float32) ** 2)
+        self.apply(self._reset)
+
+    def _reset(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Conv2d):
+            nn.init.orthogonal_(module.weight)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = layers.Embedding(11, 8)  # pads on 2 and 4 ranks
+        self.positions = layers.PositionEmbedding(6, 8)
+        self.block = layers.TransformerBlock(8, 4)
+        self.gated = layers.TransformerBlock(8, 4, mlp="swiglu", norm="rmsnorm", init=Normal(0.1), bias=False)
+        self.alone = layers.Linear(8, 12)
+        self.odd = layers.Linear(8, 7)
+        self.wide = layers.Linear(16, 8)
+        self.several = layers.Linear(8, {"first": 4, "second": 8}, split="column")
+        self.plain = Plain()
+        self.twin = layers.Linear(8, 12, bias=False)
+        self.twin.weight = self.alone.weight
+        self.early = self.plain.linear
+
+
+def _state(context: ParallelContext, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    model = build(Net, context, dtype=dtype)
+    plain = model.plain
+    out = {name: value.numpy() for name, value in full_state_dict(model, context).items()}
+    out["(noise)"], out["(drawn)"] = plain.noise.numpy(), np.array(plain.drawn)
+    assert model.twin.weight is model.alone.weight
+    return out
+
+
+def _elsewhere(context: ParallelContext) -> dict[str, Any]:
+    """The same after other draws from every global generator: they are not what decides."""
+    torch.manual_seed(context.rank + 10)
+    torch.rand(context.rank + 3)
+    np.random.seed(context.rank)
+    random.seed(context.rank)
+    return _state(context)
+
+
+PLANS: dict[str, tuple[RankGrid, bool]] = {
+    "tensor 2": (grid(tensor=2), False),
+    "tensor 4": (grid(tensor=4), False),
+    "data 2 x tensor 2": (grid(data=2, tensor=2), False),
+    "sequence sharded": (grid(tensor=2), True),
+    "data 2": (grid(data=2), False),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_same_start_under_every_plan(name: str) -> None:
+    """Bit for bit, on every rank."""
+    plan, sequence_sharded = PLANS[name]
+    wanted = _state(ParallelContext(grid(), seed=3))
+    body = _elsewhere if name == "data 2 x tensor 2" else _state
+    for state in run_ranks(plan.world_size, body, plan=plan, seed=3, sequence_sharded=sequence_sharded):
+        assert state.keys() == wanted.keys()
+        for key, value in state.items():
+            assert value.dtype == wanted[key].dtype
+            np.testing.assert_array_equal(value, wanted[key], err_msg=key)
+
+
+def test_names_and_seeds_decide() -> None:
+    first = _state(ParallelContext(grid(), seed=0))
+    again = _state(ParallelContext(grid(), seed=0))
+    other = _state(ParallelContext(grid(), seed=1))
+    fixed = {"constant", "mask", "steps", "running_mean", "running_var", "num_batches_tracked"}
+    for key, value in first.items():
+        np.testing.assert_array_equal(value, again[key])
+        is_constant = key.split(".")[-1] in fixed or len(np.unique(value)) == 1
+        assert np.array_equal(value, other[key]) == is_constant, key
+    weights = [first[f"block.attention.qkv.{part}.weight"].tobytes() for part in ("query", "key", "value")]
+    assert len(set(weights)) == 3
+
+
+def test_the_order_of_construction_does_not_matter() -> None:
+    def parts(names: list[str]) -> Callable[[], nn.Module]:
+        made = {"a": lambda: layers.Linear(4, 4), "b": lambda: nn.Linear(4, 4), "c": lambda: nn.Linear(4, 4)}
+        return lambda: nn.ModuleDict({name: made[name]() for name in names})
+
+    one = build(parts(["a", "b", "c"])).state_dict()
+    two = build(parts(["c", "b", "a"])).state_dict()
+    assert not torch.equal(one["b.weight"], one["c.weight"])
+    for key, value in one.items():
+        assert torch.equal(value, two[key])
+
+
+def _local_sizes(context: ParallelContext) -> dict[str, tuple[int, ...]]:
+    model = build(Net, context)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | {
+        "(count)": (num_parameters(model),)
+    }
+
+
+def test_each_rank_holds_its_part_only() -> None:
+    whole = _local_sizes(ParallelContext(grid()))
+    for local in run_ranks(4, _local_sizes):
+        assert local["(count)"] == whole["(count)"]
+        assert local["embed.weight"] == (3, 8)
+        assert local["block.attention.qkv.weight"] == (24 // 4, 8)
+        assert local["block.attention.out.weight"] == (8, 2)
+        assert local["several.bias"] == (3,)
+        assert local["odd.weight"] == (7, 2)  # 7 outputs do not divide: by input
+        assert local["plain.linear.weight"] == (3, 5)
+
+
+def _padding(context: ParallelContext) -> tuple[int, list[float]]:
+    weight = build(lambda: layers.Embedding(9, 2), context).weight
+    return weight.shape[0], weight.detach()[-1].tolist()
+
+
+def test_padding_is_zero() -> None:
+    sizes = run_ranks(4, _padding)
+    assert [rows for rows, _ in sizes] == [3] * 4
+    assert [last == [0.0, 0.0] for _, last in sizes] == [False, False, False, True]
+
+
+# -- what a constructor writes holds --------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    def __init__(self, fill: Callable[[Any], None]) -> None:
+        super().__init__()
+        fill(self)
+
+
+def made(fill: Callable[[Any], None], **options: Any) -> Any:
+    return build(lambda: Holder(fill), ParallelContext(grid(), seed=5), **options)
+
+
+def test_constants() -> None:
+    def fill(m: Any) -> None:
+        m.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        m.register_buffer("table", torch.tensor([[1, 2], [3, 4]]))
+        m.register_buffer("angles", torch.outer(torch.arange(3.0), 10000 ** (-torch.arange(0, 4, 2) / 4)))
+        m.register_buffer("turns", torch.polar(torch.ones(2), torch.tensor([0.5, 1.0])).conj())
+        m.register_buffer("array", torch.from_numpy(np.arange(4) / 3))
+        m.register_buffer("where", (torch.arange(5) % 2 == 0).nonzero())
+        m.gain = nn.Parameter(torch.full((3,), 0.1))
+        m.rates = [x.item() for x in torch.linspace(0, 1, 5)]
+        m.numbers = (torch.arange(4) * 2).numpy()
+        m.is_same = torch.equal(torch.ones(2), torch.ones(2))
+        m.total = int(torch.arange(4).sum())
+
+    ours, theirs = made(fill), Holder(fill)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+        assert ours.state_dict()[name].dtype == value.dtype
+    assert (ours.rates, ours.is_same, ours.total) == (theirs.rates, True, 6)
+    np.testing.assert_array_equal(ours.numbers, theirs.numbers)
+
+
+def test_writes_of_every_kind() -> None:
+    """In place, through views, with indices, into constants, and constants that change after they were used."""
+
+    def fill(m: Any) -> None:
+        grown = torch.zeros(3, 4)
+        grown[1] = 2.0
+        grown[:, 2:] += 1
+        grown.t_()[0, 0] = 9
+        m.register_buffer("grown", grown)
+        chosen = torch.zeros(3, 3)
+        chosen[torch.eye(3) > 0] = 1.0
+        chosen[torch.tensor([0, 2]), 1] = 5.0
+        m.register_buffer("chosen", chosen)
+        given = torch.tensor([0.0, 0.0, 0.0])
+        given[1:] = torch.ones(2)
+        m.register_buffer("given", given)
+        source = torch.tensor([1.0, 2.0])
+        m.copied = nn.Parameter(torch.empty(2))
+        m.copied.data.copy_(source)
+        source.zero_()
+        base = torch.arange(6.0)
+        m.first, m.second = nn.Parameter(base[:2]), nn.Parameter(base[2:] * 2)
+        before = base.clone()
+        base.add_(1)
+        m.register_buffer("before", before)
+        like = torch.ones(2, device=base.device)
+        m.register_buffer("like", torch.cat([like, torch.zeros_like(like)]))
+
+    ours, theirs = made(fill), Holder(fill)
+    assert len(theirs.state_dict()) == 8
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+def test_initialisers_of_torch() -> None:
+    """Some of torch.nn.init does nothing on a meta tensor; here all of it must act."""
+
+    def fill(m: Any) -> None:
+        m.weights = nn.ParameterDict()
+        for name, shape, act in [
+            ("trunc", (100, 100), lambda w: nn.init.trunc_normal_(w, std=0.5, a=-0.6, b=0.6)),
+            ("orthogonal", (6, 4), nn.init.orthogonal_),
+            ("orthogonal_wide", (4, 6), nn.init.orthogonal_),
+            ("sparse", (10, 6), lambda w: nn.init.sparse_(w, 0.5)),
+            ("eye", (3, 4), nn.init.eye_),
+            ("dirac", (3, 3, 3), nn.init.dirac_),
+            ("kaiming", (64, 100), nn.init.kaiming_normal_),
+            ("xavier", (64, 100), nn.init.xavier_uniform_),
+            ("constant", (3,), lambda w: nn.init.constant_(w, 0.5)),
+        ]:
+            m.weights[name] = nn.Parameter(torch.full(shape, torch.nan))
+            act(m.weights[name])
+
+    weights = made(fill).weights
+    assert 0.3 < weights["trunc"].std() < 0.5
+    assert weights["trunc"].abs().max() <= 0.6
+    for w in (weights["orthogonal"], weights["orthogonal_wide"].t()):
+        torch.testing.assert_close(w.t() @ w, torch.eye(4), rtol=0, atol=1e-5)
+    assert ((weights["sparse"] == 0).sum(0) == 5).all()
+    assert torch.equal(weights["eye"], torch.eye(3, 4))
+    assert weights["dirac"].sum() == 3
+    assert abs(weights["kaiming"].std() - (2 / 100) ** 0.5) < 0.01
+    assert abs(weights["xavier"].std() - (2 / 164) ** 0.5) < 0.01
+    assert torch.equal(weights["constant"], torch.full((3,), 0.5))
+
+
+def test_copies_are_copies() -> None:
+    """A target network, a moving average, and weights computed from weights."""
+
+    def fill(m: Any) -> None:
+        m.online = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        m.target = copy.deepcopy(m.online)
+        m.loaded = nn.Linear(3, 4)
+        m.loaded.load_state_dict(m.online[0].state_dict())
+        m.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+        m.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(30, 40), n_power_iterations=30)
+        m.doubled = nn.Parameter(m.online[0].weight.detach() * 2)
+        m.seen = m.online[0].weight[0, 0].item()
+        m.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+    m = made(fill)
+    for a, b in zip(m.online.parameters(), m.target.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a is not b
+        assert a.data_ptr() != b.data_ptr()
+    assert torch.equal(m.loaded.weight, m.online[0].weight)
+    assert torch.equal(m.doubled, m.online[0].weight * 2)
+    assert m.seen == m.online[0].weight[0, 0].item()
+    length = m.normed.parametrizations.weight.original1.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(m.normed.parametrizations.weight.original0, length)
+    assert abs(torch.linalg.matrix_norm(m.spectral.eval().weight, 2).item() - 1) < 0.05
+    torch.testing.assert_close(m.orthogonal.weight @ m.orthogonal.weight.t(), torch.eye(4), rtol=0, atol=1e-5)
+
+
+def test_random_numbers_differ() -> None:
+    def fill(m: Any) -> None:
+        m.numbers = [torch.rand(()).item() for _ in range(20)]
+        m.order = torch.randperm(50).tolist()
+        m.into = nn.Parameter(torch.tensor([0.0] * 4).normal_())
+        m.choice = np.random.rand()
+        m.python = random.random()
+
+    python, arrays, theirs = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    one, two = made(fill), made(fill)
+    assert len(set(one.numbers)) == 20
+    assert sorted(one.order) == list(range(50)) != one.order
+    assert (one.numbers, one.order, one.choice, one.python) == (two.numbers, two.order, two.choice, two.python)
+    assert torch.equal(one.into, two.into)
+    assert random.getstate() == python
+    assert np.random.get_state()[1].tolist() == arrays
+    assert torch.equal(torch.get_rng_state(), theirs)
+
+
+def test_ties_and_other_references() -> None:
+    def fill(m: Any) -> None:
+        m.a, m.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        m.b.weight = m.a.weight
+        m.listed = [m.a.weight, {"again": m.a.weight}, (m.a.weight,)]
+        m.attribute = torch.arange(3) + 1
+        shared = torch.rand(2)
+        m.a.register_buffer("shared", shared)
+        m.b.register_buffer("shared", shared)
+        m.a.weight.no_decay = True
+        m.calls = []
+        m.a.weight.register_hook(lambda grad: m.calls.append(tuple(grad.shape)))
+
+    m = made(fill)
+    assert m.b.weight is m.a.weight
+    assert m.listed[0] is m.listed[1]["again"] is m.listed[2][0] is m.a.weight
+    assert m.attribute.tolist() == [1, 2, 3]
+    assert m.a.shared is m.b.shared
+    assert m.a.weight.no_decay
+    assert len(list(m.parameters())) == 1
+    m.a(torch.ones(1, 3)).sum().backward()
+    assert m.calls == [(3, 3)]
+    assert not [t for t in (*m.parameters(), *m.buffers()) if t.is_meta]
+
+
+def test_modules_that_note_their_parameters_elsewhere() -> None:
+    m = made(lambda m: setattr(m, "lstm", nn.LSTM(3, 4, num_layers=2)))
+    out, _ = m.lstm(torch.ones(2, 1, 3))
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in m.lstm.parameters())
+
+
+def test_moving_in_the_constructor_changes_nothing() -> None:
+    def fill(m: Any) -> None:
+        m.plain, m.ours = nn.Linear(3, 3), layers.Linear(3, 3)
+
+    def moved(m: Any) -> None:
+        m.plain, m.ours = nn.Linear(3, 3).to("cpu"), layers.Linear(3, 3).to("cpu")
+
+    a, b = made(fill).state_dict(), made(moved).state_dict()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    doubled = made(lambda m: setattr(m, "ours", layers.Linear(3, 3).double())).ours
+    assert doubled.weight.dtype == torch.float64
+    torch.testing.assert_close(doubled.weight.float(), a["ours.weight"], rtol=1e-7, atol=0)
+
+
+def test_a_build_inside_a_build() -> None:
+    def fill(m: Any) -> None:
+        m.inner = build(lambda: nn.ModuleList([layers.Linear(3, 3), nn.Linear(3, 3)]))
+
+    def flat(m: Any) -> None:
+        m.inner = nn.ModuleList([layers.Linear(3, 3), nn.Linear(3, 3)])
+
+    a, b = made(fill).state_dict(), made(flat).state_dict()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_model_that_exists_is_left_as_it_is() -> None:
+    """With one process a factory may return a model made before, with weights one wants to keep."""
+    model = nn.ModuleList([layers.Linear(3, 3), nn.Linear(3, 3)])
+    kept = {key: value.clone() for key, value in model.state_dict().items()}
+    for key, value in build(lambda: model).state_dict().items():
+        assert torch.equal(value, kept[key])
+
+
+# -- options --------------------------------------------------------------------------------------------------
+
+
+def test_dtype() -> None:
+    context = ParallelContext(grid(), seed=3)
+    wide, usual = build(Net, context, dtype=torch.float64), build(Net, context)
+    assert {p.dtype for p in wide.parameters()} == {torch.float64}
+    assert (wide.plain.mask.dtype, wide.plain.norm.num_batches_tracked.dtype) == (torch.bool, torch.int64)
+    assert wide.plain.steps.dtype == torch.float64
+    for (name, a), b in zip(wide.named_parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-6, atol=1e-7, msg=name)
+    # drawn in float64, not rounded and widened
+    assert not torch.equal(wide.alone.weight.float().double(), wide.alone.weight)
+
+
+def test_materialize_false_stays_on_meta() -> None:
+    model = build(Net, ParallelContext(grid()), materialize=False)
+    assert {p.device.type for name, p in model.named_parameters() if not name.startswith("plain.")} == {"meta"}
+    assert model.plain.linear.weight.is_meta
+    assert model.plain.mask.is_meta
+    assert num_parameters(model) == num_parameters(build(Net, ParallelContext(grid())))
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = build(Net, ParallelContext(grid()))
+    assert not model.plain.frozen.requires_grad
+    assert model.plain.scale.requires_grad
+
+    def fill(m: Any) -> None:
+        m.ours = layers.Linear(3, 3)
+        m.ours.weight.requires_grad_(False)
+
+    assert not made(fill).ours.weight.requires_grad
+
+
+def test_names_are_known_after_a_build() -> None:
+    model = build(Net, ParallelContext(grid()))
+    assert model.block.attention.qkv.full_name == "block.attention.qkv"
+    assert spec_of(model.odd.weight).name == "odd.weight"
+    names = [logical.name for logical in logical_parameters(model)]
+    assert "several.first.weight" in names
+    assert "twin.weight" not in names
+    assert len(set(names)) == len(names)
+
+
+# -- errors ---------------------------------------------------------------------------------------------------
+
+
+def _use(act: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    def factory() -> nn.Module:
+        layer = layers.Linear(4, 4)
+        kept = act(layer)
+        return kept if isinstance(kept, nn.Module) else layer
+
+    return factory
+
+
+def _extra(layer: nn.Module, value: Tensor) -> None:
+    layer.register_buffer("extra", value)
+
+
+WRITES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nn.init": (
+        lambda m: nn.init.normal_(m.weight),
+        r"normal_ writes to a Linear parameter of shape \(4, 4\).*pass init=",
+    ),
+    "trunc_normal_": (lambda m: nn.init.trunc_normal_(m.weight), "pass init="),
+    "data": (lambda m: m.weight.data.zero_(), "pass init="),
+    "a view": (lambda m: m.weight.detach()[0].fill_(1), "pass init="),
+    "copy_": (lambda m: m.weight.data.copy_(torch.ones(4, 4)), "pass init="),
+    "many at once": (lambda m: torch._foreach_zero_([m.weight.data]), "pass init="),
+    "load": (lambda m: m.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}), "pass init="),
+    "other data": (
+        lambda m: setattr(m.weight, "data", torch.ones(4, 4)),
+        r"weight was given other values .*pass init=",
+    ),
+    "read": (lambda m: _extra(m, m.weight.detach().norm()), "values of a Linear parameter .* are used while .* built"),
+    "item": (lambda m: m.weight.sum().item(), "values of a Linear parameter .* are used while .* built"),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_values_of_our_parameters_come_from_their_names(name: str) -> None:
+    act, words = WRITES[name]
+    # torch wraps what load_state_dict meets
+    with pytest.raises(RuntimeError if name == "load" else ValueError, match=words):
+        build(_use(act), ParallelContext(grid()))
+
+
+def _write_on_ranks(context: ParallelContext) -> str:
+    try:
+        build(_use(lambda m: nn.init.zeros_(m.bias)), context)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_nn_init_on_a_sharded_parameter_points_to_init() -> None:
+    for said in run_ranks(2, _write_on_ranks):
+        assert "fill_ writes to a Linear parameter of shape (4,)" in said or "zero_ writes to a Linear" in said
+        assert "pass init=... to the layer (see colossus.layers.init) instead of using torch.nn.init" in said
+
+
+def _outside(context: ParallelContext) -> list[str]:
+    said = []
+    with context:
+        for factory in (lambda: layers.Linear(4, 4), lambda: layers.LayerNorm(4), lambda: layers.Embedding(4, 4)):
+            try:
+                factory()
+                said.append("nothing")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("plan", [grid(tensor=2), grid(data=2)], ids=["tensor", "data"])
+def test_a_layer_outside_of_a_build(plan: RankGrid) -> None:
+    for said in run_ranks(2, _outside, plan=plan):
+        assert len(said) == 3
+        for words, kind in zip(said, ("Linear", "LayerNorm", "Embedding"), strict=True):
+            assert words.startswith(f"a {kind} parameter of shape")
+            assert "is made outside of a build" in words
+            assert "colossus.initialize(model=...)" in words
+
+
+def test_outside_of_a_build_with_one_process_a_layer_draws_at_once() -> None:
+    torch.manual_seed(0)
+    a = layers.Linear(4, 4)
+    b = layers.Linear(4, 4)
+    torch.manual_seed(0)
+    c = layers.Linear(4, 4)
+    assert not a.weight.is_meta
+    assert torch.equal(a.weight, c.weight)
+    assert not torch.equal(a.weight, b.weight)
+    nn.init.zeros_(a.weight)  # here it is an ordinary parameter
+    assert a.weight.sum() == 0
+
+
+def test_other_errors() -> None:
+    with pytest.raises(ValueError, match=r"the model factory returned a int, not a torch\.nn\.Module"):
+        build(lambda: 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"0\.weight gets its shape at the first forward pass"):
+        build(lambda: nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(ValueError, match="has no value: it was made on the meta device"):
+        build(lambda: Holder(_made_on_meta))
+    with pytest.raises(ZeroDivisionError):
+        build(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert not layers.Linear(2, 2).weight.is_meta  # the failed builds left nothing behind
+
+
+def _made_on_meta(m: Any) -> None:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        m.weight = nn.Parameter(torch.empty(2, device="meta"))

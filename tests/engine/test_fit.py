@@ -1,0 +1,74 @@
+"""The loop around the step: the order of hooks, evaluations, stops and errors."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers.launched.fake_engine import Diary, FakeEngine
+
+from colossus.engine.fit import FitSummary, evaluation_due, fit
+from colossus.engine.hooks import Hook
+
+
+def test_hooks_are_called_in_order() -> None:
+    diary = Diary()
+    summary = fit(FakeEngine(steps=3, eval_every=2), [diary])
+    assert diary.lines == [
+        *("start", "begin 1", "end 1", "begin 2", "end 2", "eval 2", "begin 3", "end 3", "eval 3", "done")
+    ]
+    assert summary == FitSummary(3, "finished", loss=7 + 1 / 3, validation_loss=17.0)
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "validation", "due"),
+    [(0, True, []), (2, False, []), (2, True, [2, 4, 5]), (5, True, [5]), (9, True, [5])],
+)
+def test_when_an_evaluation_is_due(eval_every: int, validation: bool, due: list[int]) -> None:
+    engine = FakeEngine(steps=5, eval_every=eval_every, validation=validation)
+    assert [step for step in range(1, 6) if evaluation_due(engine, step)] == due
+
+
+def test_a_stop_ends_the_loop_after_its_step_without_the_evaluation() -> None:
+    diary = Diary()
+    summary = fit(FakeEngine(steps=9, eval_every=1, stop_at=2), [diary])
+    assert (summary.steps, summary.reason) == (2, "stopped")
+    assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
+
+
+def test_a_stop_during_an_evaluation_ends_the_loop_and_reports_no_half_of_it() -> None:
+    diary = Diary()
+    summary = fit(FakeEngine(steps=9, eval_every=1, stop_in_evaluation=2), [diary])
+    assert (summary.steps, summary.reason, summary.validation_loss) == (2, "stopped", 19.0)
+    assert diary.lines == ["start", "begin 1", "end 1", "eval 1", "begin 2", "end 2", "done"]
+
+
+def test_a_stop_in_the_last_step_is_a_finished_run() -> None:
+    assert fit(FakeEngine(steps=2, stop_at=2)).reason == "finished"
+
+
+def test_an_error_goes_to_every_hook_and_on() -> None:
+    class Broken(Hook):
+        def on_exception(self, engine: object, error: BaseException) -> None:
+            raise KeyError("broken too")
+
+    diary = Diary()
+    with pytest.raises(ArithmeticError, match="the fake engine fails") as caught:
+        fit(FakeEngine(steps=5, fail_at=2), [Broken(), diary])
+    assert diary.lines == ["start", "begin 1", "end 1", "begin 2", "ArithmeticError"]
+    assert any("Broken.on_exception raised KeyError" in note for note in caught.value.__notes__)
+
+
+def test_data_that_ends_early_is_explained() -> None:
+    engine = FakeEngine(steps=5)
+    engine.loader = itertools.repeat("batch", 2)
+    with pytest.raises(ValueError, match=r"the data ended after 2 of 5 steps.*train\.steps=2"):
+        fit(engine)
+
+
+def test_fit_goes_on_where_the_engine_is() -> None:
+    engine = FakeEngine(steps=4)
+    engine.completed_steps = 3
+    diary = Diary()
+    assert fit(engine, [diary]).steps == 4
+    assert diary.lines == ["start", "begin 4", "end 4", "done"]

@@ -1,0 +1,335 @@
+"""What went wrong once: numbers that were silently wrong under a pipeline, and runs that hung."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm import links
+from colossus.layers import PipelineBlock
+
+WIDTH, SAMPLES = 6, 12
+
+
+def squares(y: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (y - 0.3).square().sum(), y.shape[0]
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def train(
+    rank: int,
+    factory: Callable[[], nn.Module],
+    parallel: dict[str, Any],
+    schedule: dict[str, Any],
+    bucket_mb: float = 25.0,
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    settings = dict(
+        parallel=parallel,
+        schedule=schedule,
+        optimizer=dict(type="SGD", lr=0.05),
+        train=dict(global_batch_size=SAMPLES, precision="fp64", seed=1),
+        comm=dict(bucket_mb=bucket_mb),
+        device="cpu",
+    )
+    engine = colossus.initialize(settings, model=factory, loss_fn=squares)
+    index, count = engine.context.index("data"), engine.context.size("data")
+    part = SAMPLES // count
+    numbers: list[float] = []
+    for step in range(2):
+        result = engine.train_step(batch_of(step)[index * part : (index + 1) * part])
+        numbers += [result.loss, result.grad_norm]
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    names = list(full_state_dict(engine.model, engine.context))
+    engine.close()
+    return numbers, gradients, names
+
+
+def assert_same(factory: Callable[[], nn.Module], world: int, parallel: dict[str, Any], kind: str) -> None:
+    wanted, wanted_gradients, names = run_ranks(1, train, factory, {}, dict(microbatches=3), with_context=False)[0]
+    results = run_ranks(world, train, factory, parallel, dict(type=kind, microbatches=3), with_context=False)
+    for numbers, gradients, others in results:
+        assert numbers == pytest.approx(wanted, rel=1e-10)
+        assert others == names
+        for name, value in wanted_gradients.items():
+            torch.testing.assert_close(gradients[name], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+class Twice(nn.Module):
+    """A linear without bias that is used twice: its late gradients come in two parts."""
+
+    def __init__(self, linear: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(torch.tanh(self.linear(x)))
+
+
+def twice(linear: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(Twice(linear) for _ in range(4)))
+
+
+@pytest.mark.parametrize("kind", ["zb-h1", "zb-v", "1f1b"])
+@pytest.mark.parametrize("ours", [False, True])
+def test_a_weight_used_twice_is_reduced_once(kind: str, ours: bool) -> None:
+    linear = (
+        (lambda: layers.Linear(WIDTH, WIDTH, bias=False)) if ours else (lambda: nn.Linear(WIDTH, WIDTH, bias=False))
+    )
+    assert_same(twice(linear), 4, dict(data=2, pipeline=2), kind)
+
+
+class Reentrant(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+        return x
+
+
+def test_a_gradient_that_comes_after_its_sum_has_begun_is_told() -> None:
+    factory = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Reentrant(lambda: nn.Linear(WIDTH, WIDTH)))  # noqa: E731
+    with pytest.raises(RankError, match="came in several parts, and the sum over ranks had begun after the first"):
+        run_ranks(2, train, factory, dict(data=2), dict(microbatches=1), 1e-4, with_context=False, timeout=30)
+
+
+class Needy(nn.Module):
+    """Its second block uses something that only the first one names."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.first.register_buffer("mask", torch.ones(WIDTH))
+        self.first.rotation = torch.eye(WIDTH)
+
+    def pipeline_blocks(self) -> list[Any]:
+        held = self.first.weight
+        uses = {
+            "bias": lambda x: F.linear(x, self.second.weight, self.first.bias),
+            "buffer": lambda x: self.second(x) * self.first.mask,
+            "closure": lambda x: F.linear(self.second(x), held),
+            "attribute": lambda x: self.second(x) @ self.first.rotation,
+        }
+        return [self.first, PipelineBlock(uses[self.what], self.second)]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("bias", "object has no attribute 'bias'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
+        ("buffer", "object has no attribute 'mask'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
+        ("closure", r"stage 1: linear on a tensor of shape \(6, 6\) that has no values here"),
+        ("attribute", r"stage 1: \w+ on a tensor of shape \(6, 6\) that has no values here"),
+    ],
+)
+def test_what_a_block_uses_without_naming_it(what: str, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(2, train, lambda: Needy(what), dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
+
+
+def _shuffled(rank: int) -> list[float]:
+    """A user's own loop over a DataLoader that shuffles by torch's generator, with plain dropout in the model."""
+    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=4, precision="fp64"), device="cpu")
+    model = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(WIDTH, 1))  # noqa: E731
+    engine = colossus.initialize(settings, model=model, loss_fn=lambda y, batch: (y.sum() - batch[1].sum(), 1))
+    data = [(torch.randn(WIDTH, dtype=torch.float64), float(number)) for number in range(8)]
+    seen: list[float] = []
+    for _ in range(3):
+        for batch in torch.utils.data.DataLoader(data, batch_size=4, shuffle=True):
+            engine.train_step(batch)
+            seen += batch[1].tolist()
+    engine.close()
+    return seen
+
+
+def test_ranks_of_a_pipeline_shuffle_alike_whatever_their_stages_draw() -> None:
+    first, second = run_ranks(2, _shuffled, with_context=False)
+    assert first == second
+
+
+def _other_batches(rank: int) -> None:
+    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
+    engine = colossus.initialize(settings, model=twice(lambda: nn.Linear(WIDTH, WIDTH)), loss_fn=squares)
+    engine.train_step(batch_of(0))
+    engine.train_step(batch_of(1 + rank))
+
+
+def test_stages_with_other_batches_are_told() -> None:
+    with pytest.raises(RankError, match="All ranks of a model must be given the same batch at every step"):
+        run_ranks(2, _other_batches, with_context=False, timeout=30)
+
+
+class Turned(nn.Module):
+    """Its output lies in memory as its transpose does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear.weight @ x.t()).t()
+
+
+def test_our_dropout_is_the_same_under_any_cut() -> None:
+    assert_same(
+        lambda: nn.Sequential(Turned(), layers.Dropout(0.4), Turned(), nn.Linear(WIDTH, 3)), 2, dict(pipeline=2), "1f1b"
+    )
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.mul_(1.5)))
+
+
+def test_stages_of_one_rank_do_not_share_memory() -> None:
+    """A stage that begins in place must not change what the one before has kept: zb-v hands over on one rank."""
+
+    def plain() -> nn.Module:
+        class Copied(InPlace):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x.clone())
+
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Copied() for _ in range(3)))
+
+    def in_place() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3)))
+
+    wanted = run_ranks(1, train, plain, {}, dict(microbatches=3), with_context=False)[0]
+    for kind in ("zb-v", "1f1b"):
+        model = (
+            (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(InPlace() for _ in range(3))))
+            if kind == "zb-v"
+            else plain
+        )
+        for numbers, _, _ in run_ranks(
+            2, train, model, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False
+        ):
+            assert numbers == pytest.approx(wanted[0], rel=1e-10)
+
+
+def test_buffers_keep_the_order_of_the_model() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), Counted())))
+
+    assert_same(model, 2, dict(pipeline=2), "interleaved")
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second.sum()
+
+
+def _small_rings(rank: int, kind: str, options: dict[str, Any], world: int) -> None:
+    links._RING_BYTES = 64 << 10
+    settings = dict(
+        parallel=dict(pipeline=world),
+        schedule=dict(type=kind, microbatches=6, **options),
+        train=dict(global_batch_size=SAMPLES, precision="fp64"),
+        device="cpu",
+    )
+    width = 2000  # 2 samples a microbatch: 32 KB
+    model = lambda: nn.Sequential(*(nn.Linear(WIDTH if not i else width, width) for i in range(12)))  # noqa: E731
+    engine = colossus.initialize(settings, model=model, loss_fn=squares)
+    for step in range(2):
+        engine.train_step(batch_of(step))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "options"), [(2, "zb-v", {}), (3, "zb-v", {}), (4, "interleaved", dict(chunks=3))]
+)
+def test_messages_that_fill_the_rings_do_not_hang(world: int, kind: str, options: dict[str, Any]) -> None:
+    run_ranks(world, _small_rings, kind, options, world, with_context=False, timeout=60)
+
+
+def _failed_evaluation(rank: int) -> str:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training and rank == 0:
+                raise ArithmeticError("no")
+            return super().forward(x)
+
+    settings = dict(parallel=dict(pipeline=2), train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
+    model = lambda: nn.Sequential(Fails(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    engine = colossus.initialize(settings, model=model, loss_fn=squares)
+    engine.train_step(batch_of(0))
+    if rank == 0:
+        with pytest.raises(ArithmeticError):
+            engine.eval_step(batch_of(1))
+        with pytest.raises(RuntimeError, match="an earlier step or evaluation failed") as caught:
+            engine.train_step(batch_of(1))
+        message = str(caught.value)
+    else:
+        message = ""
+    engine.close()
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        engine.train_step(batch_of(1))
+    return message
+
+
+def test_no_step_after_an_evaluation_that_failed() -> None:
+    assert "evaluation failed" in run_ranks(2, _failed_evaluation, with_context=False, timeout=30)[0]
+
+
+def _frozen_norm(rank: int) -> bool:
+    settings = dict(train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
+    model = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))  # noqa: E731
+    engine = colossus.initialize(settings, model=model, loss_fn=squares)
+    engine.model.train()
+    (norm,) = (module for module in engine.model.modules() if isinstance(module, _BatchNorm))
+    norm.eval()
+    engine.eval_step(batch_of(0))
+    return norm.training or not engine.model.training
+
+
+def test_evaluation_leaves_every_module_in_its_mode() -> None:
+    assert run_ranks(1, _frozen_norm, with_context=False) == [False]
+
+
+class Odd(nn.Module):
+    """A product with a vector, and one under torch.func: neither is a linear to put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.ones(WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.vector).unsqueeze(-1) + torch.func.vmap(self.linear)(x)
+
+
+@pytest.mark.parametrize("kind", ["zb-h1", "zb-v"])
+def test_linears_that_are_not_put_off(kind: str) -> None:
+    assert_same(lambda: nn.Sequential(*(Odd() for _ in range(4))), 2, dict(pipeline=2), kind)
+
+
+def test_hooks_of_a_model_that_is_never_called_are_refused() -> None:
+    def hooked() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model.register_forward_hook(lambda module, args, out: out * 2)
+        return model
+
+    with pytest.raises(RankError, match="Sequential has hooks of its own, but a pipeline calls its blocks"):
+        run_ranks(2, train, hooked, dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)

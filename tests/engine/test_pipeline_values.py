@@ -1,0 +1,372 @@
+"""What may go between stages: nests of tensors with and without gradients, shapes that change, plain torch models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.layers import PipelineBlock
+
+WIDTH = 10
+
+
+class Lookup(nn.Module):
+    """Starts with an operation in place, and passes on a dict: values, a mask, positions, a number and a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        rows = self.table(batch["ids"])
+        x = rows * 2.0
+        return {
+            "x": x,
+            "skip": (rows.sin() * self.scale, [batch["keep"], torch.arange(x.shape[1])]),
+            "twice": x,  # one tensor in two places: what happens to one of them in place happens to both
+            "unused": rows.cos(),
+            "name": "lookup",
+            "number": 3,
+            "nothing": None,
+        }
+
+
+class Mix(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.kernel = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        assert value["name"] == "lookup"
+        assert value["number"] == 3
+        assert value["nothing"] is None
+        x, (skip, (keep, positions)) = value["x"], value["skip"]
+        assert keep.dtype == torch.bool
+        assert positions.dtype == torch.int64
+        x.mul_(1.5)  # in place on what has just arrived, as a Sequential of ReLU(inplace=True) would
+        mixed = self.linear(self.norm(x)) + self.kernel(skip.transpose(1, 2)).transpose(1, 2)
+        mixed = mixed + value["twice"] * positions[:, None] * 0.1
+        return {**value, "x": x + torch.tanh(mixed) * keep[..., None], "skip": (skip + mixed, [keep, positions])}
+
+
+class Chain(nn.Module):
+    """A user's model: plain torch modules, a weight tied from end to end, no word of parallelism but its blocks."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.lookup = Lookup()
+        self.mixes = nn.ModuleList(Mix() for _ in range(depth))
+        self.bias = nn.Parameter(torch.zeros(13))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [self.lookup, *self.mixes, PipelineBlock(self.logits, "lookup.table", "bias", name="logits")]
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        value = self.lookup(batch)
+        for mix in self.mixes:
+            value = mix(value)
+        return self.logits(value)
+
+    def logits(self, value: dict[str, Any]) -> Tensor:
+        x, (skip, _) = value["x"], value["skip"]
+        return F.linear(x + skip, self.lookup.table.weight, self.bias)
+
+
+def loss(logits: Tensor, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def batch_of(step: int, samples: int, tokens: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, 13, (samples, tokens), generator=generator)
+    keep = torch.rand(samples, tokens, generator=generator) > 0.3
+    return {"inputs": {"ids": ids, "keep": keep}, "labels": (ids + 1) % 13}
+
+
+#: (samples, tokens) of each step: other lengths, a smaller last batch, and the first shape again
+SHAPES = [(6, 5), (6, 9), (3, 5), (6, 5), (12, 2)]
+
+
+def train(
+    rank: int,
+    plan: dict[str, Any],
+    schedule: dict[str, Any],
+    factory: Callable[[], nn.Module] = Chain,
+    shapes: list[tuple[int, int]] = SHAPES,
+    **comm: Any,
+) -> tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    settings = dict(
+        parallel=plan,
+        schedule=schedule,
+        optimizer=dict(type="AdamW", lr=1e-2),
+        train=dict(global_batch_size=6, precision="fp64", clip_grad_norm=0.5, seed=5),
+        comm=comm,
+        device="cpu",
+    )
+    engine = colossus.initialize(settings, model=factory, loss_fn=loss)
+    start = full_state_dict(engine.model, engine.context)
+    index, count = engine.context.index("data"), engine.context.size("data")
+    numbers = []
+    for step, (samples, tokens) in enumerate(shapes):
+        part = samples // count
+        batch = batch_of(step, samples, tokens)
+        own = slice(index * part, (index + 1) * part)
+        batch = {"inputs": {k: v[own] for k, v in batch["inputs"].items()}, "labels": batch["labels"][own]}
+        result = engine.train_step(batch)
+        numbers.append((result.loss, result.grad_norm))
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    end = full_state_dict(engine.model, engine.context)
+    engine.close()
+    return numbers, start, gradients, end
+
+
+def in_plain_torch(start: dict[str, Tensor]) -> tuple[list[tuple[float, float]], dict[str, Tensor], dict[str, Tensor]]:
+    """The same training by hand, in one process, with nothing of ours."""
+    model = Chain().double()
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    numbers = []
+    for step, shape in enumerate(SHAPES):
+        batch = batch_of(step, *shape)
+        total, count = loss(model(batch["inputs"]), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        numbers.append(((total / count).item(), norm.item()))
+        optimizer.step()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return numbers, gradients, dict(model.named_parameters())  # type: ignore[return-value]
+
+
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "1f1b 2": (2, dict(pipeline=2), dict(type="1f1b", microbatches=3), {}),
+    "1f1b 4": (4, dict(pipeline=4), dict(type="1f1b", microbatches=3), {}),
+    "gpipe c10d": (2, dict(pipeline=2), dict(type="gpipe", microbatches=3), dict(shared_memory=False)),
+    "1f1b c10d": (4, dict(pipeline=4), dict(type="1f1b", microbatches=3), dict(shared_memory=False)),
+    "interleaved": (2, dict(pipeline=2), dict(type="interleaved", microbatches=3, chunks=4), {}),
+    "zb-h1": (4, dict(pipeline=4), dict(type="zb-h1", microbatches=3), {}),
+    "zb-v": (2, dict(pipeline=2), dict(type="zb-v", microbatches=3), {}),
+    "zb-v c10d": (4, dict(pipeline=4), dict(type="zb-v", microbatches=3), dict(shared_memory=False)),
+    "data": (4, dict(pipeline=2, data=2), dict(type="zb-h1", microbatches=1), {}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_nests_ties_and_changing_shapes_are_plain_torch(name: str) -> None:
+    world, plan, schedule, comm = PLANS[name]
+    shapes = SHAPES if "data" not in plan else [shape for shape in SHAPES if shape[0] % 2 == 0]
+    results = run_ranks(world, partial(train, shapes=shapes, **comm), plan, schedule, with_context=False)
+    numbers, gradients, weights = in_plain_torch(results[0][1]) if shapes == SHAPES else _plain_of(shapes, results)
+    for mine, _, mine_gradients, mine_weights in results:
+        for (value, norm), (other, other_norm) in zip(mine, numbers, strict=True):
+            assert abs(value - other) < 1e-10 * abs(other)
+            assert abs(norm - other_norm) < 1e-10 * other_norm
+        assert mine_gradients.keys() == gradients.keys()
+        for key, wanted in gradients.items():
+            torch.testing.assert_close(mine_gradients[key], wanted, rtol=1e-8, atol=1e-11, msg=f"gradient of {key}")
+        for key, wanted in weights.items():
+            torch.testing.assert_close(mine_weights[key], wanted, rtol=1e-8, atol=1e-10, msg=key)
+
+
+def _plain_of(shapes: list[tuple[int, int]], results: list[Any]) -> Any:
+    """One process of ours where shapes are left out: that it is plain torch, the other cases say."""
+    numbers, _, gradients, weights = run_ranks(
+        1, partial(train, shapes=shapes), {}, dict(microbatches=1), with_context=False
+    )[0]
+    return numbers, gradients, weights
+
+
+# -- any Sequential ---------------------------------------------------------------------------------------------
+
+
+def _sequential() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(13, WIDTH),
+        nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh()),
+        nn.Linear(12, 12),
+        nn.ReLU(inplace=True),  # a stage of its own, that begins in place and has no parameter
+        nn.Dropout(0.0),
+        nn.Linear(12, 13),
+    )
+
+
+def _train_sequential(rank: int, plan: dict[str, Any], schedule: dict[str, Any]) -> tuple[list[float], Any]:
+    settings = dict(parallel=plan, schedule=schedule, train=dict(global_batch_size=6, precision="fp64"), device="cpu")
+    engine = colossus.initialize(settings, model=_sequential, loss_fn=loss)
+    losses = []
+    for step in range(3):
+        batch = batch_of(step, 6, 5)
+        losses.append(engine.train_step({"inputs": batch["inputs"]["ids"], "labels": batch["labels"]}).loss)
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    engine.close()
+    return losses, gradients
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_a_sequential_with_a_stage_without_parameters(kind: str) -> None:
+    wanted, wanted_gradients = run_ranks(1, _train_sequential, {}, {}, with_context=False)[0]
+    plan = dict(pipeline=dict(size=4, split=[3, 1, 1, 2]))
+    for losses, gradients in run_ranks(4, _train_sequential, plan, dict(type=kind, microbatches=3), with_context=False):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+        assert gradients.keys() == wanted_gradients.keys()
+        for key, value in wanted_gradients.items():
+            torch.testing.assert_close(gradients[key], value, rtol=1e-9, atol=1e-12)
+
+
+# -- hooks on weights ---------------------------------------------------------------------------------------------
+
+
+class Hooked(nn.Sequential):
+    """A weight whose gradient is changed by a hook, and told to another one."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(13, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 13))
+
+
+def _train_hooked(rank: int, plan: dict[str, Any], schedule: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    settings = dict(parallel=plan, schedule=schedule, train=dict(global_batch_size=6, precision="fp64"), device="cpu")
+    engine = colossus.initialize(settings, model=Hooked, loss_fn=loss)
+    told: list[Tensor] = []
+    for name, parameter in engine.model.named_parameters():
+        if name == "1.weight":
+            parameter.register_hook(lambda gradient: gradient + 0.01)
+            parameter.register_post_accumulate_grad_hook(told.append)
+    batch = batch_of(0, 6, 5)
+    engine.train_step({"inputs": batch["inputs"]["ids"], "labels": batch["labels"]})
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    engine.close()
+    return gradients, len(told)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
+def test_hooks_see_each_gradient_once(kind: str) -> None:
+    wanted, told = run_ranks(1, _train_hooked, {}, dict(microbatches=3), with_context=False)[0]
+    assert told == 3
+    results = run_ranks(2, _train_hooked, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False)
+    assert sum(count for _, count in results) == 3
+    for gradients, _ in results:
+        for name, value in wanted.items():
+            torch.testing.assert_close(gradients[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Two stages; the first returns what ``how`` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.table = nn.Embedding(13, WIDTH)
+        self.head = nn.Linear(WIDTH, 13)
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.first, "table"), PipelineBlock(self.second, "head")]
+
+    def first(self, batch: dict[str, Tensor]) -> Any:
+        self.calls += 1
+        x = self.table(batch["ids"])
+        if self.how == "object":
+            return {"x": x, "config": object()}
+        if self.how == "detached":
+            return x.detach()
+        if self.how == "changing":
+            return x if self.calls < 3 else (x, x)
+        if self.how == "number":
+            return x, self.calls
+        if self.how == "raises" and self.calls == 4:
+            raise ArithmeticError("a block of mine failed")
+        return x
+
+    def second(self, x: Any) -> Tensor:
+        return self.head(x if isinstance(x, Tensor) else x[0])
+
+
+WRONG = {
+    "object": r"stage 0 returned object at \['config'\]; what goes on to the next stage is a tensor, or a nest",
+    "detached": r"stage 0 returned float64\[2, 5, 10\] \(no gradient\), of which nothing requires a gradient",
+    "changing": r"stage 0 returned \(.float64\[2, 5, 10\]., .tensor 0 again.\) for microbatch 2, but float64",
+    "number": r"stage 0 returned \('float64\[2, 5, 10\]', 2\) for microbatch 1, but \('float64\[2, 5, 10\]', 1\)",
+    "raises": "a block of mine failed",
+}
+
+
+def _odd(how: str, microbatches: int = 3, timeout_seconds: float = 10.0) -> Any:
+    """An engine of two stages, the first of which returns what ``how`` says."""
+    settings = dict(
+        parallel=dict(pipeline=2),
+        schedule=dict(microbatches=microbatches),
+        train=dict(global_batch_size=6, precision="fp64"),
+        comm=dict(timeout_seconds=timeout_seconds),
+        device="cpu",
+    )
+    return colossus.initialize(settings, model=lambda: Odd(how), loss_fn=loss)
+
+
+def _train_odd(rank: int, how: str) -> None:
+    engine = _odd(how)
+    for step in range(3):
+        engine.train_step(batch_of(step, 6, 5))
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_what_a_stage_must_not_return(how: str) -> None:
+    """The rank that did it says what is wrong, and the other one ends because it is gone, at once."""
+    with pytest.raises(RankError, match=WRONG[how]) as caught:
+        run_ranks(2, _train_odd, how, with_context=False, timeout=30)
+    assert "Connection closed by peer" in str(caught.value)
+
+
+def _catch_and_go_on(rank: int) -> str:
+    engine = _odd("raises", timeout_seconds=2.0)
+    for step in range(2):
+        try:
+            engine.train_step(batch_of(step, 6, 5))
+        except (ArithmeticError, RuntimeError):
+            break
+    try:
+        engine.train_step(batch_of(2, 6, 5))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_no_step_after_one_that_failed() -> None:
+    for message in run_ranks(2, _catch_and_go_on, with_context=False, timeout=30):
+        assert "an earlier step or evaluation failed on this rank" in message
+
+
+def _wrong_microbatches(rank: int) -> None:
+    engine = _odd("right")
+    engine.train_step(batch_of(0, 4, 5))
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(RankError, match="a batch of 4 samples per data rank does not divide into 3 microbatches"):
+        run_ranks(2, _wrong_microbatches, with_context=False, timeout=30)
+
+
+def _other_batches(rank: int) -> None:
+    engine = _odd("right", microbatches=1, timeout_seconds=5.0)
+    engine.train_step(batch_of(0, 6, 5))
+    engine.train_step(batch_of(0, 6, 7))
+    engine.train_step(batch_of(0, 6, 5 if rank else 7))
+
+
+def test_ranks_with_batches_of_other_shapes() -> None:
+    with pytest.raises(RankError, match="do not run the same program on batches of the same shape"):
+        run_ranks(2, _other_batches, with_context=False, timeout=30)

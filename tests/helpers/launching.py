@@ -1,0 +1,85 @@
+"""``colossus launch`` as a process of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = Path(__file__).parent / "launched" / "tiny.py"
+LAUNCH = [sys.executable, "-m", "colossus", "launch", str(TINY)]
+FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in FOREIGN and not key.startswith("SLURM")}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def start(command_line: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
+    def default_signals() -> None:
+        # a test runner in the background has SIGINT ignored, which children would inherit
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(
+        command_line,
+        cwd=cwd,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def launch(tmp_path: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
+    return finish(start([*LAUNCH, "--run-dir", "run", *arguments], tmp_path, **more))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def has_rows(process: subprocess.Popen[str], folder: Path, number: int) -> bool:
+    if process.poll() is not None:
+        pytest.fail(f"the run ended by itself: {finish(process)}")
+    return (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= number
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited for a minute in vain"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    if not listed.exists():
+        pytest.skip("needs /proc to find the ranks' processes")
+    return [int(word) for word in listed.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

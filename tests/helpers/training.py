@@ -1,0 +1,128 @@
+"""Short training runs under a plan, with everything about them that parity compares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo  # every optimizer imports it: here once, instead of on each forked rank
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+import colossus
+from colossus.checkpoint.state_dict import full_state_dict
+
+SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
+BATCH = 8
+
+
+def batch_of(step: int, sizes: dict[str, Any] = SIZES, batch: int = BATCH) -> dict[str, Tensor]:
+    """A global batch in which every sample has another number of valid tokens."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, sizes["vocab_size"], (batch, sizes["seq_len"] + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(batch):
+        labels[row, : (row * 5 + step) % sizes["seq_len"]] = -100
+    return {"inputs": ids[:, :-1], "labels": labels}
+
+
+def config_of(plan: dict[str, Any], steps: int, precision: str, **more: Any) -> dict[str, Any]:
+    config: dict[str, Any] = dict(
+        parallel=plan,
+        model=dict(type="GPT", **SIZES),
+        optimizer=dict(type="AdamW", lr=1e-3, weight_decay=0.1),
+        lr_schedule=dict(type="cosine", warmup_steps=20),
+        train=dict(steps=steps, global_batch_size=BATCH, precision=precision, clip_grad_norm=1.0, seed=3),
+        device="cpu",
+    )
+    for key, value in more.items():
+        config[key] = _merged(config.get(key, {}), value)
+    return config
+
+
+def _merged(old: Any, new: Any) -> Any:
+    """``new`` laid over ``old``; a bare number is the size of its section."""
+    if not isinstance(new, dict):
+        return new
+    old = old if isinstance(old, dict) else {"size": old}
+    return {**old, **{key: _merged(old.get(key, {}), value) for key, value in new.items()}}
+
+
+class Trace:
+    """Losses and norms of every step, gradients at the first and last, weights before and after."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.start: dict[str, Tensor] = {}
+        self.end: dict[str, Tensor] = {}
+
+
+def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = None) -> Trace:
+    """Body of a rank: train, and gather what is compared. ``damage`` halves the gradient of one parameter."""
+    engine = colossus.initialize(config)
+    trace = Trace()
+    trace.start = full_state_dict(engine.model, engine.context)
+    if damage is not None:
+        dict(engine.model.named_parameters())[damage].register_hook(lambda grad: grad * 0.5)
+    index, count = engine.context.index("data"), engine.context.size("data")
+    whole, sizes = config["train"]["global_batch_size"], config["model"]
+    part = whole // count
+    for step in range(steps):
+        batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
+        result = engine.train_step(batch)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+        if step in (0, steps - 1):
+            trace.gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
+    trace.end = full_state_dict(engine.model, engine.context)
+    engine.close()
+    return trace
+
+
+def run_plan(world: int, config: dict[str, Any], steps: int, damage: str | None = None) -> list[Trace]:
+    return run_ranks(world, train, config, steps, damage, with_context=False)
+
+
+def relative(value: float, reference: float) -> float:
+    return abs(value - reference) / max(abs(reference), 1e-30)
+
+
+def assert_same_run(trace: Trace, reference: Trace, *, loss: float, norm: float, parameter: float) -> None:
+    """Contract 3: losses and norms of every step, and each parameter's gradient norm at the first and last step.
+
+    A parameter whose true gradient is zero (a key bias: it shifts all scores of a query alike, which softmax ignores)
+    is compared on the scale of the global norm, since its own norm is rounding noise.
+    """
+    for step, (mine, other) in enumerate(zip(trace.losses, reference.losses, strict=True)):
+        assert relative(mine, other) <= loss, f"loss of step {step + 1}: {mine!r}, one process {other!r}"
+    for step, (mine, other) in enumerate(zip(trace.norms, reference.norms, strict=True)):
+        assert relative(mine, other) <= norm, f"gradient norm of step {step + 1}: {mine!r}, one process {other!r}"
+    for when, mine_all, other_all in zip(("first", "last"), trace.gradients, reference.gradients, strict=True):
+        assert mine_all.keys() == other_all.keys()
+        floor = 1e-3 * torch.stack([grad.norm() for grad in other_all.values()]).norm().item()
+        gaps = {}
+        for name, other_grad in other_all.items():
+            other_norm = other_grad.norm().item()
+            gaps[name] = abs(mine_all[name].norm().item() - other_norm) / max(other_norm, floor)
+        worst = max(gaps, key=gaps.__getitem__)
+        assert gaps[worst] <= parameter, f"{when} step, gradient norm of {worst} differs by {gaps[worst]:.3g} of itself"
+
+
+def assert_same_numbers(trace: Trace, reference: Trace) -> None:
+    """In float64: the same start to the bit, and every element of every gradient and weight."""
+    for name, value in reference.start.items():
+        assert torch.equal(trace.start[name], value), f"{name} starts differently"
+    for name, value in reference.end.items():
+        if not is_key_bias(name):
+            torch.testing.assert_close(trace.end[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    for mine, other in zip(trace.gradients, reference.gradients, strict=True):
+        assert list(mine) == list(other)
+        for name, value in other.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
+
+
+def is_key_bias(name: str) -> bool:
+    """Its true gradient is zero; Adam turns the rounding noise into steps of full size."""
+    return name.endswith("qkv.key.bias")

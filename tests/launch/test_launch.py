@@ -1,0 +1,356 @@
+"""``colossus launch`` from outside: processes, exit codes, signals, failures, run folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.launching import (
+    FOREIGN,
+    LAUNCH,
+    ROOT,
+    TINY,
+    children,
+    environment,
+    finish,
+    has_rows,
+    is_running,
+    launch,
+    rows_of,
+    start,
+    wait_for,
+)
+
+from colossus.launch import command, failure, run_folder
+from colossus.launch.run_folder import default_folder
+
+# -- a run that goes well -------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
+    code, out, err = launch(tmp_path)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "tiny: data 2, 2 process(es) on cpu"
+    assert [line.split("  ")[0] for line in lines[2:-1]] == [
+        *("step 1/5", "step 2/5", "step 2/5", "step 4/5", "step 4/5", "step 5/5", "step 5/5")
+    ]
+    assert lines[-1].startswith("done: 5 steps")
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["tokens"] for row in rows] == [4] * 5
+    assert ["validation_loss" in row for row in rows] == [False, True, False, True, True]
+    assert rows[4]["loss"] < rows[0]["loss"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["parallel"]["data"] == 2
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert {"colossus", "torch", "python", "platform", "git", "data"} <= set(versions)
+    assert not (tmp_path / "run" / "failures").exists()
+
+
+def test_overrides_and_a_dollar_sign_reach_the_workers(tmp_path: Path) -> None:
+    code, out, _ = launch(tmp_path, "train.steps=1", "name=cost${local_rank}$5")
+    assert code == 0
+    assert out.startswith("cost${local_rank}$5: data 2")
+    assert len(rows_of(tmp_path / "run")) == 1
+
+
+def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path))
+    assert code == 0
+    assert out.count("done: 5 steps") == 1
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("tiny-20")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5]
+
+
+def slurm_tasks(tmp_path: Path, *arguments: str) -> list[tuple[int, str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_TASKS_PER_NODE": "2",
+        "MASTER_PORT": str(port),
+    }
+    tasks = [
+        start([*LAUNCH, *arguments], tmp_path, **variables, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+    return [finish(task) for task in tasks]
+
+
+def test_slurm_starts_the_same_run(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "metrics.jsonl").write_text('{"step": 1}\n')
+    ended = slurm_tasks(tmp_path, "--run-dir", "run")
+    assert [code for code, _, _ in ended] == [0, 0]
+    assert "done: 5 steps" in ended[0][1]
+    assert ended[1][1] == ""
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+    ended = slurm_tasks(tmp_path, "--run-dir", "held")
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert "holds the metrics of another run" in ended[0][2]
+    assert ended[1][2] == ""
+
+
+# -- failures -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, TROUBLE="raise")
+    assert code == 1
+    assert err.count("run failed") == 1
+    assert "run failed: rank 1 at step 3" in err
+    assert "data 1) raised ValueError" in err
+    assert 'raise ValueError("the third step is one too many")' in err
+    assert "last collectives of rank 1" in err
+    assert "all_reduce over data" in err
+    assert "rank 0 stopped because rank 1 went away." in err
+    assert "colossus/launch/" not in err
+    assert "torch/distributed/elastic" not in err
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2]
+    records = {record.rank: record for record in failure.read_all(tmp_path / "run")}
+    assert (records[1].kind, records[1].step, records[1].coordinates["data"]) == ("error", 3, 1)
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, TROUBLE="kill")
+    assert code == 1
+    assert "run failed: rank 1 at step 3" in err
+    assert "rank 1 (data 1) was killed by SIGKILL: out of memory" in err
+    assert "rank 0 stopped because rank 1 went away." in err
+    assert "Traceback" not in err
+
+
+def test_a_rank_that_hangs_is_shown_where_it_hangs(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, "comm.timeout_seconds=2", TROUBLE="hang")
+    assert code == 1
+    assert "run failed: rank 1 at step 3" in err
+    assert "did not reach the end of its step" in err
+    assert "in _trouble" in err
+    assert "rank 0 stopped because rank 1 did not answer." in err
+
+
+def test_a_model_that_cannot_be_built_fails_before_the_first_step(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, TROUBLE="init")
+    assert code == 1
+    assert "run failed: rank 1 before the first step" in err
+    assert "TypeError: cannot be built" in err
+
+
+def test_under_torchrun_the_failing_rank_prints_the_block(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    code, _, err = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, TROUBLE="raise"))
+    assert code != 0
+    assert err.count("run failed: rank 1 at step 3") == 1
+    assert err.count("ValueError: the third step is one too many") == 1
+
+
+def test_two_nodes_share_a_folder_and_the_culprits_node_prints_the_block(tmp_path: Path) -> None:
+    nodes = [tmp_path / "a", tmp_path / "b"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    launchers = []
+    for node in nodes:
+        node.mkdir()
+        options = ["--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint]
+        launchers.append(start([*LAUNCH, *options], node, TROUBLE="raise"))
+    ended = [finish(launcher) for launcher in launchers]
+    assert [code for code, _, _ in ended] == [1, 1]
+    both = "".join(err for _, _, err in ended)
+    assert both.count("run failed: rank 1 at step 3") == 1
+    assert both.count("raised ValueError; the ranks here stopped because of it") == 1
+    (folder,) = tmp_path.glob("*/runs/*")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2]
+
+
+# -- signals --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    overrides = ["train.steps=100000", "train.eval_every=0"]
+    process = start([*LAUNCH, "--run-dir", "run", *overrides], tmp_path, STEP_SECONDS="0.02")
+    try:
+        wait_for(lambda: has_rows(process, tmp_path / "run", 3))
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_all_ranks_after_a_whole_step(
+    tmp_path: Path, long_run: subprocess.Popen[str], signum: signal.Signals, code: int
+) -> None:
+    ranks = children(long_run.pid)
+    assert len(ranks) == 2
+    long_run.send_signal(signum)
+    ended, out, err = finish(long_run)
+    assert (ended, err) == (code, "")
+    steps = [row["step"] for row in rows_of(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert f"stopped by {signum.name} after step {steps[-1]}; metrics are in run/metrics.jsonl" in out
+    assert not any(is_running(rank) for rank in ranks)
+    # a clean stop: nobody had to be ended by force
+    assert not (tmp_path / "run" / "failures").exists()
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path, long_run: subprocess.Popen[str]) -> None:
+    os.kill(children(long_run.pid)[1], signal.SIGTERM)
+    code, out, err = finish(long_run)
+    assert (code, err) == (143, "")
+    assert "stopped by SIGTERM after step" in out
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, long_run: subprocess.Popen[str]) -> None:
+    ranks = children(long_run.pid)
+    long_run.kill()
+    wait_for(lambda: not any(is_running(rank) for rank in ranks))
+
+
+def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
+    process = start([*LAUNCH, "--run-dir", "run"], tmp_path, TROUBLE="hang")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 2))
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert (code, err) == (143, "")
+    assert "stopped by SIGTERM after step 2" in out
+    assert {record.kind for record in failure.read_all(tmp_path / "run")} == {"stuck"}
+
+
+# -- errors before any process --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*arguments: object) -> int:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr(command, "_launch", refuse)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["train.stesp=3"], {}, "did you mean train.steps?"),
+        (["parallel.data=3"], {"nproc": 2}, "but 2 processes"),
+        ([], {"nnodes": 2}, "--nnodes 2 needs --rdzv-endpoint host:port"),
+        ([], {"nnodes": 3, "rdzv_endpoint": "a:1"}, "2 processes cannot be shared out equally among 3 nodes"),
+        ([], {"nnodes": 0}, "there is at least one node"),
+        ([], {"run_dir": "file"}, "is a file, not a folder"),
+        ([], {"run_dir": "held"}, "holds the metrics of another run"),
+        (["parallel.zero=1"], {}, "not available in this version"),
+    ],
+)
+def test_config_errors_exit_with_2(
+    overrides: list[str], options: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    Path("held").mkdir()
+    Path("held/metrics.jsonl").write_text('{"step": 1}\n')
+    assert command.run(str(TINY), overrides, **options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("colossus: ")
+    assert message in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_missing_file_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run("absent.py", []) == 2
+    assert "no such file: absent.py" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_nproc_that_contradicts_torchrun_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert command.run(str(TINY), [], nproc=4) == 2
+    assert "leave --nproc out" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "configs" / "gpt_stdlib.py"
+    assert command.run(str(config), ["train.steps=7"], run_dir="elsewhere", dry_run=True) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["plan"] == "pipeline 1 x data 2 x sequence 1 x tensor 2 = 4 processes (tensor mode 1d)"
+    assert lines["parameters"] == "842,496 in the model, 431,104 on rank 0"
+    assert lines["batch"] == "32 sequences per step: 2 data rank(s) x 1 microbatch(es) x 16"
+    assert lines["steps"].startswith("7, fp32")
+    assert not Path("elsewhere").exists()
+
+
+# -- the run folder -------------------------------------------------------------------------------------------
+
+
+def test_two_runs_in_one_second_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20300101-000000")
+    names = []
+    for _ in range(3):
+        folder = default_folder("net", tmp_path)
+        run_folder.prepare(folder)
+        names.append(folder.name)
+    assert names == ["net-20300101-000000", "net-20300101-000000-2", "net-20300101-000000-3"]
+
+
+def test_a_folder_without_metrics_may_be_used_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("mine")
+    run_folder.prepare(tmp_path)
+
+
+def test_the_last_metrics_are_the_last_whole_row(tmp_path: Path) -> None:
+    assert run_folder.last_metrics(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert run_folder.last_metrics(tmp_path) == {"step": 2}
+
+
+def test_git_state_of_no_repository(tmp_path: Path) -> None:
+    assert run_folder.git_state(tmp_path) is None
+
+
+def test_config_errors_need_no_torch() -> None:
+    code = "import sys, colossus.launch.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment()).returncode == 0
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_sizes_that_a_users_own_model_cannot_split_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "from colossus import layers\n"
+        "def make():\n"
+        "    return layers.Linear(7, 9, split='column')\n"
+        "parallel = dict(tensor=2)\n"
+        "model = dict(type=make)\n"
+        "data = dict(type='PythonStdlib', seq_len=16)\n"
+    )
+    assert command.run(str(file), []) == 2
+    said = capsys.readouterr().err
+    assert "odd.py: the model cannot be built under this plan" in said
+    assert "out_features = 9 does not divide over the 2 ranks of tensor; 8 or 10 does" in said

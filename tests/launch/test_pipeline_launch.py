@@ -1,0 +1,71 @@
+"""``colossus launch`` of a pipeline: what is refused before any process, and how a run ends whose stage fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from helpers.launching import LAUNCH, finish, rows_of, start
+
+STAGES = Path(__file__).parents[1] / "helpers" / "launched" / "stages.py"
+COMMAND = [*LAUNCH[:-1], str(STAGES), "--run-dir", "run"]
+
+
+def run(tmp_path: Path, *overrides: str, **variables: str) -> tuple[int, str, str]:
+    return finish(start([*COMMAND, *overrides], tmp_path, **variables))
+
+
+def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
+    code, out, err = run(tmp_path)
+    assert code == 0, err
+    losses = [row["loss"] for row in rows_of(tmp_path / "run") if "loss" in row]
+    assert len(losses) == 5
+    assert all(loss > 0 for loss in losses)
+    assert "done: 5 steps" in out
+    code, out, err = finish(start([*COMMAND[:-1], "alone", "parallel.pipeline=1"], tmp_path))
+    assert code == 0, err
+    alone = [row["loss"] for row in rows_of(tmp_path / "alone") if "loss" in row]
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.pipeline=3"], "3 stages for 2 blocks (0 to 1): every stage needs a block; use at most 2 stages"),
+        (["schedule.microbatches=3"], "8"),
+        (["schedule.type=interleaved", "schedule.chunks=2"], "4 stages for 2 blocks"),
+        (["schedule.type=interleaved", "schedule.chunks=0"], "chunks must be a whole number of at least 1, got 0"),
+        (["parallel.pipeline.split=[1, 2]"], "1 + 2 = 3, but the model has 2 blocks"),
+    ],
+)
+def test_refused_before_any_process(tmp_path: Path, overrides: list[str], words: str) -> None:
+    code, out, err = run(tmp_path, *overrides)
+    assert code == 2, out + err
+    assert words in err
+    assert not (tmp_path / "run" / "failures").exists()
+
+
+def test_a_bad_schedule_is_refused_with_its_first_bad_action(tmp_path: Path) -> None:
+    code, _, err = run(tmp_path, CIRCLE="1")
+    assert code == 2
+    assert "stages.py: schedule" in err
+    assert "rank 0, action 0 (backward of microbatch 3 on stage 0) needs the forward of microbatch 3" in err
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("raise", ["the block of stage 1 has failed", "rank 1", "pipeline 1", "_trouble"]),
+        ("kill", ["rank 1", "pipeline 1", "SIGKILL"]),
+        ("hang", ["timeout: rank 1 did not send the gradient of microbatch", "within 3 s"]),
+    ],
+)
+def test_a_stage_that_fails_ends_the_run(tmp_path: Path, trouble: str, words: list[str]) -> None:
+    since = time.monotonic()
+    code, out, err = run(tmp_path, TROUBLE=trouble)
+    assert code == 1, out + err
+    for word in words:
+        assert word in err
+    assert time.monotonic() - since < 45, "torch takes a few seconds to import, the time-out is 3"
+    assert len([row for row in rows_of(tmp_path / "run") if "loss" in row]) == 2

@@ -1,0 +1,247 @@
+"""What users do at the edges: layers used late or on one sample, odd grids, learned masks, errors that are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data2_1d": (4, dict(data=2, tensor=2)),
+    "1d_sequence": (2, dict(tensor=dict(size=2, sequence_sharded=True))),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
+    "2d_4x1": (4, dict(tensor=dict(mode="2d", shape=(4, 1)))),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
+    "3d_4x1x1": (4, dict(tensor=dict(mode="3d", shape=(4, 1, 1)))),
+}
+BATCH, TOKENS, HIDDEN = 8, 4, 8
+
+
+def squares(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.square().sum(), len(outputs)
+
+
+def _train(rank: int, parallel: dict[str, Any], factory: Callable[[], nn.Module], loss: Any, batches: Any) -> Any:
+    config = dict(parallel=parallel, optimizer=dict(type="SGD", lr=0.05), device="cpu",
+                  train=dict(global_batch_size=len(batches[0]["inputs"]), precision="fp64", seed=5))  # fmt: skip
+    engine = colossus.initialize(config, model=factory, loss_fn=loss)
+    index, count = engine.context.index("data"), engine.context.size("data")
+    numbers = []
+    for batch in batches:
+        part = {key: value.chunk(count)[index] for key, value in batch.items()}
+        result = engine.train_step(part)
+        numbers += [result.loss, result.grad_norm]
+    held = {name: value.clone() for name, value in engine.model.named_parameters() if value.dim() < 2}
+    return numbers, full_state_dict(engine.model, engine.context), held
+
+
+def same_run(
+    plan: str, factory: Callable[[], nn.Module], loss: Any = squares, steps: int = 3, batch: int = BATCH, **more: Any
+) -> None:
+    """Losses, norms and weights of a few steps equal those of one process; copies of small parameters stay equal."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for step in range(steps):
+        made = {"inputs": torch.randn(batch, TOKENS, HIDDEN, generator=generator, dtype=torch.float64)}
+        made["step"] = torch.full((batch,), step)
+        made.update({key: value(generator) for key, value in more.items()})
+        batches.append(made)
+    ((numbers, state, _),) = run_ranks(1, _train, {}, factory, loss, batches, with_context=False)
+    world, parallel = PLANS[plan]
+    ranks = run_ranks(world, _train, parallel, factory, loss, batches, with_context=False)
+    for mine, weights, _ in ranks:
+        assert mine == pytest.approx(numbers, rel=1e-10)
+        for name, value in state.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+class Late(nn.Module):
+    """A block that takes part from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = layers.Linear(HIDDEN, HIDDEN), layers.TransformerBlock(HIDDEN, 2)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.steps:
+            x = layers.to_user(self.late(layers.to_outer(x)))
+        self.steps += 1
+        return x
+
+
+@pytest.mark.parametrize("plan", ["data2_1d", "1d_sequence", "2d", "3d"])
+def test_a_layer_first_used_in_a_later_step(plan: str) -> None:
+    same_run(plan, Late)
+
+
+class Sometimes(nn.Module):
+    """A norm that only some data ranks use in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = layers.Linear(HIDDEN, HIDDEN), layers.LayerNorm(HIDDEN)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        return self.norm(x) if batch.sum() > 0 else x
+
+
+def _sometimes(rank: int) -> list[Tensor]:
+    config = dict(
+        parallel=dict(data=2), train=dict(global_batch_size=4), optimizer=dict(type="SGD", lr=0.1), device="cpu"
+    )
+    engine = colossus.initialize(config, model=Sometimes, loss_fn=squares)
+    sign = 1.0 if rank == 0 else -1.0
+    for _ in range(2):
+        engine.train_step(torch.ones(2, HIDDEN) * sign)
+    return [value.detach().clone() for value in engine.model.parameters()]
+
+
+def test_a_layer_used_on_one_rank_only() -> None:
+    first, second = run_ranks(2, _sometimes, with_context=False)
+    for mine, other in zip(first, second, strict=True):
+        assert torch.equal(mine, other)
+
+
+class Style(nn.Module):
+    """Layers on a vector, and on one id: a sample that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.style = nn.Parameter(torch.linspace(-1, 1, HIDDEN))
+        self.proj, self.norm, self.ids = (
+            layers.Linear(HIDDEN, HIDDEN),
+            layers.LayerNorm(HIDDEN),
+            layers.Embedding(6, HIDDEN),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.norm(self.proj(self.style)) + self.ids(torch.tensor(2))
+
+
+@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d"])
+def test_layers_on_one_sample(plan: str) -> None:
+    same_run(plan, Style)
+
+
+def classes(outputs: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return layers.cross_entropy(outputs, batch["labels"])
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = layers.Classifier(HIDDEN, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.mean(1))
+
+
+@pytest.mark.parametrize("plan", ["2d", "2d_4x1", "3d", "3d_4x1x1"])
+def test_padding_never_reaches_a_loss(plan: str) -> None:
+    same_run(plan, Classes, classes, labels=lambda generator: torch.randint(0, 10, (BATCH,), generator=generator))
+
+
+class Biased(nn.Module):
+    """Attention under a learned bias."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.linspace(-1, 1, TOKENS * TOKENS).reshape(TOKENS, TOKENS).expand(*shape, -1, -1))
+        self.attention = layers.Attention(HIDDEN, 2, causal=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, self.bias)
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1, 1), (1, 2)])
+@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d"])
+def test_a_learned_bias_of_attention(plan: str, shape: tuple[int, ...]) -> None:
+    same_run(plan, lambda: Biased(*shape), steps=2)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = layers.Attention(HIDDEN, 2, causal=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, None, None, :, 0] > -0.5
+        mask[..., 0] = True
+        return self.attention(x, mask)
+
+
+def test_a_mask_of_one_sample_on_each_rank() -> None:
+    same_run("3d", Padded, steps=2, batch=4)
+
+
+class Drops(nn.Module):
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.inner, self.drop, self.keep = layers.Linear(HIDDEN, HIDDEN), nn.Dropout(0.5), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        def part(y: Tensor) -> Tensor:
+            return self.drop(torch.tanh(self.inner(y)))
+
+        return part(x) if self.keep else layers.checkpoint(part, x, context=self.inner.context)
+
+
+def test_recomputation_repeats_torchs_own_draws() -> None:
+    batch = {"inputs": torch.ones(BATCH, TOKENS, HIDDEN, dtype=torch.float64)}
+    runs = [
+        run_ranks(1, _train, {}, lambda k=keep: Drops(k), squares, [batch], with_context=False)
+        for keep in (True, False)
+    ]
+    assert runs[0][0][0] == runs[1][0][0]
+
+
+def test_positions_inside_a_pair_are_refused() -> None:
+    def body(context: Any) -> None:
+        up = lambda: layers.Linear(HIDDEN, HIDDEN, split="column")  # noqa: E731
+        model: Any = colossus.build(lambda: nn.Sequential(up(), layers.PositionEmbedding(TOKENS, HIDDEN)), context)
+        model(torch.ones(2, TOKENS, HIDDEN))
+
+    with pytest.raises(RankError, match="inside of a column/row pair"):
+        run_ranks(2, body)
+
+
+def _caught(rank: int) -> float:
+    config = dict(parallel=dict(tensor=dict(mode="2d", size=4, weights="step")), device="cpu",
+                  train=dict(global_batch_size=4), optimizer=dict(type="SGD", lr=0.1))  # fmt: skip
+
+    def loss(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+        if batch[0].max() > 5:
+            raise ArithmeticError("a bad batch")
+        return squares(outputs, batch)
+
+    engine = colossus.initialize(config, model=lambda: layers.Linear(HIDDEN, HIDDEN), loss_fn=loss)
+    with pytest.raises(ArithmeticError):
+        engine.train_step((torch.full((4, HIDDEN), 9.0),))
+    zeros = {name: torch.zeros_like(value) for name, value in full_state_dict(engine.model, engine.context).items()}
+    load_full_state_dict(engine.model, zeros, engine.context)
+    return engine.eval_step((torch.ones(4, HIDDEN),)).loss
+
+
+def test_a_step_that_raised_leaves_no_weights_behind() -> None:
+    assert run_ranks(4, _caught, with_context=False) == [0.0] * 4
+
+
+def test_nan_is_never_right() -> None:
+    right, count = layers.accuracy(torch.full((4, 3), float("nan")), torch.tensor([0, 1, 2, 0]))
+    assert (right.item(), count.item()) == (0.0, 4.0)
+
+
+def test_a_padding_row_starts_at_zero_as_torchs_does() -> None:
+    weight: Any = colossus.build(lambda: layers.Embedding(5, 3, padding_idx=-2)).weight
+    assert weight.abs().sum(1).eq(0).tolist() == [False, False, False, True, False]

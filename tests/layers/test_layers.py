@@ -1,0 +1,426 @@
+"""Every layer against torch's own, outputs and all gradients, alone and split over 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import RankError, run_ranks
+from helpers.twins import PlainAttention, PlainBlock
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.strategies.all_reduce import gradient_sum_axes
+
+TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
+SHARDED = [False, True]
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(context: ParallelContext, model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """Output, input gradients, whole parameters and whole summed gradients of sum(model(..) * weights)."""
+    inputs = tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs)
+    out = layers.to_user(model(*inputs))
+    (out * numbers(*out.shape, seed=9, dtype=out.dtype)).sum().backward()
+    for parameter in model.parameters():
+        axes = gradient_sum_axes(parameter, context)
+        if axes and parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+    found = {f"gradient of {name}": grad for name, grad in full_state_dict(model, context, gradients=True).items()}
+    found.update({f"parameter {name}": value for name, value in full_state_dict(model, context).items()})
+    found.update({f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None})
+    return {"output": out.detach(), **found}
+
+
+def expected(twin: nn.Module, found: dict[str, Tensor], *inputs: Tensor) -> dict[str, Tensor]:
+    """The same from plain torch with the same parameters."""
+    state = {name.removeprefix("parameter "): value for name, value in found.items() if name.startswith("parameter ")}
+    twin = twin.to(found["output"].dtype)
+    twin.load_state_dict(state)
+    inputs = tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs)
+    out = twin(*inputs)
+    (out * numbers(*out.shape, seed=9, dtype=out.dtype)).sum().backward()
+    want = {"output": out.detach()}
+    want.update({f"gradient of {name}": p.grad for name, p in twin.named_parameters() if p.grad is not None})
+    want.update({f"gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None})
+    return want
+
+
+def check(
+    ranks: int,
+    factory: Callable[[], nn.Module],
+    twin: Callable[[], nn.Module],
+    *inputs: Tensor,
+    sharded: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+    def body(context: ParallelContext) -> dict[str, Tensor]:
+        return run(context, colossus.build(factory, context, dtype=dtype), *inputs)
+
+    for rank, found in enumerate(run_ranks(ranks, body, sequence_sharded=sharded)):
+        want = expected(twin(), found, *inputs)
+        assert {key for key in found if not key.startswith("parameter")} == set(want)
+        for key, value in want.items():
+            torch.testing.assert_close(
+                found[key], value, **TOLERANCE[dtype], msg=lambda m, k=key: f"rank {rank}, {k}: {m}"
+            )
+
+
+class Wrapped(nn.Module):
+    """Gives a layer a name inside of a model."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Pair(nn.Module):
+    def __init__(self, linear: Any, bias: bool, **split: Any) -> None:
+        super().__init__()
+        self.up = linear(6, 12, bias, **({"split": "column"} if split else {}))
+        self.down = linear(12, 5, bias, **({"split": "row"} if split else {}))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(F.gelu(h) * 2.0 + h)
+
+
+@pytest.mark.parametrize("sharded", SHARDED)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_linear_alone_and_in_pairs(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
+    """2-D, 3-D and 4-D inputs, with and without bias, sizes that split by output, by input, or not at all."""
+    shapes = [(8, 1), (3, 8, 1), (2, 3, 4, 1)]
+    for index, (inner, outer) in enumerate([(6, 12), (12, 6), (12, 7), (7, 12), (7, 5)]):
+        shape = (*shapes[index % 3][:-1], inner)
+        bias = index % 2 == 0
+        check(ranks, lambda: layers.Linear(inner, outer, bias), lambda: nn.Linear(inner, outer, bias),
+              numbers(*shape), sharded=sharded, dtype=dtype)  # fmt: skip
+    for shape in shapes:
+        for bias in (True, False):
+            check(ranks, lambda: Pair(layers.Linear, bias, split=True), lambda: Pair(nn.Linear, bias),
+                  numbers(*shape[:-1], 6), sharded=sharded, dtype=dtype)  # fmt: skip
+
+
+class Fused(nn.Module):
+    def __init__(self, split: str | None) -> None:
+        super().__init__()
+        self.many = layers.Linear(6, {"a": 4, "b": 8, "c": 12}, split=split)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layers.to_user(part) for part in self.many(x)], dim=-1)
+
+
+class PlainFused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 8), "c": nn.Linear(6, 12)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.many[name](x) for name in "abc"], dim=-1)
+
+
+@pytest.mark.parametrize("sharded", SHARDED)
+@pytest.mark.parametrize("split", [None, "column"])
+def test_several_outputs_from_one_input(split: str | None, sharded: bool) -> None:
+    for ranks in (1, 2, 4):
+        check(ranks, lambda: Fused(split), PlainFused, numbers(2, 3, 6), sharded=sharded)
+
+
+class UsedTwice(nn.Module):
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.inner, self.frozen = linear(8, 8), linear(8, 8)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.frozen(self.inner(x))))
+
+
+def test_a_layer_used_twice_and_a_frozen_one() -> None:
+    check(2, lambda: UsedTwice(layers.Linear), lambda: UsedTwice(nn.Linear), numbers(3, 5, 8))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("vocabulary", [16, 13, 5])
+def test_embedding(ranks: int, vocabulary: int) -> None:
+    """13 over 4 leaves an uneven box, 5 over 4 an empty one."""
+    ids = torch.randint(0, vocabulary, (3, 7), generator=torch.Generator().manual_seed(1))
+    for padding in (None, 2, -1):
+        check(
+            ranks, lambda: layers.Embedding(vocabulary, 6, padding), lambda: nn.Embedding(vocabulary, 6, padding), ids
+        )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_norms_between_blocks(ranks: int, sharded: bool) -> None:
+    class Both(nn.Module):
+        def __init__(self, kind: Any, **options: Any) -> None:
+            super().__init__()
+            self.norm = kind(6, **options)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.norm, (nn.LayerNorm, nn.RMSNorm)):
+                return self.norm(x)
+            return layers.to_user(self.norm(layers.to_outer(x)))
+
+    for name, options in (("LayerNorm", {}), ("LayerNorm", {"bias": False}), ("RMSNorm", {"eps": 1e-6}),
+                          ("LayerNorm", {"elementwise_affine": False})):  # fmt: skip
+        ours, plain = getattr(layers, name), getattr(nn, name)
+        check(ranks, lambda: Both(ours, **options), lambda: Both(plain, **options), numbers(3, 4, 6), sharded=sharded)
+
+
+@pytest.mark.parametrize("sharded", SHARDED)
+@pytest.mark.parametrize("kind", ["plain", "grouped", "rotary"])
+def test_attention_and_block(kind: str, sharded: bool) -> None:
+    from colossus.models.options import GPTOptions
+
+    o = GPTOptions(hidden_size=24, num_heads=4, num_kv_heads=2 if kind == "grouped" else 4, seq_len=8,
+                   positions="rotary" if kind == "rotary" else "learned",
+                   mlp="swiglu" if kind == "rotary" else "gelu", ffn_hidden_size=20)  # fmt: skip
+    options = dict(rotary=kind == "rotary")
+    for ranks in (1, 2) if kind == "grouped" else (1, 4):
+        check(ranks, lambda: layers.Attention(24, 4, o.num_kv_heads, **options), lambda: PlainAttention(o),
+              numbers(3, 8, 24), sharded=sharded)  # fmt: skip
+        check(ranks, lambda: layers.TransformerBlock(24, 4, o.num_kv_heads, 20, mlp=o.mlp, **options),
+              lambda: PlainBlock(o), numbers(3, 8, 24), sharded=sharded)  # fmt: skip
+
+
+def test_attention_masks() -> None:
+    mask = torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+
+    def body(context: ParallelContext, causal: bool, which: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        attention = colossus.build(lambda: layers.Attention(8, 4, causal=causal), context, dtype=torch.float64)
+        return attention(numbers(2, 5, 8), which).detach(), full_state_dict(attention, context)
+
+    for causal in (True, False):
+        for which in (
+            mask,
+            mask[:, :1],
+            mask[0, 0],
+            torch.zeros(5, 5, dtype=torch.float64).masked_fill(~mask[0, 0], -1e30),
+        ):
+            reference, _ = run_ranks(1, body, causal, which)[0]
+            for found, _ in run_ranks(2, body, causal, which):
+                torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-10)
+            _, state = run_ranks(1, body, causal, which)[0]
+            x = numbers(2, 5, 8)
+            q, k, v = (
+                F.linear(x, state[f"qkv.{n}.weight"], state[f"qkv.{n}.bias"]).view(2, 5, 4, 2).transpose(1, 2)
+                for n in ("query", "key", "value")
+            )
+            scores = q @ k.mT / 2**0.5
+            scores = scores.masked_fill(~which, -torch.inf) if which.dtype == torch.bool else scores + which
+            if causal:
+                scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+            mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 8)
+            want = F.linear(mixed, state["out.weight"], state["out.bias"])
+            torch.testing.assert_close(reference, want, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("vocabulary", [12, 13, 5])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.02)])
+def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int, smoothing: float, z_loss: float) -> None:
+    labels = torch.randint(0, vocabulary, (3, 7), generator=torch.Generator().manual_seed(2))
+    labels[0, :4] = -100
+    x = numbers(3, 7, 6) * 5.0
+
+    def body(context: ParallelContext) -> tuple[Tensor, ...]:
+        head = colossus.build(lambda: layers.LMHead(6, vocabulary), context, dtype=torch.float64)
+        held = x.clone().requires_grad_()
+        logits = head(held)
+        loss, count = layers.cross_entropy(logits, labels, label_smoothing=smoothing, z_loss=z_loss)
+        loss.backward()
+        state = full_state_dict(head, context)["weight"]
+        gradient = full_state_dict(head, context, gradients=True)["weight"]
+        return loss.detach(), count, held.grad, state, gradient, layers.to_user(logits).detach()
+
+    for loss, count, dx, weight, dw, whole in run_ranks(ranks, body):
+        held, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = held @ leaf.t()
+        valid = labels != -100
+        want = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing)
+        want = want + z_loss * (torch.logsumexp(logits, -1)[valid] ** 2).sum()
+        want.backward()
+        assert count == valid.sum()
+        torch.testing.assert_close(whole, logits.detach(), rtol=1e-12, atol=1e-12)
+        for mine, other in ((loss, want.detach()), (dx, held.grad), (dw, leaf.grad)):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    def body(context: ParallelContext) -> Tensor:
+        head = colossus.build(lambda: layers.LMHead(4, 6), context, dtype=torch.float32)
+        return layers.cross_entropy(head(torch.full((2, 4), 1e4)), torch.tensor([1, 5]))[0].detach()
+
+    assert all(torch.isfinite(loss) for loss in run_ranks(2, body))
+
+
+# -- what must be refused ------------------------------------------------------------------------------------
+
+
+def refuse(factory: Callable[[], nn.Module], act: Callable[[Any], Any], match: str, *, sharded: bool = False) -> None:
+    def body(context: ParallelContext) -> None:
+        act(colossus.build(factory, context))
+
+    with pytest.raises(RankError, match=match):
+        run_ranks(2, body, sequence_sharded=sharded)
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("chunk", lambda m: m(torch.ones(2, 6)).chunk(2, -1)),
+        ("layer_norm", lambda m: nn.LayerNorm(6)(m(torch.ones(2, 6)))),
+        ("view|reshape", lambda m: m(torch.ones(2, 6)).reshape(4, -1)),
+        ("softmax", lambda m: m(torch.ones(2, 6)).softmax(-1)),
+        ("mean", lambda m: m(torch.ones(2, 6)).mean(0)),
+        ("dropout", lambda m: F.dropout(m(torch.ones(2, 6)))),
+        ("linear", lambda m: nn.Linear(6, 3)(m(torch.ones(2, 6)))),
+        ("plain tensor", lambda m: m(torch.ones(2, 6)) * torch.ones(6)),
+        ("__getitem__", lambda m: m(torch.ones(2, 6))[..., :2]),
+        ("cat", lambda m: torch.cat([m(torch.ones(2, 6)), m(torch.ones(2, 6))], -1)),
+    ],
+)
+def test_what_would_be_wrong_on_a_part_is_refused_in_words(name: str, act: Callable[[Any], Any]) -> None:
+    def outside(m: Any) -> Any:
+        return act(m)
+
+    class Column(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = layers.Linear(6, 12, split="column")
+
+        def forward(self, x: Tensor) -> Any:
+            return self.up(x)
+
+    refuse(Column, outside, f"({name}).*(to_user|Dropout)")
+
+
+def test_tokens_split_between_blocks_are_guarded_too() -> None:
+    def body(context: ParallelContext) -> None:
+        with context:
+            x = layers.to_outer(torch.ones(2, 4, 4))
+        assert tuple(x.shape) == (2, 2, 4)
+        x.mean(1)
+
+    with pytest.raises(RankError, match="tokens over tensor"):
+        run_ranks(2, body, sequence_sharded=True)
+
+
+@pytest.mark.parametrize(
+    ("factory", "match"),
+    [
+        (
+            lambda: layers.Linear(6, 7, split="column"),
+            "out_features = 7 does not divide over the 2 ranks of tensor; 6 or 8 does",
+        ),
+        (lambda: layers.Linear(7, 6, split="row"), "in_features = 7 does not divide .* of tensor; 6 or 8 does"),
+        (lambda: layers.Linear(6, 6, split="diagonal"), "split = 'diagonal'; use None"),
+        (lambda: layers.Attention(9, 3), "num_heads = 3 does not divide over the 2 ranks of tensor"),
+        (lambda: layers.Attention(8, 4, 1), "num_kv_heads = 1 .*fewer key/value heads than tensor ranks"),
+        (lambda: layers.Attention(10, 4), "hidden_size = 10 does not divide into num_heads = 4"),
+        (lambda: layers.Attention(8, 4, 3), "num_heads = 4 is not a multiple of num_kv_heads = 3"),
+        (lambda: layers.TransformerBlock(8, 4, mlp="relu"), "mlp = 'relu'"),
+        (lambda: layers.TransformerBlock(8, 4, norm="batch"), "norm = 'batch'"),
+        (lambda: layers.Dropout(1.0), "p = 1.0"),
+    ],
+)
+def test_sizes_that_cannot_work_are_explained(factory: Callable[[], nn.Module], match: str) -> None:
+    refuse(factory, lambda m: None, match)
+
+
+def test_ids_outside_the_vocabulary_are_refused() -> None:
+    refuse(lambda: layers.Embedding(8, 4), lambda m: m(torch.tensor([[8]])), r"8\.\.8, outside the vocabulary 0\.\.7")
+
+
+def test_two_uses_that_disagree_are_an_error() -> None:
+    class Bad(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = layers.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(layers.to_user(self.norm(layers.to_outer(x))))
+
+    def body(context: ParallelContext) -> None:
+        model = colossus.build(Bad, context)
+        with context:
+            model(torch.ones(2, 4, 4))
+
+    with pytest.raises(RankError, match=r"norm.weight is used under two layouts.*\(tensor\).*no axis"):
+        run_ranks(2, body, sequence_sharded=True)
+
+
+def test_a_plain_checkpoint_around_dropout_used_twice_is_refused() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = layers.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: self.drop(self.drop(y)), x, use_reentrant=False)
+
+    refuse(Twice, lambda m: m(torch.ones(4, 4, requires_grad=True)).sum().backward(), "use colossus.layers.checkpoint")
+
+
+def test_dropout_masks_agree_where_replicated_and_differ_where_split() -> None:
+    def body(context: ParallelContext) -> tuple[Tensor, Tensor, float]:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.drop, self.up = layers.Dropout(0.4), layers.Linear(8, 64, split="column")
+
+        net: Any = colossus.build(Net, context)
+        net.train()
+        drop = net.drop
+        whole = drop(torch.ones(64, 64))
+        part = drop(net.up(torch.zeros(32, 8)) * 0.0 + 1.0)
+        again = drop(torch.ones(64, 64))
+        assert not torch.equal(whole, again), "two calls in one forward pass draw different masks"
+        context.rng.move_to(0, 0)
+        assert torch.equal(whole, drop(torch.ones(64, 64))), "the same position draws the same mask"
+        context.rng.move_to(1, 0)
+        assert not torch.equal(whole, drop(torch.ones(64, 64)))
+        return whole, part.detach().as_subclass(Tensor), (whole != 0).double().mean().item()
+
+    (whole0, part0, kept), (whole1, part1, _) = run_ranks(2, body)
+    assert torch.equal(whole0, whole1)
+    assert not torch.equal(part0, part1)
+    assert abs(kept - 0.6) < 0.03
+    assert torch.allclose(whole0[whole0 != 0], torch.tensor(1 / 0.6))
+
+
+def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
+    import copy
+
+    from colossus.layout.parameter import spec_of
+
+    def body(context: ParallelContext) -> None:
+        block = colossus.build(lambda: layers.TransformerBlock(8, 4), context)
+        x = numbers(2, 3, 8, dtype=torch.float32)
+        first = block(x)
+        other = copy.deepcopy(block)
+        assert torch.equal(other(x), first)
+        for (name, mine), (_, copied) in zip(block.named_parameters(), other.named_parameters(), strict=True):
+            assert copied is not mine, name
+            assert spec_of(copied) is spec_of(mine), name
+
+    run_ranks(2, body)

@@ -1,0 +1,139 @@
+"""Metrics rows, the plain and the live display."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.launched.fake_engine import FakeEngine
+
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+from colossus.models.options import GPTOptions
+from colossus.monitor.display import LiveDisplay, PlainDisplay, make_display
+from colossus.monitor.metrics import Metrics
+from colossus.monitor.mfu import flops_per_token, peak_flops
+
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "time"]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_row_per_step_with_all_digits(tmp_path: Path) -> None:
+    fit(FakeEngine(steps=5, eval_every=2), [Metrics(tmp_path / "run" / "metrics.jsonl")])
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [list(row) for row in rows] == [
+        KEYS if step in (1, 3) else [*KEYS, "validation_loss"] for step in (1, 2, 3, 4, 5)
+    ]
+    assert [row["loss"] for row in rows] == [10.0 - step + 1 / 3 for step in (1, 2, 3, 4, 5)]
+    assert [row.get("validation_loss") for row in rows] == [None, 18.0, None, 16.0, 15.0]
+    for row in rows:
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(7)
+        assert row["memory_bytes"] > 1e7
+
+
+def test_each_row_is_in_the_file_when_its_step_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    seen = []
+
+    class Reader(Hook):
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            seen.append(len(rows_of(path)))
+
+    fit(FakeEngine(steps=3), [Metrics(path), Reader()])
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("trouble", [{"stop_at": 2}, {"fail_in_evaluation": True}])
+def test_the_row_of_an_evaluation_that_never_ends_is_not_lost(tmp_path: Path, trouble: dict[str, Any]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    engine = FakeEngine(steps=5, eval_every=2, stop_at=trouble.get("stop_at", 0))
+    if "fail_in_evaluation" in trouble:
+        engine.evaluate = lambda: 1 / 0  # type: ignore[method-assign]
+        with pytest.raises(ZeroDivisionError):
+            fit(engine, [Metrics(path)])
+    else:
+        fit(engine, [Metrics(path)])
+    assert [row["step"] for row in rows_of(path)] == [1, 2]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    engine = FakeEngine(steps=2)
+    engine.context.rank = 1
+    stream = io.StringIO()
+    fit(engine, [Metrics(tmp_path / "metrics.jsonl"), PlainDisplay(tmp_path, stream)])
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert stream.getvalue() == ""
+
+
+def test_plain_lines(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    display = make_display(tmp_path, stream)
+    assert isinstance(display, PlainDisplay)
+    fit(FakeEngine(steps=7, eval_every=5, log_every=3), [display])
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "run: no parallelism, 1 process(es) on cpu"
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [
+        *("step 1/7", "step 3/7", "step 5/7", "step 6/7", "step 7/7", "step 7/7")
+    ]
+    assert lines[1].split("  ")[1:4] == ["loss 9.3333", "grad_norm 0.1", "lr 0.001"]
+    assert "MFU N/A" in lines[1]
+    assert lines[3] == "step 5/7  validation loss 15.0000"
+    assert lines[-1].startswith("done: 7 steps in ")
+    assert lines[-1].endswith(f"loss 3.3333, validation loss 13.0000; run folder {tmp_path}")
+
+
+def test_a_stopped_run_is_not_called_done(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    fit(FakeEngine(steps=7, stop_at=2, log_every=5), [PlainDisplay(tmp_path, stream)])
+    assert "step 2/7" in stream.getvalue()
+    assert "done" not in stream.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("fail_at", [0, 3])
+def test_the_live_display_shows_the_figures_and_leaves_the_cursor_visible(
+    tmp_path: Path, fail_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    display = make_display(tmp_path, stream)
+    assert isinstance(display, LiveDisplay)
+    engine = FakeEngine(steps=4, eval_every=2, fail_at=fail_at)
+    if fail_at:
+        with pytest.raises(ArithmeticError):
+            fit(engine, [display])
+    else:
+        fit(engine, [display])
+    text = stream.getvalue()
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert hidden in text
+    assert text.rindex(shown) > text.rindex(hidden)
+    assert ("validation 18.0000" if fail_at else "validation 16.0000") in text
+    assert ("2/4" if fail_at else "4/4") in text
+    assert ("done: 4 steps" in text) == (not fail_at)
+
+
+def test_peaks_are_known_or_not_never_guessed() -> None:
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
+    assert peak_flops("Some New GPU", "fp32") is None
+    assert peak_flops("Tesla T4", "bf16") is None
+
+
+def test_flops_per_token_counts_parameters_and_attention() -> None:
+    options = GPTOptions(num_layers=2, hidden_size=64, seq_len=32)
+    assert flops_per_token(options) == 6 * options.num_parameters() + 12 * 2 * 64 * 32

@@ -1,0 +1,82 @@
+"""Times, bubbles and memory of schedules small enough to be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from colossus.schedule.actions import Action
+from colossus.schedule.build import make_schedule
+from colossus.schedule.simulate import Times, simulate
+
+TWO = make_schedule("1f1b", 2, 2)
+
+
+def times_of(rank: int, *, blocking: bool = False, **times: float) -> dict[str, tuple[float, float]]:
+    spans = simulate(TWO, Times(**times), blocking=blocking).spans[rank]  # type: ignore[arg-type]
+    return {
+        f"{span.action.kind[0].upper()}{span.action.microbatch}": (span.start, span.end)
+        for span in spans
+        if span.action.kind in ("forward", "backward")
+    }
+
+
+def test_two_ranks_two_microbatches() -> None:
+    assert times_of(0) == {"F0": (0, 1), "F1": (1, 2), "B0": (4, 6), "B1": (7, 9)}
+    assert times_of(1) == {"F0": (1, 2), "B0": (2, 4), "F1": (4, 5), "B1": (5, 7)}
+
+
+def test_a_transfer_takes_time_on_the_wire_only() -> None:
+    assert times_of(0, transfer=1) == {"F0": (0, 1), "F1": (1, 2), "B0": (6, 8), "B1": (9, 11)}
+    assert times_of(1, transfer=1) == {"F0": (2, 3), "B0": (3, 5), "F1": (5, 6), "B1": (6, 8)}
+
+
+def test_a_blocking_transfer_holds_both_ranks() -> None:
+    assert times_of(0, transfer=1, blocking=True)["F1"] == (2, 3)
+    # the gradient of microbatch 0 and the activation of microbatch 1 pass each other one after the other
+    assert times_of(1, transfer=1, blocking=True) == {"F0": (2, 3), "B0": (4, 6), "F1": (7, 8), "B1": (8, 10)}
+
+
+def test_stages_of_their_own_speed() -> None:
+    found = simulate(TWO, Times(stages=[1.0, 2.0]))
+    assert found.makespan == 15
+    assert found.bubbles == pytest.approx([1 - 6 / 15, 1 - 12 / 15])
+    assert found.bubble == pytest.approx((9 + 3) / 30)
+
+
+def test_reductions_and_the_step_take_time_but_compute_nothing() -> None:
+    plain, timed = simulate(TWO), simulate(TWO, Times(reduce=2.0, step=1.0))
+    assert timed.makespan == plain.makespan + 3
+    assert timed.bubbles[0] == pytest.approx(1 - 6 / 12)
+    assert [span.action for span in timed.spans[0][-2:]] == [Action("reduce"), Action("step")]
+    assert [(span.start, span.end) for span in timed.spans[0][-2:]] == [(9, 11), (11, 12)]
+
+
+def test_activations_over_time() -> None:
+    found = simulate(TWO)
+    assert found.memory == [[(0, 1), (1, 2), (6, 1), (9, 0)], [(0, 0), (1, 1), (7, 0)]]
+    assert found.peaks == [2, 1]
+
+
+def test_weights_hold_their_activation_until_they_have_their_gradient() -> None:
+    found = simulate(make_schedule("zb-h1", 2, 2))
+    assert found.makespan == 7
+    assert found.memory == [[(0, 1), (1, 2), (5, 1), (7, 0)], [(0, 0), (1, 1), (3, 2), (6, 1), (7, 0)]]
+
+
+def test_nothing_takes_time() -> None:
+    found = simulate(TWO, Times(forward=0, backward=0))
+    assert (found.makespan, found.bubble) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (dict(forward=-1.0), "forward: a time is a finite number of at least 0, got -1.0"),
+        (dict(transfer=float("nan")), "transfer: a time is a finite number of at least 0, got nan"),
+        (dict(stages=[1.0, float("inf")]), "stages: a time is a finite number of at least 0, got inf"),
+        (dict(stages=[1.0]), "times.stages has 1 factors for 2 stages"),
+    ],
+)
+def test_times_that_cannot_be(times: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        simulate(TWO, Times(**times))  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""``colossus show --timeline``: the picture in letters, in a file, and the words for a schedule that is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colossus.cli.main import main
+from colossus.registry import SCHEDULES
+from colossus.schedule.build import make_schedule
+from colossus.schedule.draw.timeline import draw, figures
+from colossus.schedule.simulate import Times, simulate
+
+REPOSITORY = Path(__file__).parents[2]
+FILE = """
+parallel = dict(pipeline=2)
+schedule = dict(microbatches=3)
+train = dict(global_batch_size=12)
+"""
+GOLDEN = """\
+schedule    1f1b, 2 stages on 2 ranks, 3 microbatches
+time        in forwards of a rank; a backward takes 2, each half of it 1, a transfer 0
+
+rank 0  F0--F1--........B0======F2--B1======....B2======
+rank 1  ....F0--B0======F1--B1======F2--B2======........
+time    0                                             12
+F forward; B backward; . idle
+
+makespan 12, bubble 25.0 %
+
+rank  bubble  peak in flight
+   0  25.0 %               2
+   1  25.0 %               1
+"""
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "60")
+    SCHEDULES.names()  # so that what a test registers is all that is taken back
+    monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES._entries))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_the_timeline(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", config, "--timeline"]) == 0
+    assert capsys.readouterr().out == GOLDEN
+
+
+def test_what_follows_the_option_is_no_picture(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--timeline", config, "schedule.type=1f1b"]) == 0
+    assert capsys.readouterr().out == GOLDEN
+    assert main(["show", config, "--timeline", "schedule.type=gpipe"]) == 0
+    assert "rank 1  ....F0--F1--F2--B0======B1======B2======" in capsys.readouterr().out
+
+
+def test_halves_and_chunks() -> None:
+    text = draw(simulate(make_schedule("zb-v", 2, 3)), 60)
+    assert text.splitlines() == [
+        "rank 0  F0F1F2f0b0w0f1b1w1B0W0f2b2w2B1W1B2W2..",
+        "rank 1  ..F0f0F1f1b0w0F2B0W0f2b1w1B1b2B2W1w2W2",
+        "time    0                                   19",
+        "F forward; B backward of inputs; W backward of weights; . idle; "
+        "capitals: a rank's 1st, 3rd ... stage, small: its 2nd, 4th ...",
+    ]
+
+
+def test_letters_alone_where_it_is_narrow() -> None:
+    simulation = simulate(make_schedule("1f1b", 4, 16))
+    lines = draw(simulation, 80).splitlines()
+    assert all(len(line) <= 80 for line in lines[:5])
+    assert set("".join(line[8:] for line in lines[:4])) == set("FB.")
+    assert lines[-1].endswith("too narrow for numbers of microbatches")
+    # each kind has its share of the row
+    row = lines[0][8:]
+    assert len(row) == 72
+    assert abs(row.count("F") / len(row) - 16 / simulation.makespan) < 0.1
+    assert abs(row.count(".") / len(row) - simulation.bubbles[0]) < 0.1
+
+
+@pytest.mark.parametrize("width", [1, 20, 33, 79, 100, 300, 5000])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
+def test_rows_fit_any_width(name: str, width: int) -> None:
+    simulation = simulate(make_schedule(name, 5, 11), Times(forward=0.3, backward=0.71, backward_weight=0.0))
+    rows = draw(simulation, width).splitlines()[:-1]
+    assert len({len(row) for row in rows}) == 1
+    assert len(rows[0]) <= max(20, width)
+
+
+def test_figures_of_ranks_that_differ() -> None:
+    text = figures(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
+    assert text.splitlines()[0] == "makespan 15, bubble 40.0 %"
+    assert text.splitlines()[-2:] == ["   0  60.0 %               2", "   1  20.0 %               1"]
+
+
+def test_one_process(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", config, "--timeline", "parallel.pipeline=1", "schedule.type=zb-v"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("schedule    zb-v, 1 stage, 3 microbatches\n")
+    assert "bubble 0.0 %" in out
+
+
+USERS = """
+from colossus.registry import SCHEDULES
+from colossus.schedule.actions import Action
+
+@SCHEDULES.register("mine")
+def mine(stages, microbatches, hurry=False):
+    first = [Action("forward", 0, 0), Action("backward", 0, 0)]
+    last = [Action("forward", 1, 0), Action("backward", 1, 0)]
+    return [first, last[::-1] if hurry else last]
+
+parallel = dict(pipeline=2)
+schedule = dict(type={type}, hurry={hurry})
+"""
+
+
+@pytest.mark.parametrize("kind", ['"mine"', "mine"])
+def test_a_schedule_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(USERS.format(type=kind, hurry=False))
+    assert main(["show", str(path), "--timeline"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("schedule    mine, 2 stages on 2 ranks, 1 microbatch\n")
+    assert "makespan 6, bubble 50.0 %" in out
+
+
+@pytest.mark.parametrize("kind", ['"mine"', "mine"])
+def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(USERS.format(type=kind, hurry=True))
+    assert main(["show", str(path), "--timeline"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"colossus: own.py: schedule: schedule {kind.replace(chr(34), chr(39))} (stages=2, microbatches=1): rank 1, "
+        "action 0 (backward of microbatch 0 on stage 1) needs the forward of microbatch 0 on stage 1 before it, "
+        "which is action 1; swap them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--timeline=out.jpg"], "colossus: --timeline: out.jpg: the picture ends with .svg, .png, .pdf\n"),
+        (["--timeline", "out"], "colossus: --timeline: out: the picture ends with .svg, .png, .pdf\n"),
+        (["--timeline", "/no/where.svg"], "colossus: --timeline: /no/where.svg: no folder /no\n"),
+    ],
+)
+def test_pictures_that_cannot_be(
+    config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["show", config, *words]) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_no_matplotlib(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    assert main(["show", config, "--timeline", str(tmp_path / "out.svg")]) == 2
+    assert capsys.readouterr().err == (
+        "colossus: --timeline: a picture needs matplotlib, which comes with an extra: pip install 'colossus[plot]'\n"
+    )
+
+
+def test_a_picture(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    for ending, start in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+        path = tmp_path / f"out{ending}"
+        assert main(["show", config, "--timeline", str(path), "schedule.type=zb-v"]) == 0
+        assert capsys.readouterr().out.endswith(f"drawn in {path}\n")
+        assert path.read_bytes().startswith(start)
+
+
+def test_the_timeline_loads_no_torch(config: str) -> None:
+    code = f"""
+import sys
+from colossus.cli.main import main
+code = main(["show", {config!r}, "--timeline", "schedule.type=interleaved"])
+sys.exit(code or ("torch is loaded" if {{"torch", "matplotlib"}} & sys.modules.keys() else 0))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,700 @@
+"""Attention over a sequence that is split over ranks, against plain attention in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.fx.experimental.symbolic_shapes  # torch.autograd.grad imports it (seconds): once, before ranks are forked
+from helpers.ranks import RankError, run_ranks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from colossus.comm import accounting, links, shared_memory
+from colossus.context.grid import RankGrid
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers import recompute
+from colossus.sequence_parallel import kernels, ring, tiles, travel, ulysses
+from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.sequence_parallel.order import local_indices, order, require_divisible
+from colossus.sequence_parallel.tiles import Pair
+from colossus.sequence_parallel.traffic import cheaper, document_traffic, traffic
+
+ALONE = AxisGroup((), (0,), 0, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention. ``local`` tokens on each rank."""
+
+    local: int = 4
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 5
+    causal: bool = True
+    documents: str | None = None
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+    scale: float | None = None
+
+    def draw(self, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output, of all tokens."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shapes = [(self.batch, heads, total, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        q, k, v, dout = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+            for shape in (*shapes, shapes[0])
+        )
+        return q, k, v, dout
+
+    def draw_documents(self, total: int) -> Tensor | None:
+        """Numbers of the documents [batch, total]."""
+        if self.documents is None:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        if self.documents == "one":
+            return torch.full((self.batch, total), 7)
+        if self.documents == "any":  # numbers in no order
+            return torch.randint(-1, 4, (self.batch, total), generator=generator)
+        starts = torch.rand(self.batch, total, generator=generator) < 3 / total
+        packed = starts.long().cumsum(1)
+        if self.documents == "packed":
+            return packed
+        assert self.documents == "padding"
+        lengths = torch.randint(1, total + 1, (self.batch, 1), generator=generator)
+        return torch.where(torch.arange(total) < lengths, packed, -1)
+
+
+def oracle(case: Case, total: int) -> list[Tensor]:
+    """out, dq, dk, dv of plain attention in float64, the whole score matrix at once."""
+    *inputs, dout = (x.double() for x in case.draw(total))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    group = case.heads // case.kv_heads
+    scale = case.scale or 1 / math.sqrt(case.head_dim)
+    scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    sees = torch.ones(total, total, dtype=torch.bool)
+    if case.causal:
+        sees = sees.tril()
+    documents = case.draw_documents(total)
+    if documents is not None:
+        sees = sees & (documents[:, None, :, None] == documents[:, None, None, :])
+    out = scores.masked_fill(~sees, float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-2}
+
+
+def sequence_groups(context: ParallelContext) -> SequenceGroups:
+    return SequenceGroups(context.group("ring"), context.group("ulysses"))
+
+
+def plan(ring_ranks: int, ulysses_ranks: int = 1) -> RankGrid:
+    sizes = {"pipeline": 1, "data": 1, "ring": ring_ranks, "ulysses": ulysses_ranks, "tensor": 1}
+    public = {name: (name,) for name in ("pipeline", "data", "tensor")} | {"sequence": ("ring", "ulysses")}
+    return RankGrid(sizes, public)
+
+
+@dataclass
+class Run:
+    """This rank's part of an attention, forward and backward."""
+
+    case: Case
+    groups: SequenceGroups
+
+    def __post_init__(self) -> None:
+        ring_group, ulysses = self.groups.ring, self.groups.ulysses
+        self.total = self.case.local * ring_group.size * ulysses.size
+        place = ring_group.size, ulysses.size, ring_group.index, ulysses.index
+        self.mine = torch.tensor(local_indices(self.total, *place))
+        self.inputs = [x[:, :, self.mine] for x in self.case.draw(self.total)]
+        documents = self.case.draw_documents(self.total)
+        self.documents = None if documents is None else documents[:, self.mine]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        case = self.case
+        return attend(q, k, v, self.groups, causal=case.causal, documents=self.documents, scale=case.scale)
+
+    def results(self, function: Any = None) -> list[Tensor]:
+        *inputs, dout = self.inputs
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        out = (function or self.attend)(q, k, v)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    def check(self, results: list[Tensor]) -> None:
+        wanted = oracle(self.case, self.total)
+        for name, got, whole in zip(("out", "dq", "dk", "dv"), results, wanted, strict=True):
+            assert got.dtype == self.case.dtype
+            error = (got.double() - whole[:, :, self.mine]).abs().max() / max(1.0, whole.abs().max())
+            assert error < TOLERANCE[self.case.dtype], f"{name} is off by {error:.1e} in {self.case}"
+
+
+def _exact(context: ParallelContext, cases: list[Case]) -> None:
+    groups = sequence_groups(context)
+    for case in cases:
+        run = Run(case, groups)
+        run.check(run.results())
+
+
+DOCUMENTS = [None, "packed", "padding", "any", "one"]
+SHAPES = [
+    Case(causal=causal, documents=documents, kv_heads=kv_heads, heads=8, local=local)
+    for causal in (True, False)
+    for documents in DOCUMENTS
+    for kv_heads, local in ((8, 2), (4, 6))
+]
+
+
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (1, 1)])
+def test_exact_in_float64(ring_ranks: int, ulysses_ranks: int) -> None:
+    run_ranks(ring_ranks * ulysses_ranks, _exact, SHAPES, plan=plan(ring_ranks, ulysses_ranks))
+
+
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(8, 1), (1, 8), (4, 2), (2, 4)])
+def test_exact_on_eight_ranks(ring_ranks: int, ulysses_ranks: int) -> None:
+    cases = [replace(case, kv_heads=8, heads=16) for case in SHAPES[::3]]
+    run_ranks(8, _exact, cases, plan=plan(ring_ranks, ulysses_ranks))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2)])
+def test_close_in_less_precision(ring_ranks: int, ulysses_ranks: int, dtype: torch.dtype) -> None:
+    cases = [replace(case, dtype=dtype, local=16) for case in SHAPES]
+    run_ranks(4, _exact, cases, plan=plan(ring_ranks, ulysses_ranks))
+
+
+def _exact_with_tiles(context: ParallelContext, cases: list[Case], tile: int) -> None:
+    tiles.TILE = tile
+    _exact(context, cases)
+
+
+@st.composite
+def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Case]:
+    cases = []
+    for _ in range(6):
+        kv_heads = ulysses_ranks * draw(st.integers(1, 2))
+        # a ring rank has two chunks, which its Ulysses ranks share
+        local = draw(st.integers(1, 11).filter(lambda n: ring_ranks == 1 or n * ulysses_ranks % 2 == 0))
+        cases.append(
+            Case(
+                local=local,
+                batch=draw(st.integers(1, 3)),
+                heads=kv_heads * draw(st.integers(1, 3)),
+                kv_heads=kv_heads,
+                head_dim=draw(st.integers(1, 9)),
+                causal=draw(st.booleans()),
+                documents=draw(st.sampled_from(DOCUMENTS)),
+                seed=draw(st.integers(0, 1000)),
+                scale=draw(st.sampled_from([None, 0.7])),
+            )
+        )
+    return cases
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), ranks=st.sampled_from([(2, 1), (3, 1), (1, 3), (2, 2)]), tile=st.sampled_from([1, 3, 512]))
+def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], tile: int) -> None:
+    cases = data.draw(drawn_cases(*ranks))
+    run_ranks(math.prod(ranks), _exact_with_tiles, cases, tile, plan=plan(*ranks))
+
+
+def test_odd_lengths_on_each_rank() -> None:
+    cases = [
+        Case(local=local, causal=causal, documents=d)
+        for local in (1, 3, 7)
+        for causal in (True, False)
+        for d in (None, "packed")
+    ]
+    run_ranks(4, _exact_with_tiles, cases, 2, plan=plan(2, 2))
+    run_ranks(4, _exact_with_tiles, cases, 2, plan=plan(1, 4))
+
+
+# -- what can go wrong around it ---------------------------------------------------------------------------
+
+
+def _without_shared_memory(context: ParallelContext) -> None:
+    shared_memory.enable(False)
+    _exact(context, SHAPES[::3])
+    assert travel._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
+
+
+def test_exact_without_shared_memory() -> None:
+    run_ranks(4, _without_shared_memory, plan=plan(2, 2))
+
+
+def _larger_than_the_links(context: ParallelContext) -> None:
+    """Messages that do not fit go through c10d; some of these do fit."""
+    links._RING_BYTES = 64 << 10
+    _exact(context, [Case(local=local, batch=1, head_dim=16, documents="packed") for local in (2, 200, 4, 120)])
+
+
+def test_blocks_larger_than_the_links() -> None:
+    run_ranks(4, _larger_than_the_links, plan=plan(4))
+
+
+def _links_filled_to_the_end(context: ParallelContext) -> None:
+    """Four messages take the room of the links to the last byte."""
+    links._RING_BYTES = 64 << 10
+    _exact(context, [Case(local=16, batch=1, head_dim=16)] * 3)
+
+
+def test_blocks_that_fill_the_links_to_the_last_byte() -> None:
+    run_ranks(4, _links_filled_to_the_end, plan=plan(4))
+
+
+def _exchanged_one_by_one(context: ParallelContext) -> None:
+    ulysses._TOGETHER_BYTES = 0
+    _exact(context, SHAPES[::3])
+
+
+def test_large_queries_keys_and_values_are_exchanged_one_by_one() -> None:
+    run_ranks(4, _exchanged_one_by_one, plan=plan(2, 2))
+
+
+def _strided(context: ParallelContext) -> None:
+    groups = sequence_groups(context)
+    for case in (Case(documents="packed"), Case(), Case(causal=False)):
+        run = Run(case, groups)
+        wanted = run.results()
+
+        def strided(x: Tensor, turn: int) -> Tensor:
+            """The same values, laid out in another way."""
+            if turn == 0:  # heads after tokens, as a projection gives them
+                return x.transpose(1, 2).contiguous().transpose(1, 2)
+            if turn == 1:  # the elements of one head apart
+                return x.mT.contiguous().mT
+            return torch.cat([x, x], -1)[..., : x.shape[-1]]
+
+        dense = run.inputs
+        if run.documents is not None:
+            run.documents = run.documents.t().contiguous().t()
+        for turn in range(3):
+            run.inputs = [strided(x, turn) for x in dense]
+            for got, same in zip(run.results(), wanted, strict=True):
+                torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
+        q, k, v, dout = dense
+        run.inputs = [q, k, v, torch.ones((), dtype=dout.dtype).expand_as(dout)]  # the gradient of a sum
+        of_sum = run.results()
+        run.inputs = [q, k, v, torch.ones_like(dout)]
+        for got, same in zip(of_sum, run.results(), strict=True):
+            torch.testing.assert_close(got, same, rtol=0, atol=1e-14)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    run_ranks(4, _strided, plan=plan(2, 2))
+
+
+def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
+    """Bytes sent round the ring in forward and in backward, both with recomputation."""
+    if keep_ring:
+        recompute.SAVED.add(ring.RING_ATTENTION)
+    else:
+        recompute.SAVED.discard(ring.RING_ATTENTION)
+    groups = sequence_groups(context)
+    for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
+        run = Run(case, groups)
+        weight = torch.linspace(0.5, 1.5, case.head_dim, dtype=case.dtype)
+
+        def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Two rings, one after the other; what is between has activations of its own."""
+            return run.attend(run.attend(q * weight, k, v).tanh(), k, v)
+
+        def saved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return recompute.checkpoint(twice, q, k, v, context=context, kind=kind)
+
+        for got, wanted in zip(run.results(saved), run.results(twice), strict=True):
+            assert torch.equal(got, wanted)
+    *inputs, dout = run.inputs
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    sent = []
+    for _ in range(2):
+        with accounting.count() as moved, patch.object(accounting, "paused", _nothing_paused):
+            out = saved(q, k, v)
+            forward = moved.bytes("ring")
+            torch.autograd.grad(out, (q, k, v), dout)
+        sent = [forward, moved.bytes("ring") - forward]
+    return sent[0], sent[1]
+
+
+@contextmanager
+def _nothing_paused() -> Iterator[None]:
+    """Count what a recomputation really sends."""
+    yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "keep_ring", "backward"), [("full", False, 3), ("selective", False, 3), ("selective", True, 2)]
+)
+def test_gradients_stay_the_same_under_activation_checkpointing(kind: str, keep_ring: bool, backward: int) -> None:
+    """Kept as one result, the ring does not run again. Bit for bit: nothing kept is overwritten later."""
+    for sent in run_ranks(4, _checkpointed, kind, keep_ring, plan=plan(2, 2)):
+        assert sent[1] == backward * sent[0] > 0
+
+
+def _two_rings(context: ParallelContext) -> None:
+    """Two attentions that do not depend on each other, in one backward, and another group between."""
+    groups = sequence_groups(context)
+    other = SequenceGroups(groups.ulysses, groups.ring)
+    one, two, third = Run(Case(), groups), Run(Case(seed=5, documents="any", local=6), groups), Run(Case(seed=9), other)
+    runs = [one, two, third]
+    inputs = [[x.detach().requires_grad_() for x in run.inputs[:3]] for run in runs]
+    outs = [run.attend(*given_) for run, given_ in zip(runs, inputs, strict=True)]
+    torch.autograd.backward(outs, [run.inputs[3] for run in runs])
+    for run, given_, out in zip(runs, inputs, outs, strict=True):
+        run.check([out.detach(), *(x.grad for x in given_ if x.grad is not None)])
+
+
+def test_several_rings_in_one_backward() -> None:
+    run_ranks(4, _two_rings, plan=plan(2, 2))
+
+
+def _of_groups_made_again(context: ParallelContext) -> int:
+    """Links die with their group."""
+    import gc
+
+    for _ in range(2):
+        again = ParallelContext(context.grid, context.rank)
+        _exact_of = Run(Case(), sequence_groups(again))
+        _exact_of.check(_exact_of.results())
+        again.close()
+        del again, _exact_of
+        gc.collect()
+    return len(travel._links)
+
+
+def test_links_die_with_their_group() -> None:
+    assert run_ranks(2, _of_groups_made_again, plan=plan(2)) == [0, 0]
+
+
+# -- what is sent and computed -----------------------------------------------------------------------------
+
+
+def _counted(context: ParallelContext, case: Case) -> list[tuple[float, float]]:
+    """Elements sent in forward and in backward: of keys, values and so on, and of document numbers."""
+    run = Run(case, sequence_groups(context))
+    run.results()
+    q, k, v = (x.detach().requires_grad_() for x in run.inputs[:3])
+
+    def elements(counter: accounting.Counter, dtype: torch.dtype) -> float:
+        return sum(tally.bytes for key, tally in counter.entries.items() if key[2] == dtype) / dtype.itemsize
+
+    with accounting.count() as forward:
+        out = run.attend(q, k, v)
+    with accounting.count() as backward:
+        torch.autograd.grad(out, (q, k, v), run.inputs[3])
+    return [(elements(forward, dtype), elements(backward, dtype)) for dtype in (case.dtype, torch.int64)]
+
+
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(2, 1), (4, 1), (1, 4), (2, 2)])
+def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: int) -> None:
+    ways = dict(ring=ring_ranks, ulysses=ulysses_ranks)
+    ranks = ring_ranks * ulysses_ranks
+    case = Case(local=6, heads=8, kv_heads=4, head_dim=3, batch=2, documents="any")
+    tokens = case.batch * case.local * ranks
+    values = traffic(tokens, 8, 4, 3, **ways)
+    numbers = document_traffic(tokens, **ways)
+    for got in run_ranks(ranks, _counted, case, plan=plan(ring_ranks, ulysses_ranks)):
+        assert got == [(values.forward, values.backward), (numbers.forward, numbers.backward)]
+    if ulysses_ranks == 1:
+        assert values.forward == 2 * (ring_ranks - 1) / ring_ranks * tokens * 4 * 3
+        assert values.backward == 2 * values.forward
+
+
+def test_a_plan_that_splits_nothing_sends_nothing() -> None:
+    assert traffic(100, 4, 4, 8).total == document_traffic(100).total == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "wanted"),
+    [(8, 8, 2, "ulysses"), (8, 8, 3, "ring"), (8, 2, 4, "ring"), (64, 8, 4, "ring"), (64, 8, 8, "ulysses")],
+)
+def test_the_cheaper_of_the_two(heads: int, kv_heads: int, ranks: int, wanted: str) -> None:
+    assert cheaper(1024, heads, kv_heads, 64, ranks) == wanted
+
+
+def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
+    """Scores that one rank computes."""
+    scores = 0
+    for source in range(ranks):
+        for piece in Pair(length, ranks, index, source, causal).tiles():
+            rows, columns = (at.stop - at.start for at in (piece.queries, piece.keys))
+            scores += rows * (rows + 1) // 2 if piece.causal else rows * columns
+    return scores
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_rank_computes_the_same_and_none_computes_what_is_masked(ranks: int) -> None:
+    total = 8192
+    shares = [computed(ranks, index, total // ranks) for index in range(ranks)]
+    assert max(shares) == min(shares)
+    assert sum(shares) == total * (total + 1) // 2, "as many as causal attention has in one process"
+    assert sum(computed(ranks, index, 64, causal=False) for index in range(ranks)) == (64 * ranks) ** 2
+
+
+def _kernel_calls(context: ParallelContext, case: Case, documents: Tensor | None) -> tuple[list[bool], list[bool]]:
+    """Whether each kernel call had a mask, forward and backward."""
+    run = Run(case, sequence_groups(context))
+    if documents is not None:
+        run.documents = documents[:, run.mine]
+    calls: tuple[list[bool], list[bool]] = ([], [])
+
+    def counting(function: Any, seen: list[bool]) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            seen.append(options["mask"] is not None)
+            return function(*args, **options)
+
+        return count
+
+    with (
+        patch.object(ring, "block_forward", counting(kernels.block_forward, calls[0])),
+        patch.object(ring, "block_backward", counting(kernels.block_backward, calls[1])),
+    ):
+        run.results()
+    return calls
+
+
+def test_a_block_is_one_kernel_call() -> None:
+    for calls in run_ranks(4, _kernel_calls, Case(), None, plan=plan(4)):
+        assert calls == ([False] * 4, [False] * 4)
+    for calls in run_ranks(4, _kernel_calls, Case(documents="one"), None, plan=plan(4)):
+        assert calls == ([False] * 4, [False] * 4), "one document needs no mask"
+
+
+def test_blocks_without_a_common_document_are_skipped() -> None:
+    chunk, ranks = 3, 4
+    case = Case(local=2 * chunk, batch=2)
+    of_a_chunk = torch.arange(2 * ranks).repeat_interleave(chunk).expand(2, -1)
+    for calls in run_ranks(ranks, _kernel_calls, case, of_a_chunk, plan=plan(ranks)):
+        assert calls == ([False] * 2, [False] * 2), "head and tail meet themselves only, and wholly"
+    # one token of the last chunk belongs to the first document, in one sample
+    crossing = of_a_chunk.clone()
+    crossing[1, -1] = 0
+    masked = [sum(calls[0]) for calls in run_ranks(ranks, _kernel_calls, case, crossing, plan=plan(ranks))]
+    assert masked == [2, 0, 0, 0], "the last chunk to itself and to the first; rank 0 has both"
+    # numbers 0 and 2 on one side, 1 on the other: ranges overlap, but nothing matches
+    between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
+    calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
+    assert calls == [([True], [True])]
+    pair = Pair(4, 2, 0, 1, False)
+    assert not list(pair.tiles(between[:, :4], between[:, 4:]))
+
+
+def test_no_mask_is_larger_than_a_tile() -> None:
+    documents = torch.arange(3000)[None] // 7
+    for piece in Pair(3000, 1, 0, 0, True).tiles(documents, documents):
+        assert piece.mask is not None
+        assert piece.mask.numel() <= tiles.TILE**2
+
+
+# -- the tests can fail ------------------------------------------------------------------------------------
+
+
+def _own_part_dropped(context: ParallelContext) -> None:
+    """The owner takes what arrives and forgets its own."""
+
+    def backward(*args: Any) -> Any:
+        dq, dk, dv = ring_backward(*args)
+        with patch.object(travel.Ring, "blocks", first_only):
+            _, own_dk, own_dv = ring_backward(*args)
+        return dq, dk - own_dk, dv - own_dv
+
+    def first_only(self: Any, *args: Any) -> Any:
+        yield self.index, list(args[:2])
+
+    ring_backward = ring._backward
+    with patch.object(ring, "_backward", backward):
+        _exact(context, [Case()])
+
+
+def _chunks_swapped(context: ParallelContext) -> None:
+    def swapped(self: Pair) -> Any:
+        if self.theirs < self.mine:
+            yield tiles.AttentionTile(slice(0, self.length), slice(self.length // 2, self.length))
+        else:
+            yield from whole(self)
+
+    whole = Pair._whole
+    with patch.object(Pair, "_whole", swapped):
+        _exact(context, [Case()])
+
+
+def _tokens_in_order(context: ParallelContext) -> None:
+    """No zigzag: each ring rank has consecutive tokens."""
+
+    def consecutive(total: int, ring_ranks: int, ulysses: int, i: int, j: int) -> list[int]:
+        size = total // (ring_ranks * ulysses)
+        return list(range((i * ulysses + j) * size, (i * ulysses + j + 1) * size))
+
+    with patch.dict(globals(), local_indices=consecutive):
+        _exact(context, [Case()])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [(_own_part_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
+)
+def test_these_tests_can_fail(wrong: Any, what: str) -> None:
+    with pytest.raises(RankError, match=what):
+        run_ranks(4, wrong, plan=plan(4))
+
+
+# -- order, kernels, errors --------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
+def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
+    total = times * math.lcm(2 * ring_ranks, ring_ranks * ulysses_ranks)
+    parts = [
+        local_indices(total, ring_ranks, ulysses_ranks, i, j) for i in range(ring_ranks) for j in range(ulysses_ranks)
+    ]
+    assert {len(part) for part in parts} == {total // (ring_ranks * ulysses_ranks)}
+    together = [token for part in parts for token in part]
+    assert together == order(total, ring_ranks)
+    assert sorted(together) == list(range(total))
+
+
+def test_the_zigzag() -> None:
+    assert order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert order(5, 1) == [0, 1, 2, 3, 4]
+    assert local_indices(8, 2, 2, 1, 0) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("total", "ring_ranks", "ulysses_ranks", "words"),
+    [
+        (100, 8, 1, r"100 tokens .* 8 x 1 = 8 .* multiple of 16 \(16 chunks.*nearest that is: 96 and 112"),
+        (3, 1, 4, r"multiple of 4 \(4 parts .*nearest that is: 4$"),
+        (20, 2, 4, r"multiple of 8 \(4 chunks.*, then 4 parts .*: 16 and 24"),
+    ],
+)
+def test_a_length_that_does_not_split_is_told(total: int, ring_ranks: int, ulysses_ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        require_divisible(total, ring_ranks, ulysses_ranks)
+    with pytest.raises(ValueError, match=words):
+        local_indices(total, ring_ranks, ulysses_ranks, 0, 0)
+
+
+def _blocks(dtype: torch.dtype, mask: bool, causal: bool, kv_heads: int = 2) -> tuple[list[Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout = (torch.randn(2, heads, 6, 4, generator=generator).to(dtype) for heads in (4, kv_heads, kv_heads, 4))
+    sees = torch.rand(2, 1, 6, 6, generator=generator) < 0.5 if mask else None
+    if sees is not None:
+        sees[:, :, 2] = False  # a query that sees nothing
+    return [dout, q, k, v], dict(causal=causal, mask=sees, scale=0.4)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_plain_kernel_is_the_same(mask: bool, causal: bool) -> None:
+    (dout, q, k, v), options = _blocks(torch.float64, mask, causal)
+    out, lse = kernels.block_forward(q, k, v, **options)
+    whole_lse = lse.clamp(min=-10.0) + 0.3  # of more keys than these
+    grads = kernels.block_backward(dout, q, k, v, out, whole_lse, **options)
+    with patch.object(kernels, "_kernel", lambda q, mask: "plain"):
+        same_out, same_lse = kernels.block_forward(q, k, v, **options)
+        same_grads = kernels.block_backward(dout, q, k, v, out, whole_lse, **options)
+    # what a query gets that sees nothing is not defined: it weighs nothing
+    sees = lse > -1e30
+    assert bool(sees.all()) is not mask
+    pairs = zip((same_out[sees], same_lse, *same_grads), (out[sees], lse, *grads), strict=True)
+    for got, wanted in pairs:
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    assert all(x.isfinite().all() for x in (out, lse, *grads))
+    if mask:
+        assert (lse[:, :, 2] < -1e30).all()
+        assert (grads[0][:, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_the_cuda_kernels_are_called_as_torch_declares_them(kernel: str) -> None:
+    """Shapes and signatures only: on the meta device nothing is computed."""
+    (dout, q, k, v), options = _blocks(torch.float16, mask=kernel == "efficient", causal=True)
+    dout, q, k, v = (x.to("meta") for x in (dout, q, k, v))
+    if options["mask"] is not None:
+        options["mask"] = options["mask"].to("meta")
+    with patch.object(kernels, "_kernel", lambda q, mask: kernel):
+        out, lse = kernels.block_forward(q, k, v, **options)
+        assert out.shape == q.shape
+        assert lse.shape == q.shape[:-1]
+        assert lse.dtype == torch.float32
+        grads = kernels.block_backward(dout, q, k, v, out, lse, **options)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+def test_which_kernel() -> None:
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    cases = [
+        ("cuda", torch.bfloat16, 64, None, "flash"),
+        ("cuda", torch.bfloat16, 64, mask, "efficient"),
+        ("cuda", torch.float32, 64, None, "efficient"),
+        ("cuda", torch.float32, 5, None, "plain"),
+        ("cuda", torch.float64, 64, None, "plain"),
+        ("cpu", torch.float16, 5, mask, "cpu"),
+        ("mps", torch.float32, 64, None, "plain"),
+    ]
+    for device, dtype, head_dim, given_mask, wanted in cases:
+        q: Any = torch.empty(1, 1, 1, head_dim, dtype=dtype)
+        described = type(
+            "Described",
+            (),
+            dict(
+                device=torch.device(device),
+                dtype=dtype,
+                shape=q.shape,
+                is_floating_point=q.is_floating_point,
+                element_size=q.element_size,
+            ),
+        )()
+        assert kernels._kernel(described, given_mask) == wanted, (device, dtype, head_dim)
+
+
+def _errors(context: ParallelContext) -> list[str]:
+    groups = sequence_groups(context)
+    told = []
+    q = torch.zeros(2, 4, 6, 8)
+    k = q[:, :2]
+    three = torch.zeros(2, 3, 6, 8)
+    crossed = SequenceGroups(ALONE, groups.ring)
+    straight = SequenceGroups(groups.ring, ALONE)
+    attempts: list[tuple[tuple[Tensor, ...], SequenceGroups, Tensor | None]] = [
+        ((three, three, three), crossed, None),
+        ((q, q[:, :1], q[:, :1]), crossed, None),
+        ((q, three, three), straight, None),
+        ((q, k, q), straight, None),
+        ((q[:, :, :5], k[:, :, :5], k[:, :, :5]), straight, None),
+        ((q, k, k), straight, torch.zeros(2, 12, dtype=torch.int64)),
+        ((q, k, k), straight, torch.zeros(2, 6)),
+    ]
+    for inputs, given_groups, documents in attempts:
+        try:
+            attend(*inputs, given_groups, causal=True, documents=documents)
+            told.append("nothing")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_errors_explain() -> None:
+    words = [
+        "3 heads on each tensor rank do not divide over 2 ranks",
+        "1 key/value heads on each tensor rank do not divide over 2 ranks",
+        "queries (2, 4, 6, 8), keys (2, 3, 6, 8)",
+        "values (2, 4, 6, 8)",
+        "5 tokens on each rank, 2 ranks",
+        "documents (2, 12) of torch.int64 must be whole numbers [batch, tokens] = [2, 6]",
+        "documents (2, 6) of torch.float32 must be",
+    ]
+    for told in run_ranks(2, _errors, plan=plan(2)):
+        for sentence, part in zip(told, words, strict=True):
+            assert part in sentence

@@ -1,0 +1,270 @@
+"""Sequences split over ranks: the same training run, alone and with every other parallelism."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, run_ranks
+from helpers.training import Trace, assert_same_numbers, assert_same_run, batch_of, config_of, run_plan
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import ConfigError, load_config
+
+STEPS, TOKENS = 4, 16
+EXACT = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
+FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
+
+
+def config(parallel: dict[str, Any], steps: int = STEPS, precision: str = "fp64", **more: Any) -> dict[str, Any]:
+    model = {"seq_len": TOKENS, **more.pop("model", {})}
+    return config_of(parallel, steps, precision, model=model, **more)
+
+
+@cache
+def alone(steps: int = STEPS, precision: str = "fp64", **model: Any) -> Trace:
+    return run_plan(1, config({}, steps, precision, model=model), steps)[0]
+
+
+def ring(size: int) -> dict[str, Any]:
+    return dict(size=size, mode="ring")
+
+
+def ulysses(size: int) -> dict[str, Any]:
+    return dict(size=size, mode="ulysses")
+
+
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ring 2": (2, dict(sequence=ring(2)), {}),
+    "ring 4": (4, dict(sequence=ring(4)), {}),
+    "ulysses 4": (4, dict(sequence=ulysses(4)), {}),
+    "hybrid 4": (4, dict(sequence=dict(size=4, mode="hybrid")), {}),
+    "hybrid 8": (8, dict(sequence=dict(size=8, mode="hybrid", ulysses=4)), {}),
+    "chosen": (4, dict(sequence=4), {}),
+    "data": (4, dict(sequence=ring(2), data=2), {}),
+    "1d": (4, dict(sequence=ring(2), tensor=2), {}),
+    "1d ulysses": (4, dict(sequence=ulysses(2), tensor=2), {}),
+    "1d sequence sharded": (4, dict(sequence=ring(2), tensor=dict(size=2, sequence_sharded=True)), {}),
+    "pipeline": (4, dict(sequence=ring(2), pipeline=2), dict(schedule=dict(type="1f1b", microbatches=4))),
+    "pipeline zb-v": (4, dict(sequence=ulysses(2), pipeline=2), dict(schedule=dict(type="zb-v", microbatches=4))),
+    "2d": (8, dict(sequence=ring(2), tensor=dict(mode="2d", size=4)), {}),
+    "2d step": (
+        8,
+        dict(sequence=ulysses(2), tensor=dict(mode="2d", size=4, weights="step")),
+        dict(schedule=dict(microbatches=2)),
+    ),
+    "2.5d": (4, dict(sequence=ring(2), tensor=dict(mode="2.5d", size=2, depth=2)), {}),
+    "3d": (8, dict(sequence=ring(2), tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
+}
+
+
+#: these run with -m long
+REST = ("ring 2", "hybrid 8", "data", "1d ulysses", "pipeline zb-v", "2d step")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
+def test_every_plan_follows_the_one_process_run(name: str) -> None:
+    world, parallel, more = PLANS[name]
+    for trace in run_plan(world, config(parallel, **more), STEPS):
+        assert_same_run(trace, alone(), **EXACT)
+        assert_same_numbers(trace, alone())
+
+
+@pytest.mark.parametrize(
+    "name", ["ring 4", "pipeline", *(pytest.param(name, marks=pytest.mark.long) for name in ("data", "1d", "2d"))]
+)
+def test_twenty_steps_in_single_precision(name: str) -> None:
+    world, parallel, more = PLANS[name]
+    for trace in run_plan(world, config(parallel, 20, "fp32", **more), 20):
+        assert_same_run(trace, alone(20, "fp32"), **FP32)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "rotary": dict(positions="rotary"),
+    "grouped": dict(positions="rotary", num_kv_heads=2, norm="rmsnorm", mlp="swiglu"),
+    "full checkpoint": dict(activation_checkpoint="full"),
+    "selective checkpoint": dict(activation_checkpoint="selective"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("plan", ["ring 4", "ulysses 2", pytest.param("hybrid 4", marks=pytest.mark.long)])
+def test_models(name: str, plan: str) -> None:
+    plans = {"ulysses 2": (2, dict(sequence=ulysses(2)), {}), **PLANS}
+    world, parallel, more = plans[plan]
+    for trace in run_plan(world, config(parallel, model=MODELS[name], **more), STEPS):
+        assert_same_run(trace, alone(**MODELS[name]), **EXACT)
+        assert_same_numbers(trace, alone(**MODELS[name]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ring 4", "pipeline", "2d", *(pytest.param(name, marks=pytest.mark.long) for name in ("ulysses 4", "hybrid 4"))],
+)
+def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
+    world, parallel, more = PLANS[name]
+    parallel = {**parallel, "sequence": {**parallel["sequence"], "pad": True}}
+    for trace in run_plan(world, config(parallel, model=dict(seq_len=13), **more), STEPS):
+        assert_same_run(trace, alone(seq_len=13), **EXACT)
+        assert_same_numbers(trace, alone(seq_len=13))
+
+
+# -- documents, and attention that is not causal --------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    """Attention in both directions over packed documents, with our blocks and plain position-wise modules."""
+
+    def __init__(self, causal: bool = False) -> None:
+        super().__init__()
+        self.table = layers.Embedding(19, 24)
+        self.positions = layers.PositionEmbedding(TOKENS, 24)
+        self.blocks = nn.ModuleList(layers.TransformerBlock(24, 4, 2, causal=causal) for _ in range(2))
+        self.norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 19)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        x = self.positions(self.table(inputs["ids"]))
+        for block in self.blocks:
+            x = block(x, documents=inputs.get("documents"))
+        return self.head(self.norm(x))
+
+    def loss(self, logits: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return layers.cross_entropy(logits, batch["labels"])
+
+
+def documents_of(batch: int, tokens: int, step: int) -> Tensor:
+    """Documents of random lengths, the last one padding."""
+    generator = torch.Generator().manual_seed(step)
+    ends = torch.rand(batch, tokens, generator=generator) < 0.25
+    numbers = ends.cumsum(1)
+    for row in range(batch):
+        numbers[row, tokens - (row * 3 + step) % 7 :] = -1
+    return numbers
+
+
+def _read(rank: int, parallel: dict[str, Any], causal: bool, tokens: int, packed: bool) -> Any:
+    settings = dict(
+        parallel=parallel,
+        optimizer=dict(type="AdamW", lr=1e-2),
+        train=dict(global_batch_size=8, precision="fp64", clip_grad_norm=1.0, seed=7),
+        device="cpu",
+    )
+    engine = colossus.initialize(settings, model=lambda: Reader(causal))
+    numbers = []
+    for step in range(3):
+        batch = batch_of(step, dict(vocab_size=19, seq_len=tokens))
+        inputs = {"ids": batch["inputs"]}
+        if packed:
+            inputs["documents"] = documents_of(8, tokens, step)
+        result = engine.train_step({"inputs": inputs, "labels": batch["labels"]})
+        numbers += [result.loss, result.grad_norm]
+    gradients = full_state_dict(engine.model, engine.context, gradients=True)
+    engine.close()
+    return numbers, gradients
+
+
+@pytest.mark.parametrize(("causal", "tokens", "packed"), [(False, 16, True), (True, 16, True), (False, 13, False),
+                                                         (False, 11, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(2, dict(sequence=ring(2))), (2, dict(sequence=ulysses(2))), (4, dict(sequence=dict(size=4, mode="hybrid"))),
+     (4, dict(sequence=ring(2), tensor=dict(mode="3d", shape=(2, 1, 1)))), (4, dict(tensor=dict(mode="2d", size=4)))],
+    ids=["ring", "ulysses", "hybrid", "3d", "2d alone"],
+)  # fmt: skip
+def test_documents_and_both_directions(
+    world: int, parallel: dict[str, Any], causal: bool, tokens: int, packed: bool
+) -> None:
+    if "sequence" in parallel:
+        parallel = {**parallel, "sequence": {**parallel["sequence"], "pad": True}}
+    wanted, wanted_gradients = run_ranks(1, _read, {}, causal, tokens, packed, with_context=False)[0]
+    for numbers, gradients in run_ranks(world, _read, parallel, causal, tokens, packed, with_context=False):
+        assert numbers == pytest.approx(wanted, rel=1e-10)
+        for name, value in wanted_gradients.items():
+            torch.testing.assert_close(gradients[name], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "words"),
+    [
+        (dict(sequence=ring(4)), dict(seq_len=12), "model.seq_len = 12 is not a multiple of 8, into which"),
+        (dict(sequence=ulysses(4)), dict(num_heads=2, seq_len=16), "model.num_heads = 2 is not a multiple of 4"),
+        (
+            dict(sequence=ulysses(2), tensor=2),
+            dict(num_kv_heads=2, seq_len=16),
+            "model.num_kv_heads = 2 is not a multiple of 4: parallel.sequence.mode = ulysses gives each of its 2 ranks "
+            "x 2 of the tensor mode whole heads",
+        ),
+        (dict(sequence=dict(size=6, mode="hybrid", ulysses=4)), {}, "parallel.sequence.ulysses = 4 does not divide"),
+        (dict(sequence=dict(size=4, ulysses=2)), {}, "parallel.sequence.ulysses = 2 means nothing in mode"),
+        (dict(sequence=dict(size=4, mode="rings")), {}, "no sequence mode named 'rings'. Did you mean 'ring'?"),
+        (dict(sequence=2), dict(attention_dropout=0.1), "model.attention_dropout = 0.1 is not there under"),
+    ],
+)
+def test_refused_before_launch(parallel: dict[str, Any], model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(").replace(".", r"\.")):
+        load_config(config(parallel, model={"seq_len": TOKENS, **model}))
+
+
+def test_a_bare_number_takes_what_sends_less() -> None:
+    chosen = {
+        heads: load_config(config(dict(sequence=4), model=heads_of(heads))).parallel.sequence.mode
+        for heads in ((4, 4), (8, 4), (4, 2), (2, 2))
+    }
+    assert chosen == {(4, 4): "ulysses", (8, 4): "ulysses", (4, 2): "ring", (2, 2): "ring"}
+
+
+def heads_of(heads: tuple[int, int]) -> dict[str, Any]:
+    return dict(num_heads=heads[0], num_kv_heads=heads[1], hidden_size=32)
+
+
+def _build(rank: int, what: str) -> None:
+    settings = dict(parallel=dict(sequence=2), train=dict(global_batch_size=4), device="cpu")
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if what == "mixes":
+                self.mix = nn.MultiheadAttention(8, 2)
+            self.attention = layers.Attention(8, 2, dropout=0.5 if what == "dropout" else 0.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if what == "mask":
+                tokens = x.shape[1] * 2
+                return self.attention(x, torch.ones(tokens, tokens, dtype=torch.bool))
+            return self.attention(x)
+
+    def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return y.square().sum(), y.numel()
+
+    engine = colossus.initialize(settings, model=Net, loss_fn=loss)
+    engine.train_step(torch.randn(*((4,) if what == "flat" else (4, 7) if what == "odd" else (4, 8, 8))))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            "mixes",
+            r"mix \(MultiheadAttention\) mixes tokens, but parallel.sequence gives each of 2 ranks a part",
+        ),
+        (
+            "mask",
+            r"attention \(Attention\): a mask over whole sequences, but parallel.sequence splits them over 2",
+        ),
+        ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
+        ("flat", "no tensor of it has two dims or more"),
+        ("odd", "7 tokens"),
+    ],
+)
+def test_refused_in_words(what: str, words: str) -> None:
+    with pytest.raises(RankError, match=words):
+        run_ranks(2, _build, what, with_context=False, timeout=30)

@@ -1,0 +1,551 @@
+"""Every layer in every tensor mode against plain torch: outputs and all gradients, one fork per mode for all cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.modes import BATCH, MODES, TOKENS, own
+from helpers.twins import PlainAttention, PlainBlock, options_of
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm.conjugate import start
+from colossus.comm.shared_memory import enable
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.layers.layer import model_parallel_of
+from colossus.tensor_parallel import route
+
+HIDDEN, HEADS, WIDE = 24, 6, 36
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+# -- cases ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer of ours, the same of torch, and inputs: global, floating-point ones with a gradient."""
+
+    title: str
+    ours: Callable[[], nn.Module]
+    plain: Callable[[], nn.Module]
+    inputs: tuple[Tensor, ...]
+    loss: bool = field(default=False)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def integers(high: int, *shape: int) -> Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1))
+
+
+def lead(ndim: int) -> tuple[int, ...]:
+    return {2: (BATCH,), 3: (BATCH, TOKENS), 4: (BATCH, 2, TOKENS)}[ndim]
+
+
+class Sequential(nn.Module):
+    """Named parts one after the other, with functions between them."""
+
+    def __init__(self, *steps: Any, **parts: nn.Module) -> None:
+        super().__init__()
+        self.steps = steps
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *x: Tensor) -> Any:
+        out: Any = x
+        for step in self.steps:
+            call = getattr(self, step) if isinstance(step, str) else step
+            out = call(*out) if isinstance(out, tuple) else call(out)
+        return out
+
+
+def bend(x: Tensor) -> Tensor:
+    return F.gelu(x) * 2.0 + x
+
+
+def together(*parts: Tensor) -> Tensor:
+    return torch.cat([layers.to_user(part) for part in parts], -1)
+
+
+class PlainFused(nn.Module):
+    def __init__(self, inputs: int, outputs: dict[str, int], bias: bool) -> None:
+        super().__init__()
+        self.many = nn.ModuleDict({name: nn.Linear(inputs, out, bias) for name, out in outputs.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.many.values()], -1)
+
+
+class Residual(nn.Module):
+    """The same layer twice, and a frozen one between."""
+
+    def __init__(self, linear: Any, bias: bool) -> None:
+        super().__init__()
+        self.inner, self.frozen = linear(HIDDEN, HIDDEN, bias), linear(HIDDEN, HIDDEN, bias)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(torch.tanh(self.frozen(self.inner(x))))
+
+
+class Tied(nn.Module):
+    """Embedding, norm and head on one weight."""
+
+    def __init__(self, vocabulary: int, tie: bool, bias: bool) -> None:
+        super().__init__()
+        self.embedding = layers.Embedding(vocabulary, HIDDEN)
+        self.norm = layers.LayerNorm(HIDDEN)
+        self.head = layers.LMHead(HIDDEN, vocabulary, bias, tied_to=self.embedding if tie else None)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(layers.to_outer(self.embedding(ids))))
+
+
+class PlainTied(nn.Module):
+    def __init__(self, vocabulary: int, tie: bool, bias: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, vocabulary, bias)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(ids)))
+
+
+class PlainPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(9, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.shape[-2]]
+
+
+class PlainMasked(PlainAttention):
+    """Attention under a mask, causal or not."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__(options_of("gpt", HIDDEN, HEADS, WIDE))
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = (
+            self.qkv[name](x).view(batch, tokens, HEADS, -1).transpose(1, 2) for name in ("query", "key", "value")
+        )
+        scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def masks() -> Iterator[tuple[str, Tensor]]:
+    """Every token sees itself, so that no row is empty."""
+    eye = torch.eye(TOKENS, dtype=torch.bool)
+    shapes = {"all": (), "heads": (HEADS,), "samples": (BATCH, 1), "samples and heads": (BATCH, HEADS), "ones": (1, 1)}
+    for name, shape in shapes.items():
+        yield name, (numbers(*shape, TOKENS, TOKENS) > 0) | eye
+    yield "floating", numbers(BATCH, HEADS, TOKENS, TOKENS)
+
+
+def cases() -> Iterator[Case]:
+    for ndim in (2, 3, 4):
+        x = numbers(*lead(ndim), HIDDEN)
+        for bias in (True, False):
+            title = f"{ndim}-D, bias {bias}"
+            for out in (WIDE, 12, HIDDEN, 7):
+                yield Case(f"linear {HIDDEN} to {out}, {title}", partial(layers.Linear, HIDDEN, out, bias),
+                           partial(nn.Linear, HIDDEN, out, bias), (x,))  # fmt: skip
+            for last in (HIDDEN, 5):
+                yield Case(
+                    f"column, row {HIDDEN} to {WIDE} to {last}, {title}",
+                    lambda b=bias, last=last: Sequential(
+                        "up", bend, "down", up=layers.Linear(HIDDEN, WIDE, b, split="column"),
+                        down=layers.Linear(WIDE, last, b, split="row") if last != 5 else layers.Linear(WIDE, last, b),
+                    ),
+                    lambda b=bias, last=last: Sequential(
+                        "up", bend, "down", up=nn.Linear(HIDDEN, WIDE, b), down=nn.Linear(WIDE, last, b)
+                    ),
+                    (x,),
+                )  # fmt: skip
+            yield Case(
+                f"column, norm, row, {title}",
+                lambda b=bias: Sequential(
+                    "up", "norm", "down", up=layers.Linear(HIDDEN, WIDE, b, split="column"),
+                    norm=layers.LayerNorm(WIDE, bias=b), down=layers.Linear(WIDE, HIDDEN, b, split="row"),
+                ),
+                lambda b=bias: Sequential(
+                    "up", "norm", "down", up=nn.Linear(HIDDEN, WIDE, b), norm=nn.LayerNorm(WIDE, bias=b),
+                    down=nn.Linear(WIDE, HIDDEN, b),
+                ),
+                (x,),
+            )  # fmt: skip
+            for outputs in ({"a": 12, "b": 12, "c": 12}, {"a": 24, "b": 12, "c": 36}):
+                for split in (None, "column"):
+                    yield Case(
+                        f"fused {outputs}, split {split}, {title}",
+                        lambda o=outputs, s=split, b=bias: Sequential(
+                            "many", together, many=layers.Linear(HIDDEN, o, b, split=s)
+                        ),
+                        partial(PlainFused, HIDDEN, outputs, bias),
+                        (x,),
+                    )
+            yield Case(f"used twice, frozen, {title}", partial(Residual, layers.Linear, bias),
+                       partial(Residual, nn.Linear, bias), (x,))  # fmt: skip
+            yield Case(f"layer norm, {title}", partial(layers.LayerNorm, HIDDEN, bias=bias),
+                       partial(nn.LayerNorm, HIDDEN, bias=bias), (x,))  # fmt: skip
+            yield Case(f"layer norm between blocks, {title}",
+                       lambda b=bias: Sequential(layers.to_outer, "norm", norm=layers.LayerNorm(HIDDEN, bias=b)),
+                       lambda b=bias: Sequential("norm", norm=nn.LayerNorm(HIDDEN, bias=b)), (x + 3.0,))  # fmt: skip
+            yield Case(f"mlp, {title}",
+                       lambda b=bias: layers.MLP(HIDDEN, WIDE, b),
+                       lambda b=bias: Sequential("up", F.gelu, "down", up=nn.Linear(HIDDEN, WIDE, b),
+                                                 down=nn.Linear(WIDE, HIDDEN, b)), (x,))  # fmt: skip
+            for vocabulary in (36, 53, 3):
+                ids = integers(vocabulary, *lead(ndim))
+                for tie in (True, False):
+                    yield Case(f"embedding and head of {vocabulary}, tied {tie}, {title}",
+                               partial(Tied, vocabulary, tie, bias), partial(PlainTied, vocabulary, tie, bias),
+                               (ids,))  # fmt: skip
+            for classes in (10, 12):
+                yield Case(f"{classes} classes and their loss, {title}",
+                           lambda b=bias, c=classes: Sequential("head", head=layers.Classifier(HIDDEN, c, b)),
+                           lambda b=bias, c=classes: Sequential("head", head=nn.Linear(HIDDEN, c, b)),
+                           (x,), loss=True)  # fmt: skip
+        yield Case(f"rms norm, {ndim}-D", partial(layers.RMSNorm, HIDDEN), partial(nn.RMSNorm, HIDDEN), (x,))
+        yield Case(f"rms norm between blocks, {ndim}-D",
+                   lambda: Sequential(layers.to_outer, "norm", norm=layers.RMSNorm(HIDDEN, eps=1e-6)),
+                   lambda: Sequential("norm", norm=nn.RMSNorm(HIDDEN, eps=1e-6)), (x,))  # fmt: skip
+        if ndim > 2:
+            for place in (layers.to_user, layers.to_outer):
+                yield Case(f"positions {place.__name__}, {ndim}-D",
+                           lambda p=place: Sequential(p, "at", at=layers.PositionEmbedding(9, HIDDEN)),
+                           lambda: Sequential("at", at=PlainPositions()), (x,))  # fmt: skip
+    x = numbers(BATCH, TOKENS, HIDDEN)
+    for name, mask in masks():
+        for causal in (False, True):
+            yield Case(f"attention, mask of {name}, causal {causal}",
+                       partial(layers.Attention, HIDDEN, HEADS, causal=causal), partial(PlainMasked, causal),
+                       (x, mask))  # fmt: skip
+    for place in (layers.to_user, layers.to_outer):
+        for kind in ("gpt", "llama"):
+            o = options_of(kind, HIDDEN, HEADS, WIDE)
+            more = dict(bias=o.bias, rotary=o.positions == "rotary")
+            yield Case(
+                f"attention, {kind}, {place.__name__}",
+                lambda p=place, o=o, m=more: Sequential(
+                    p, "part", part=layers.Attention(HIDDEN, HEADS, o.num_kv_heads, **m)
+                ),
+                lambda o=o: Sequential("part", part=PlainAttention(o)),
+                (x,),
+            )
+            yield Case(
+                f"block, {kind}, {place.__name__}",
+                lambda p=place, o=o, m=more: Sequential(
+                    p,
+                    "part",
+                    part=layers.TransformerBlock(HIDDEN, HEADS, o.num_kv_heads, WIDE, norm=o.norm, mlp=o.mlp, **m),
+                ),
+                lambda o=o: Sequential("part", part=PlainBlock(o)),
+                (x,),
+            )
+
+
+# -- comparison -----------------------------------------------------------------------------------------------
+
+
+def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x
+
+
+def differences(context: ParallelContext, case: Case, dtype: torch.dtype) -> Iterator[str]:
+    """What differs from plain torch on this rank, in words."""
+    ours = colossus.build(case.ours, context, dtype=dtype)
+    plain = case.plain().to(dtype)
+    plain.load_state_dict({**plain.state_dict(), **full_state_dict(ours, context)})
+    mine = [leaf(own(context, x), dtype) for x in case.inputs]
+    whole = [leaf(x, dtype) for x in case.inputs]
+    out, want = ours(*mine), plain(*whole)
+    if case.loss:
+        labels = integers(want.shape[-1], *want.shape[:-1])
+        labels[0] = -100
+        part, count = layers.cross_entropy(out, own(context, labels), label_smoothing=0.1, z_loss=0.01)
+        right, valid = layers.accuracy(out, own(context, labels), k=2)
+        ours_numbers = torch.stack([part.detach().double(), count.double(), right, valid])
+        axes = model_parallel_of(context).regions.user.batch
+        if axes:
+            torch.distributed.all_reduce(ours_numbers, group=context.group(axes).process_group)
+        log_sum = torch.logsumexp(want, -1)
+        keep = labels != -100
+        total = F.cross_entropy(want.flatten(0, -2), labels.flatten(), reduction="sum", label_smoothing=0.1)
+        total = total + 0.01 * (log_sum.square() * keep).sum()
+        best = ((want.topk(2).indices == labels.unsqueeze(-1)).any(-1) & keep).sum()
+        yield from close("loss and accuracy", ours_numbers,
+                         torch.stack([total.detach().double(), keep.sum(), best, keep.sum()]), dtype)  # fmt: skip
+        part.backward()
+        total.backward()
+    else:
+        out = layers.to_user(out)
+        weights = numbers(*want.shape, seed=9).to(dtype)
+        yield from close("output", out, own(context, want), dtype)
+        (out * own(context, weights)).sum().backward()
+        (want * weights).sum().backward()
+    for index, (x, reference) in enumerate(zip(mine, whole, strict=True)):
+        if x.is_floating_point():
+            yield from close(f"gradient of input {index}", x.grad, own(context, reference.grad), dtype)
+    for parameter in ours.parameters():
+        axes = gradient_sum_axes(parameter, context)
+        if axes and parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+    grads = full_state_dict(ours, context, gradients=True)
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    if grads.keys() != expected.keys():
+        yield f"gradients of {sorted(grads)}, expected {sorted(expected)}"
+        return
+    for name, reference in expected.items():
+        yield from close(f"gradient of {name}", grads[name], reference, dtype)
+
+
+def close(what: str, mine: Tensor, want: Tensor, dtype: torch.dtype) -> Iterator[str]:
+    if mine.shape != want.shape:
+        yield f"{what}: shape {tuple(mine.shape)}, not {tuple(want.shape)}"
+        return
+    scale = max(1.0, want.detach().abs().max().item())
+    gap = (mine.detach() - want.detach()).abs().max().item() / scale
+    if not gap <= TOLERANCE[dtype]:
+        yield f"{what} differs by {gap:.3g} of {scale:.3g}"
+
+
+def compare_all(context: ParallelContext, chosen: list[Case], dtypes: list[torch.dtype]) -> list[str]:
+    found = []
+    for case in chosen:
+        for dtype in dtypes:
+            found += [f"{case.title}, {dtype}: {words}" for words in differences(context, case, dtype)]
+    return found
+
+
+ALL = list(cases())
+
+
+#: beside these the others are more of the same, and run with -m long
+FEW = ("1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth1", "2.5d_depth2", "3d", "3d_1x2x3")
+BY_MODE = [mode if mode in FEW else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+
+
+def check(mode: str, chosen: list[Case], dtype: torch.dtype) -> None:
+    for rank, found in enumerate(MODES[mode].run(compare_all, chosen, [dtype], timeout=300)):
+        assert not found, f"rank {rank}: " + "\n".join(found[:20])
+
+
+@pytest.mark.parametrize("mode", BY_MODE)
+def test_every_layer_in_every_mode(mode: str) -> None:
+    check(mode, ALL, torch.float64)
+
+
+@pytest.mark.parametrize("mode", BY_MODE)
+def test_layers_in_single_precision(mode: str) -> None:
+    check(mode, ALL[::4], torch.float32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", list(MODES))
+def test_every_layer_in_single_precision(mode: str) -> None:
+    check(mode, ALL, torch.float32)
+
+
+SOME = [case for case in ALL if "bias True" in case.title or case.title.startswith("block")][::7]
+
+
+@pytest.mark.parametrize(
+    ("gathered", "weights"), [("keep", "matmul"), ("again", "microbatch"), ("again", "step"), ("keep", "step")]
+)
+@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d"])
+def test_policies_of_what_was_gathered(mode: str, weights: str, gathered: str) -> None:
+    options = dict(keep_gathered=gathered == "keep", weight_scope=weights)
+    for found in MODES[mode].run(compare_all, SOME, [torch.float64], timeout=120, **options):
+        assert not found, "\n".join(found[:20])
+
+
+# -- drawn shapes ---------------------------------------------------------------------------------------------
+
+multiples = st.integers(1, 4).map(lambda n: 12 * n)
+shapes = st.lists(st.tuples(multiples, multiples, multiples, st.integers(2, 4), st.booleans()), min_size=6, max_size=6)
+
+
+@pytest.mark.parametrize("mode", BY_MODE)
+@settings(max_examples=2)
+@given(drawn=shapes)
+def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -> None:
+    chosen = []
+    for first, wide, last, ndim, bias in drawn:
+        x = numbers(*lead(ndim), first)
+        chosen.append(
+            Case(
+                f"{first} to {wide} to {last}, {ndim}-D, bias {bias}",
+                lambda f=first, w=wide, o=last, b=bias: Sequential(
+                    "up", bend, "down", "alone", up=layers.Linear(f, w, b, split="column"),
+                    down=layers.Linear(w, o, b, split="row"), alone=layers.Linear(o, f, b),
+                ),
+                lambda f=first, w=wide, o=last, b=bias: Sequential(
+                    "up", bend, "down", "alone", up=nn.Linear(f, w, b), down=nn.Linear(w, o, b),
+                    alone=nn.Linear(o, f, b),
+                ),
+                (x,),
+            )
+        )  # fmt: skip
+    for found in MODES[mode].run(compare_all, chosen, [torch.float64], timeout=60):
+        assert not found, "\n".join(found[:20])
+
+
+# -- the comparison is able to fail ---------------------------------------------------------------------------
+
+
+def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]:
+    """The comparison with one kind of sum left out, on this rank's process only."""
+    if what == "gradient sync":
+        globals()["gradient_sum_axes"] = lambda parameter, context: ()
+    else:
+
+        def partly(
+            operation: str, x: Tensor, group: Any, dim: int = -1, to_dim: int = -1, *, owned: bool = False
+        ) -> Any:
+            pending = start(operation, x, group, dim, to_dim, owned=owned)
+            return pending.then(lambda y: y * 0.5) if operation == what else pending
+
+        route.start = partly
+    return compare_all(context, chosen, [torch.float64])
+
+
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [
+        ("1d", "sum"),
+        ("1d_sequence", "reduce_scatter"),
+        ("2d", "reduce_scatter"),
+        ("2d", "gradient sync"),
+        ("2.5d_depth2", "gradient sync"),
+        ("3d", "reduce_scatter"),
+        ("3d", "gradient sync"),
+    ],
+)
+def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
+    chosen = [case for case in ALL if case.title.startswith(("block", "mlp"))]
+    for found in MODES[mode].run(broken, chosen, what, timeout=60):
+        assert len(found) > 1, f"{what} is missing and nobody noticed"
+
+
+# -- weights apart from the matmul ----------------------------------------------------------------------------
+
+
+def deferred(context: ParallelContext) -> list[str]:
+    """Backward of inputs first, weights later; and a step of three microbatches in one gather and one reduction."""
+    factory = lambda: Sequential("up", bend, "down", up=layers.Linear(HIDDEN, WIDE, split="column"),  # noqa: E731
+                                 down=layers.Linear(WIDE, HIDDEN, split="row"))  # fmt: skip
+    x = own(context, numbers(BATCH, TOKENS, HIDDEN))
+    weights = model_parallel_of(context).weights
+
+    def gradients(act: Callable[[nn.Module], None]) -> dict[str, Tensor]:
+        model = colossus.build(factory, context, dtype=torch.float64)
+        act(model)
+        return full_state_dict(model, context, gradients=True)
+
+    def plain(model: nn.Module) -> None:
+        for scale in (1.0, 2.0, 3.0):
+            model(x * scale).square().sum().backward()
+
+    def later(model: nn.Module) -> None:
+        for scale in (1.0, 2.0, 3.0):
+            loss = model(x * scale).square().sum()
+            with weights.deferring() as rest:
+                loss.backward()
+            assert len(rest) == 2
+            for work in rest:
+                work()
+
+    def in_a_step(model: nn.Module) -> None:
+        weights.begin_step()
+        plain(model)
+        weights.end_step()  # never told which backward was the last: it reduces here
+
+    want = gradients(plain)
+    found = []
+    for act in (later, in_a_step):
+        for name, grad in gradients(act).items():
+            found += close(f"{act.__name__}: {name}", grad, want[name], torch.float64)
+    return found
+
+
+@pytest.mark.parametrize("scope", ["matmul", "microbatch", "step"])
+@pytest.mark.parametrize("mode", ["1d", "3d_1x2x3"])
+def test_weight_gradients_later_and_once_per_step(mode: str, scope: str) -> None:
+    for found in MODES[mode].run(deferred, weight_scope=scope):
+        assert not found, "\n".join(found)
+
+
+def tied_by_assignment(context: ParallelContext) -> str:
+    def factory() -> nn.Module:
+        model = Sequential("embed", "head", embed=layers.Embedding(8, 24), head=layers.Linear(24, 8, False))
+        model.head.weight = model.embed.weight
+        return model
+
+    try:
+        colossus.build(factory, context)(own(context, integers(8, BATCH, TOKENS)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_tied_by_assignment_is_refused_where_it_would_be_wrong() -> None:
+    for words in MODES["2d"].run(tied_by_assignment):
+        assert "LMHead(hidden_size, vocab_size, tied_to=embedding)" in words
+
+
+# -- what the modes promise -----------------------------------------------------------------------------------
+
+
+def test_mode_files_are_small_and_share_nothing() -> None:
+    """Each mode is one file of at most about 100 lines, and no six lines stand in two of them."""
+    from pathlib import Path
+
+    import colossus.tensor_parallel.modes as modes
+
+    seen: dict[tuple[str, ...], str] = {}
+    for path in sorted(Path(next(iter(modes.__path__))).glob("*.py")):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 100, path
+        body = [line.strip() for line in lines if line.strip() and not line.startswith(("from", "import", '"'))]
+        for index in range(len(body) - 5):
+            window = tuple(body[index : index + 6])
+            assert seen.setdefault(window, path.name) == path.name, f"{path.name} repeats {window} of {seen[window]}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "shared_memory"),
+    [("1d_sequence", True), ("2d", True), ("2d", False), ("2d_2x3", True), ("3d", True), ("3d", False)],
+)
+def test_panels(mode: str, shared_memory: bool) -> None:
+    """Streamed, through shared memory and through point-to-point messages."""
+
+    def body(context: ParallelContext) -> list[str]:
+        enable(shared_memory)
+        return compare_all(context, SOME, [torch.float64])
+
+    for found in MODES[mode].run(body, timeout=120, panels=True):
+        assert not found, "\n".join(found[:20])

@@ -1,0 +1,796 @@
+"""``colossus verify``: what agrees agrees, and what is wrong is named.
+
+Most runs here are forked instead of launched: the same config files, hook, comparison and report, without the seconds
+that processes take to start. The last tests go through the launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # every optimizer imports it: here once, instead of on each forked rank
+from helpers.ranks import run_ranks
+
+from colossus.cli.main import main
+from colossus.config import load_config
+from colossus.config.plans import world_size
+from colossus.context.grid import RankGrid
+from colossus.engine.fit import fit
+from colossus.engine.initialize import initialize
+from colossus.layout.layout import Layout
+from colossus.verify import command, diagnosis
+from colossus.verify import difference as gap
+from colossus.verify import fingerprints as prints
+from colossus.verify.recorder import Recorder
+from colossus.verify.records import ParameterFacts
+
+ROOT = Path(__file__).parents[2]
+
+DATA = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+from colossus import layers
+
+class _Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        row = torch.randint(0, 13, (7,), generator=torch.Generator().manual_seed(index))
+        return {"inputs": row[:-1], "labels": row[1:]}
+
+class _Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.randn(6, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 4)
+
+def _loss(outputs, batch):
+    return F.cross_entropy(outputs, batch[1], reduction="sum"), batch[1].numel()
+"""
+
+GPT = """
+model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=6)
+data = dict(type=_Tokens)
+train = dict(global_batch_size=8, clip_grad_norm=0.5)
+optimizer = dict(type="AdamW", lr=1e-2)
+"""
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.gain = nn.Parameter(torch.ones(16))
+        self.middle = BODY
+        self.down = layers.Linear(16, 4)
+    def forward(self, x):
+        return self.down(self.middle(self.gain * F.gelu(self.norm(self.up(x)))))
+    def loss(self, outputs, batch):
+        return _loss(outputs, batch)
+
+model = dict(type=Net)
+data = dict(type=_Points)
+train = dict(global_batch_size=8)
+optimizer = dict(type="SGD", lr=0.1)
+"""
+
+CHAIN = """
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = layers.Linear(6, 16)
+        self.middle = MIDDLE
+        self.deep = layers.Linear(16, 16)
+        self.behind = BEHIND
+        self.down = nn.Linear(16, 4)
+    def forward(self, x):
+        return layers.run_blocks(self.pipeline_blocks(), x)
+    def pipeline_blocks(self):
+        return [self.up, self.middle, layers.PipelineBlock(self._deep, self.deep), self.behind, self.down]
+    def _deep(self, x):
+        return torch.tanh(self.deep(x))
+    def loss(self, outputs, batch):
+        return _loss(outputs, batch)
+
+model = dict(type=Chain)
+data = dict(type=_Points)
+train = dict(global_batch_size=8)
+optimizer = dict(type="SGD", lr=0.1)
+schedule = dict(microbatches=2)
+"""
+
+
+def chain(middle: str = "nn.Tanh()", behind: str = "nn.Tanh()") -> str:
+    """A model of five blocks: with two stages the last two are on the second one."""
+    return CHAIN.replace("MIDDLE", middle).replace("BEHIND", behind)
+
+
+TWO_BY_TWO = ["parallel.data=2", "parallel.tensor=2"]
+PIPELINE = ["parallel.pipeline.size=2", "parallel.pipeline.split=(3,2)"]
+
+Verify = Callable[..., tuple[int, str, str]]
+
+
+def config_file(folder: Path, text: str, middle: str = "nn.Identity()") -> Path:
+    path = folder / "user.py"
+    path.write_text(DATA + textwrap.dedent(text).replace("BODY", middle))
+    return path
+
+
+def run_forked(rank: int, path: str, world: int) -> None:
+    """What the launcher's worker does, in a forked process."""
+    config = load_config(path, (), world)
+    engine = initialize(config)
+    fit(engine, [hook.type(**hook.options) for hook in config.hooks])
+    engine.close()
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """``colossus verify`` of a config text; (exit code, standard output, standard error)."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def launch(config: object, file: Path, alone: bool) -> int:
+        world = 1 if alone else world_size(load_config(file).parallel)
+        file.with_suffix("").mkdir()
+        run_ranks(world, run_forked, str(file), world, with_context=False)
+        return 0
+
+    monkeypatch.setattr(command, "_launch", launch)
+
+    def run(text: str, *words: str, middle: str = "nn.Identity()") -> tuple[int, str, str]:
+        code = main(["verify", str(config_file(tmp_path, text, middle)), "--steps=1", *words])
+        seen = capsys.readouterr()
+        assert leftovers(tmp_path) == []
+        return code, seen.out, seen.err
+
+    return run
+
+
+def counts(out: str) -> dict[str, int]:
+    """Kind of thing -> how many were compared."""
+    rows = [re.match(r"(\D+?)  +(\d+) ", line) for line in out.partition("\nagree ")[2].splitlines()]
+    return {row[1]: int(row[2]) for row in rows if row}
+
+
+# -- what agrees ----------------------------------------------------------------------------------------------
+
+
+PLANS = {
+    "data2_tensor2": TWO_BY_TWO,
+    "2d": ["parallel.tensor.mode=2d", "parallel.tensor.size=4"],
+    "3d": ["parallel.tensor.mode=3d", "parallel.tensor.shape=(2,1,2)"],
+    "2.5d": ["parallel.tensor.mode=2.5d", "parallel.tensor.shape=(2,2,1)"],
+    "microbatches": ["parallel.data=2", "schedule.microbatches=2", "parallel.tensor.size=2"],
+    "selective": ["parallel.tensor.size=2", "parallel.tensor.sequence_sharded=True",
+                  "model.activation_checkpoint=selective"],
+    "full": ["parallel.tensor.size=2", "schedule.microbatches=2", "model.activation_checkpoint=full"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
+    code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
+    assert (code, err) == (0, ""), out
+    assert "AGREE: " in out
+    assert "follows one process over 3 steps, tolerance 1e-09" in out
+    assert counts(out)["losses"] == counts(out)["gradient norms"] == 3
+    assert counts(out)["initial values"] * 3 == counts(out)["gradients"] == counts(out)["weights after a step"] == 108
+    assert counts(out)["outputs of modules"] == 3 * 5, "two blocks, the norm, the head, the model"
+    assert "not compared: 3" in out, "the 32 key biases have no gradient"
+
+
+@pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])
+def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
+    code, out, err = verify(NET, *PLANS[plan], "--steps", "2", middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")
+    assert (code, err) == (0, ""), out
+    assert counts(out)["outputs of modules"] == 7 * 2
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kind: str) -> None:
+    text = """
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.grow = layers.Linear(16, 32, split="column")
+            self.act = nn.ReLU()
+            self.back = layers.Linear(32, 16, split="row")
+        def forward(self, x):
+            def inside(x):
+                return self.back(self.act(self.grow(x)))
+            return layers.checkpoint(inside, x, context=self.grow.context, kind="KIND")
+    """
+    again = textwrap.dedent(text).replace("KIND", kind) + NET
+    code, out, _ = verify(again, *TWO_BY_TWO, "schedule.microbatches=2", middle="Again()")
+    assert code == 0, out
+    assert counts(out)["outputs of modules"] == 8
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "sign"])
+def test_noise_that_an_optimizer_makes_large_is_left_out(verify: Verify, optimizer: str) -> None:
+    """A step of full size in the direction of rounding noise: the key biases of the two runs are far apart."""
+    sign = """
+    class _Sign(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, dict(lr=lr))
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(param.grad.sign(), alpha=group["lr"])
+    optimizer = dict(type=_Sign, lr=1e-2)
+    """
+    text = GPT + textwrap.dedent(sign) if optimizer == "sign" else GPT
+    code, out, _ = verify(text, *TWO_BY_TWO, "--steps=3")
+    assert code == 0, out
+    assert "not compared: 3" in out
+
+
+DROPPING = [
+    ("layers.Dropout(0.4)", "middle"),
+    ("nn.Dropout(0.4)", "middle"),
+    ("Dropping()", "torch.nn.functional.dropout"),
+    ("nn.Identity()", ""),
+]
+
+
+@pytest.mark.parametrize(("middle", "named"), DROPPING)
+def test_dropout_is_turned_off_and_named(verify: Verify, middle: str, named: str) -> None:
+    text = """
+    class Dropping(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.3, self.training)
+    """
+    code, out, _ = verify(textwrap.dedent(text) + NET, "parallel.data=2", middle=middle)
+    assert code == 0, out
+    if named:
+        assert out.startswith(f"note: dropout is off here, its masks differ between plans by design: {named}\n")
+    else:
+        assert "dropout" not in out
+
+
+def test_samples_in_another_order_are_the_same_samples(verify: Verify) -> None:
+    text = NET + textwrap.dedent("""
+    class _Interleaved:
+        def __init__(self, data_rank, data_size, global_batch_size):
+            self.mine = range(data_rank, global_batch_size, data_size)
+        def __iter__(self):
+            points = _Points()
+            for start in range(0, 40, 8):
+                yield torch.utils.data.default_collate([points[start + i] for i in self.mine])
+    data = dict(type=_Interleaved)
+    """)
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 0, out
+
+
+# -- what is wrong --------------------------------------------------------------------------------------------
+
+
+def test_a_forward_that_depends_on_the_rank(verify: Verify) -> None:
+    text = """
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x * (1 + int(os.environ["RANK"]) % 2)
+    """
+    code, out, _ = verify(textwrap.dedent(text) + NET, *TWO_BY_TWO, middle="Scaled()")
+    assert code == 3
+    lines = out.splitlines()
+    assert lines[0].startswith("DIFFERENT at step 1: the output of middle, sample ")
+    assert lines[0].endswith(" on rank 1")
+    assert "  rank 1 (data 0, tensor 1)\n  it differs on ranks 1, 3\n  class Scaled\n" in out
+    assert "the samples and the outputs before it agree, the last is that of norm" in out
+    assert "then also: down, sample" in out
+    assert "the model, sample" in out
+    assert "initial values" in out
+
+
+HALVED = """
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16))
+            RANKS = {ranks}
+            if int(os.environ.get("RANK", "-1")) in RANKS and os.environ["WORLD_SIZE"] != "1":
+                self.weight.register_hook(lambda grad: 0.5 * grad)
+        def forward(self, x):
+            return x * self.weight
+"""
+
+
+@pytest.mark.parametrize(("ranks", "clue"), [("[1]", ""), ("[0, 1]", "it is 0.5 times that of one process everywhere")])
+def test_a_gradient_that_is_halved(verify: Verify, ranks: str, clue: str) -> None:
+    """With clipping: the factor, which the wrong gradient changes, must not make the others differ."""
+    text = textwrap.dedent(HALVED).replace("{ranks}", ranks) + NET
+    code, out, _ = verify(text, "parallel.data=2", "train.clip_grad_norm=0.01", middle="Halved()")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of middle.weight\n")
+    assert "shape [16], whole on every rank, a plain parameter" in out
+    assert "its gradient is summed over data" in out
+    assert clue in out
+    assert ("times that of one process" in out) == bool(clue)
+    assert "then also" not in out
+    assert "losses" in out
+
+
+def test_the_first_module_may_be_the_wrong_one(verify: Verify) -> None:
+    text = NET.replace("self.up(x)", "self.up(x * (1 + int(os.environ['RANK'])))")
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of up, sample ")
+    assert "class Linear\n  the samples agree, and it is the first output\n" in out
+
+
+def test_of_wrong_gradients_the_first_in_backward_is_named(verify: Verify) -> None:
+    """``gain`` stands first in the model and is used last, behind it only the wrong backward and ``down``."""
+    text = """
+    class Doubling(nn.Module):
+        def forward(self, x):
+            x = x * 1.0
+            if os.environ["WORLD_SIZE"] != "1":
+                x.register_hook(lambda grad: 2.0 * grad)
+            return x
+    """
+    code, out, _ = verify(textwrap.dedent(text) + NET, "parallel.data=2", middle="Doubling()")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of gain\n")
+    assert "it is 2 times that of one process everywhere" in out
+    assert re.search("then also: norm.*up[.]", out)
+    assert "down." not in out.partition("agree ")[0]
+
+
+def test_the_part_of_a_split_parameter_is_named(verify: Verify) -> None:
+    """The gradient of a layer's weight, wrong on one of the two ranks that hold a part of it."""
+    text = NET.replace(
+        "self.norm =",
+        "if os.environ.get('RANK') == '1':\n"
+        "            self.up.weight.register_hook(lambda grad: 2.0 * grad)\n"
+        "        self.norm =",
+    )
+    code, out, _ = verify(text, "parallel.tensor=2")
+    assert code == 3
+    assert "DIFFERENT at step 1: the gradient of up.weight\n" in out
+    assert "shape [16, 6], layout [" in out
+    assert "S(tensor)" in out
+    assert "only the part of rank 1 (tensor 1) differs" in out
+    assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
+
+
+WRONG_LOSSES = [
+    ("F.cross_entropy(outputs, batch[1]), batch[1].numel()", "the loss\n"),
+    ("F.cross_entropy(outputs, batch[1], reduction='sum'), 8", "the number of valid samples of the global batch"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "named"), WRONG_LOSSES)
+def test_a_wrong_loss_function(verify: Verify, wrong: str, named: str) -> None:
+    code, out, _ = verify(NET.replace("_loss(outputs, batch)", wrong), "parallel.data=2")
+    assert code == 3
+    assert out.startswith(f"DIFFERENT at step 1: {named}")
+
+
+def test_data_that_depends_on_the_rank(verify: Verify) -> None:
+    text = NET + textwrap.dedent("""
+    class _Other(_Points):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x + int(os.environ["RANK"]), y
+    data = dict(type=_Other)
+    """)
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the samples\n")
+    assert "  4 of the 8 samples under the plan (their [0]) are not among the 8 that one process takes" in out
+    code, out, _ = verify(text, "parallel.tensor=2")
+    assert code == 3
+    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same part of the batch" in out
+
+
+def test_an_initial_value_that_depends_on_the_rank(verify: Verify) -> None:
+    text = NET.replace("torch.ones(16)", "torch.ones(16) + int(os.environ.get('RANK', '0'))")
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT from the start: the initial value of gain on rank 1 is not that on rank 0\n")
+    text = NET.replace("torch.ones(16)", "torch.ones(16) * int(os.environ.get('WORLD_SIZE', '1'))")
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT from the start: the initial value of gain\n")
+    assert "largest absolute difference 1 at [0]: plan 2, one process 1" in out
+
+
+def test_a_model_that_splits_by_hand(verify: Verify) -> None:
+    text = NET.replace("layers.Linear(16, 4)", "nn.Linear(16, 4 * int(os.environ.get('WORLD_SIZE', '1')))")
+    code, out, _ = verify(text, "parallel.data=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT from the start: the initial value of down.weight\n")
+    assert "its full shape is [8, 16] under the plan and [4, 16] in one process" in out
+
+
+def test_an_optimizer_that_takes_a_norm(verify: Verify) -> None:
+    text = NET + textwrap.dedent("""
+    class _Normed(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, dict(lr=lr))
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+    optimizer = dict(type=_Normed, lr=0.1)
+    """)
+    code, out, _ = verify(text, "parallel.tensor=2")
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: up.weight after the optimizer\n")
+    assert "optimizer _Normed" in out
+    assert verify(text, "parallel.data=2")[0] == 0, "whole parameters: nothing wrong with it"
+
+
+def test_batch_norm_is_named_as_depending_on_the_plan(verify: Verify) -> None:
+    code, out, _ = verify(NET, "parallel.data=2", middle="nn.BatchNorm1d(16)")
+    assert code == 3
+    assert "note: BatchNorm takes its statistics over the samples that a rank holds at once, so middle" in out
+    assert "DIFFERENT at step 1: the output of middle, sample" in out
+
+
+def test_the_tolerance_decides(verify: Verify) -> None:
+    """A forward that is off by 1e-6 on rank 1."""
+    text = """
+    class Off(nn.Module):
+        def forward(self, x):
+            return x * (1 + 1e-6 * int(os.environ["RANK"]))
+    """
+    off = textwrap.dedent(text) + NET
+    code, out, _ = verify(off, "parallel.data=2", middle="Off()")
+    assert code == 3
+    assert "relative difference 1e-06 (tolerance 1e-09)" in out
+    assert "of the size of float32 rounding" in out
+    code, out, _ = verify(off, "parallel.data=2", "--tolerance", "1e-4", middle="Off()")
+    assert code == 0
+    assert re.search(r"outputs of modules +\d+ +[1-9.]+e-06 ", out)
+
+
+def test_a_model_without_finite_numbers_is_no_verdict(verify: Verify) -> None:
+    code, out, err = verify(NET.replace("_loss(outputs, batch)", "outputs.sum() * float('nan'), 8"), "parallel.data=2")
+    assert (code, out) == (1, "")
+    assert "nothing can be compared: in one process step 1 has loss nan" in err
+
+
+# -- pipelines ------------------------------------------------------------------------------------------------
+
+
+STAGED = {
+    "1f1b": ["parallel.pipeline=2", "model.tie_embeddings=False"],
+    "zb-v": ["parallel.pipeline=2", "model.tie_embeddings=False", "schedule.type=zb-v", "schedule.microbatches=4"],
+    "tied": ["parallel.pipeline=2", "parallel.data=2", "schedule.type=interleaved", "schedule.microbatches=2"],
+}
+
+
+@pytest.mark.parametrize("plan", STAGED)
+def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
+    """All of it is compared, each thing once: what is on one rank only, too."""
+    code, out, err = verify(GPT, *STAGED[plan])
+    assert (code, err) == (0, ""), out
+    tensors = 36 if plan == "tied" else 37
+    kinds = ("initial values", "gradients", "weights after a step")
+    assert [counts(out)[kind] for kind in kinds] == [tensors] * 3
+    assert counts(out)["outputs of modules"] == 5, "two blocks, the norm, the head, the model"
+    assert counts(out)["samples"] == (3 if plan == "tied" else 2), "all, and those of ranks on one part"
+    assert "not compared: 32 weights" in out
+    if plan == "tied":
+        assert counts(out)["copies on other ranks"] == 3 * (36 + 2), "of data rank 1, and of the tied weight"
+
+
+SIZED = """
+    class Sized(nn.Module):
+        def forward(self, x):
+            return x * (1 + 0.01 * x.shape[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        (
+            [*PIPELINE, "parallel.data=2"],
+            "rank 3 (pipeline 1, data 1), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
+        ),
+        (["parallel.pipeline=2", "schedule.type=zb-v"], "rank 0 (pipeline 0), stage 3 (of 0 to 3)"),
+    ],
+)
+def test_a_block_that_depends_on_the_microbatch_is_named_with_its_stage(
+    verify: Verify, plan: list[str], place: str
+) -> None:
+    code, out, _ = verify(textwrap.dedent(SIZED) + chain(behind="Sized()"), *plan)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of behind, sample ")
+    assert f"  {place}\n  class Sized\n" in out
+    assert "the samples and the outputs before it agree, the last is that of deep\n" in out
+    assert "then also: down, sample " in out
+    assert "the model, sample" in out
+
+
+@pytest.mark.parametrize(
+    ("plan", "place"),
+    [
+        ([*PIPELINE, "schedule.microbatches=4"], "on stage 1 (of 0 to 1): rank 1 (pipeline 1)"),
+        (["parallel.pipeline=2", "schedule.type=zb-v"], "on stage 2 (of 0 to 3): rank 1 (pipeline 1)"),
+    ],
+)
+def test_a_gradient_that_is_halved_on_one_stage(verify: Verify, plan: list[str], place: str) -> None:
+    """Rank 0 of the pipeline does not have the parameter, but must know of it."""
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[1]") + chain(behind="Halved()")
+    code, out, _ = verify(text, *plan)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of behind.weight\n")
+    assert (
+        f"  shape [16], whole on every rank, a plain parameter\n  its gradient needs no sum over ranks\n  {place}\n"
+        in out
+    )
+    assert "it is 0.5 times that of one process everywhere\n" in out
+    assert "then also" not in out
+    assert counts(out)["outputs of modules"] == 6
+
+
+def test_the_part_of_a_split_parameter_on_a_later_stage_is_named(verify: Verify) -> None:
+    text = chain(behind="layers.Linear(16, 16)").replace(
+        "self.down =",
+        "if os.environ.get('RANK') == '3':\n"
+        "            self.behind.weight.register_hook(lambda grad: 2.0 * grad)\n"
+        "        self.down =",
+    )
+    code, out, _ = verify(text, *PIPELINE, "parallel.tensor=2")
+    assert code == 3
+    assert "DIFFERENT at step 1: the gradient of behind.weight\n" in out
+    assert "on stage 1 (of 0 to 1): ranks 2, 3 (pipeline 1)\n" in out
+    assert "only the part of rank 3 (pipeline 1, tensor 1) differs" in out
+    assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
+
+
+def test_a_module_that_several_stages_call_is_one_module(verify: Verify) -> None:
+    """Its calls are counted through the stages, as one process counts them, and each is compared with its own."""
+    text = """
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16) + STRAY)
+        def forward(self, x):
+            return torch.tanh(self.weight * x)
+    """
+    shared = textwrap.dedent(text) + chain("Cell()", "self.middle")
+    code, out, _ = verify(shared.replace("STRAY", "0"), *PIPELINE)
+    assert code == 0, out
+    assert counts(out)["outputs of modules"] == 6
+    assert counts(out)["copies on other ranks"] == 3, "of its weight"
+    sized = shared.replace("STRAY", "0").replace("* x)", "* x) * (1 + (os.environ['RANK'] == '1') * 1e-3)")
+    code, out, _ = verify(sized, *PIPELINE)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of middle, call 2, sample ")
+    assert "rank 1 (pipeline 1), stage 1 (of 0 to 1)\n  class Cell\n" in out
+    code, out, _ = verify(shared.replace("STRAY", "int(os.environ.get('RANK', '0'))"), *PIPELINE)
+    assert code == 3
+    assert out.startswith(
+        "DIFFERENT from the start: the initial value of middle.weight on rank 1 is not that on rank 0\n"
+    )
+    assert "on stage 0 (of 0 to 1): rank 0 (pipeline 0)\n  on stage 1 (of 0 to 1): rank 1 (pipeline 1)\n" in out
+
+
+def test_blocks_that_are_not_the_forward(verify: Verify) -> None:
+    text = chain().replace(
+        "layers.run_blocks(self.pipeline_blocks(), x)", "2 * layers.run_blocks(self.pipeline_blocks(), x)"
+    )
+    code, out, _ = verify(text, *PIPELINE)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the output of the model, sample ")
+    assert "class Chain\n" in out
+    assert (
+        "the last is that of down\n  under a pipeline the blocks of the model are called in turn, not its forward\n"
+        in out
+    )
+
+
+def test_copies_of_a_later_stage_are_compared_with_its_first_rank(verify: Verify) -> None:
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[]").replace("torch.ones(16)", "torch.ones(16) + OFF")
+    off = text.replace("OFF", "(os.environ.get('RANK') == '3')") + chain(behind="Halved()")
+    code, out, _ = verify(off, *PIPELINE, "parallel.data=2")
+    assert code == 3
+    assert out.startswith(
+        "DIFFERENT from the start: the initial value of behind.weight on rank 3 is not that on rank 2\n"
+    )
+    assert "rank 3 norm 8, rank 2 norm 4\n" in out
+
+
+def test_stages_must_see_the_same_batch(verify: Verify) -> None:
+    text = chain() + textwrap.dedent("""
+    class _Other(_Points):
+        def __getitem__(self, index):
+            x, y = super().__getitem__(index)
+            return x, (y + (os.environ.get("RANK") == "1")) % 4
+    data = dict(type=_Other)
+    """)
+    code, out, _ = verify(text, *PIPELINE)
+    assert code == 3
+    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same part of the batch" in out
+
+
+def test_notes_of_all_stages_are_one_note(verify: Verify) -> None:
+    text = """
+    class Dropping(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.3, self.training)
+    """
+    code, out, _ = verify(textwrap.dedent(text) + chain("nn.Dropout(0.4)", "Dropping()"), *PIPELINE)
+    assert code == 0, out
+    assert out.count("note: ") == 1
+    assert "by design: middle, torch.nn.functional.dropout\n" in out
+
+
+# -- usage ----------------------------------------------------------------------------------------------------
+
+
+USAGE = [
+    (["train.sed=1"], "user.py: train.sed: no such key"),
+    (["parallel.tensor=5"], "model.hidden_size = 24 is not a multiple of parallel.tensor.size = 5"),
+    (["--nproc", "3", "parallel.data=2"], "data 2 = 2, but 3 processes"),
+    (
+        ["parallel.pipeline=5"],
+        "4 blocks (embedding, layers, head), fewer than the stages of parallel.pipeline",
+    ),
+    (["data=None"], "data: verify runs what the file says, and it has none"),
+    (["--tolerance", "0"], "argument --tolerance: must be a number above zero"),
+    (["--steps", "0"], "argument --steps: must be a whole number of at least 1"),
+    (["--step", "1"], "did you mean --steps?"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), USAGE)
+def test_usage_errors(verify: Verify, words: list[str], message: str) -> None:
+    code, out, err = verify(GPT.replace("num_heads=4", "num_heads=6, ffn_hidden_size=24").replace("=16", "=24"), *words)
+    assert (code, out) == (2, ""), err
+    assert message in err
+
+
+def test_it_starts_its_own_processes(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    code, _, err = verify(GPT)
+    assert code == 2
+    assert "without torchrun or srun" in err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4" in out
+    assert "3 they differ" in out
+    assert main(["--help"]) == 0
+    assert "3 verify found a difference" in capsys.readouterr().out
+
+
+# -- parts ----------------------------------------------------------------------------------------------------
+
+
+def test_prints_see_every_element_and_no_batch_size() -> None:
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for place in [(0, 0, 0), (3, 2, 4), (2, 1, 3)]:
+        other = x.clone()
+        other[place] += 1e-6
+        found, row = gap.gap_of_rows(prints.row_prints(other), prints.row_prints(x))
+        assert row == place[0]
+        assert found.relative > 1e-8
+    torch.testing.assert_close(prints.row_prints(x[1:3]), prints.row_prints(x)[1:3], rtol=1e-14, atol=1e-14)
+    swapped = x[:, [1, 0, 2]]
+    assert gap.gap_of_rows(prints.row_prints(swapped), prints.row_prints(x))[0].relative > 1e-3
+    assert prints.row_prints(torch.ones(2)).shape == prints.row_prints(torch.ones(2, 0, 3)).shape == (2, 2)
+
+
+def test_gaps() -> None:
+    one = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert gap.gap_of(one, one, 0.0) == gap.Gap(0.0, 0.0, (0, 0), 3.0, 3.0)
+    off = one + torch.tensor([[0.0, 0.0], [0.5, 0.0]])
+    assert gap.gap_of(off, one, 0.0) == gap.Gap(0.1, 0.5, (1, 0), 0.5, 0.0)
+    assert gap.gap_of(off, one, 50.0).relative == 0.01
+    assert gap.gap_of(off, one, 0.0, trusted=one > 0).relative == 0.0
+    broken = gap.gap_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0)
+    assert (broken.relative, broken.index) == (torch.inf, (1,))
+    assert gap.gap_of_numbers(torch.nan, 1.0).relative == torch.inf
+    assert gap.gap_of_numbers(1.5, 1.0).relative == 0.5
+
+
+def test_trust_keeps_what_was_never_used_and_drops_noise() -> None:
+    trust = gap.Trust()
+    alone = {"used": torch.tensor([1.0, 2.0, 0.0]), "key": torch.tensor([1e-17, 0.0])}
+    plan = {"used": torch.tensor([1.0, 2.0, 0.0]), "key": torch.tensor([-1e-17, 0.0])}
+    trust.learn(plan, alone)
+    kept = [trust.of(name) for name in ("used", "key")]
+    assert [mask.tolist() for mask in kept if mask is not None] == [[True, True, True], [False, True]]
+    trust.learn({**plan, "key": torch.ones(2)}, {**alone, "key": torch.ones(2)})
+    assert trust.left_out == 1, "moved by noise once, it stays where the noise has sent it"
+
+
+def test_clues_name_ranks_and_factors() -> None:
+    grid = RankGrid({"data": 2, "tensor": 4}, {"data": ("data",), "tensor": ("tensor",)})
+    facts = ParameterFacts((8, 3), Layout.sharded(2, d0=("tensor",)), ("data",), "Linear")
+    alone = torch.arange(24, dtype=torch.float64).view(8, 3) + 1
+    plan = alone.clone()
+    plan[2:4] *= 0.5
+    assert diagnosis.of_values(plan, alone, facts, grid, 0.0, is_sum=True) == [
+        "only the part of rank 1 (data 0, tensor 1) differs",
+        "it is 0.5 times that of one process there "
+        "(2 is the size of data: a sum over it is missing, or a mean taken in its place?)",
+    ]
+    whole = dataclasses.replace(facts, layout=Layout.whole(2))
+    assert diagnosis.of_values(4 * alone, alone, whole, grid, 0.0, is_sum=True) == [
+        "it is 4 times that of one process everywhere (4 is the size of tensor: a sum over it too many?)"
+    ]
+    assert diagnosis.of_values(alone + 1, alone, whole, grid, 0.0) == []
+
+
+def test_the_recorder_is_the_hook_of_both_runs(tmp_path: Path) -> None:
+    from colossus.verify import configs
+
+    user = config_file(tmp_path, GPT + "\nhooks = [print]\nlr_schedule = dict(type='linear')\n")
+    overrides = [*TWO_BY_TWO, "train.precision=fp32", "train.steps=50", "schedule.microbatches=2"]
+    configs = {
+        alone: load_config(configs.write(tmp_path, str(user), overrides, None, 2, alone=alone))
+        for alone in (True, False)
+    }
+    for alone, config in configs.items():
+        assert [type(hook.type(**hook.options)) for hook in config.hooks] == [Recorder]
+        assert (config.train.precision, config.train.steps, config.train.schedule_steps) == ("fp64", 2, 50)
+        assert config.lr_schedule.type == "linear"
+        assert config.schedule.microbatches == (1 if alone else 2)
+    assert (configs[True].parallel.data, configs[True].parallel.tensor.size) == (1, 1)
+    assert (configs[False].parallel.data, configs[False].parallel.tensor.size) == (2, 2)
+
+
+# -- through the launcher -------------------------------------------------------------------------------------
+
+
+def from_outside(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "colossus", "verify", *words]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+
+
+def leftovers(tmp_path: Path) -> list[str]:
+    return [path.name for path in tmp_path.glob("colossus-verify-*/**/*") if path.is_file()]
+
+
+def test_launched_runs_are_compared_and_leave_nothing(tmp_path: Path) -> None:
+    text = textwrap.dedent(HALVED).replace("{ranks}", "[0]") + NET
+    done = from_outside(tmp_path, str(config_file(tmp_path, text, "Halved()")), "parallel.tensor=2", "--steps", "1")
+    assert (done.returncode, done.stderr) == (3, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("user: one process, float64, 1 process ... done in ")
+    assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, 2 processes ... done in ")
+    assert "DIFFERENT at step 1: the gradient of middle.weight\n" in done.stdout
+    assert leftovers(tmp_path) == []
+
+
+def test_a_crash_is_reported_as_launch_reports_it(tmp_path: Path) -> None:
+    text = NET.replace("self.down(self.middle", "self.gone(self.middle")
+    done = from_outside(tmp_path, str(config_file(tmp_path, text)), "parallel.data=2")
+    assert done.returncode == 1
+    assert "run failed: rank 0 at step 1" in done.stderr
+    assert "'Net' object has no attribute 'gone'" in done.stderr
+    assert "the run in one process failed, so nothing was compared" in done.stderr
+    assert not [name for name in leftovers(tmp_path) if name.endswith(".pt")]
+    assert "rank0.json" in leftovers(tmp_path)
