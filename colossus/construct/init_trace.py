@@ -56,6 +56,11 @@ class InitTrace(TorchDispatchMode):
         self._sharded: dict[int, ParameterSpec] = {}
         self._keep: list[torch.UntypedStorage] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first call (1.6 s a rank)."""
+        return False
+
     def protect(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """Operations that write to this buffer raise: its values come from its spec."""
         self._sharded[_key(buffer)] = spec
@@ -87,7 +92,8 @@ class InitTrace(TorchDispatchMode):
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
         try:
-            out = func(*meta_args, **meta_kwargs)
+            # drawing in place changes no shape, and torch's meta kernels for it import torch._dynamo
+            out = args[0] if _draws_in_place(func) else func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -259,6 +265,14 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _draws_in_place(func: Any) -> bool:
+    """Whether this is ``normal_``, ``uniform_`` or another that fills its first argument with random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    first, returned = func._schema.arguments[0], func._schema.returns
+    return first.alias_info is not None and first.alias_info.is_write and len(returned) == 1
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
