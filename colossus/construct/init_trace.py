@@ -92,8 +92,8 @@ class InitTrace(TorchDispatchMode):
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
         try:
-            # drawing in place changes no shape, and torch's meta kernels for it import torch._dynamo
-            out = args[0] if _draws_in_place(func) else func(*meta_args, **meta_kwargs)
+            # nothing to compute on meta, and some of torch's meta kernels for these import torch._dynamo
+            out = args[0] if _keeps_its_shape(func) else func(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -267,12 +267,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _draws_in_place(func: Any) -> bool:
-    """Whether this is ``normal_``, ``uniform_`` or another that fills its first argument with random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    first, returned = func._schema.arguments[0], func._schema.returns
-    return first.alias_info is not None and first.alias_info.is_write and len(returned) == 1
+def _keeps_its_shape(func: Any) -> bool:
+    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element."""
+    elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+    return elementwise and torch.Tag.inplace in func.tags
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
