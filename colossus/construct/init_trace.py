@@ -23,6 +23,8 @@ from colossus.layout.parameter import ParameterSpec
 
 _aten = torch.ops.aten
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+#: operation -> what gives the same tensor on meta
+_ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
 
 
 class HideMeta(TorchFunctionMode):
@@ -92,8 +94,8 @@ class InitTrace(TorchDispatchMode):
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
         try:
-            # nothing to compute on meta, and some of torch's meta kernels for these import torch._dynamo
-            out = args[0] if _keeps_its_shape(func) else func(*meta_args, **meta_kwargs)
+            # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
+            out = args[0] if _keeps_its_shape(func) else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
