@@ -18,7 +18,7 @@ CODE = """
             self.embedding, self.norm, self.out = nn.Embedding(5, 8), nn.LayerNorm(8), nn.Linear(8, 8)
             self.block, self.lstm = layers.TransformerBlock(8, 2), nn.LSTM(8, 8)
             nn.init.kaiming_normal_(self.out.weight).data.mul_(0.5)
-            self.register_buffer("noise", torch.rand(3) + 1)
+            self.register_buffer("noise", torch.rand(3))
 
         def forward(self, ids):
             return self.out(self.block(self.norm(self.embedding(ids))))
