@@ -12,9 +12,8 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.tied import shared_parameters
 from colossus.layers.layer import ModelParallel, model_parallel_of
-from colossus.schedule.actions import Action, Actions, placement
+from colossus.schedule.actions import Action, Actions, in_flight_of_stages, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.memory import in_flight_of_stages
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
 from colossus.schedule.runtime.executor import Executor, Stages, Watcher, forwards

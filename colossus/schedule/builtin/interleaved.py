@@ -11,10 +11,8 @@ import itertools
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import require_counts
+from colossus.schedule.build import bounded, complete, require_counts
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
+from colossus.schedule.build import bounded, complete
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
 
 
 @SCHEDULES.register("zb-h1")

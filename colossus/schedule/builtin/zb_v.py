@@ -13,9 +13,8 @@ from collections import Counter
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions, Kind
+from colossus.schedule.build import bounded, complete
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
 

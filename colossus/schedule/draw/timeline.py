@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from colossus.schedule.actions import COMPUTE, Action
-from colossus.schedule.clock import Span
-from colossus.schedule.simulate import Simulation
+from colossus.schedule.simulate import Simulation, Span
 
 #: kind -> (letter, what fills the rest of its cell)
 _LOOK = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
