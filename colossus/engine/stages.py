@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
@@ -60,7 +60,7 @@ class ModelStages:
         model_input: Callable[[Any], Any],
         loss: Callable[[Any, Any], Any],
         weights: WeightStore,
-        strategy: AllReduce,
+        strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         splits_backward: bool,
         rng: StageRng | None,
