@@ -19,13 +19,13 @@ from colossus.data.loader import Loaders
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import batch_axes, checked_loss, fingerprint, local_batch, model_input, note_length
-from colossus.engine.pipeline import Pipeline
+from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.layers.layer import model_parallel_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Totals
+from colossus.schedule.runtime.executor import StepTotals
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -51,7 +51,7 @@ class Engine:
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
         loaders: Loaders | None,
     ) -> None:
         self.config, self.context, self.model, self.loss_fn = config, context, model, loss_fn
@@ -65,30 +65,30 @@ class Engine:
         dtype = DTYPES[config.train.precision]
         parallel = model_parallel_of(context)
         self._weights = parallel.weights
-        parts = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
+        stage_parameters = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
         self.strategy = STRATEGIES.build(
             config.parallel.strategy.spec(),
             model=model,
             context=context,
             bucket_mb=config.comm.bucket_mb,
-            parts=list(parts.values()),
+            parameters_by_stage=stage_parameters,
         )
-        self._tied = TiedGradients(pipeline.shared(model), context)
+        self._tied = TiedGradients(pipeline.tied_parameters(model), context)
         self._norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
         self.stages = ModelStages(
             context,
-            pipeline.calls(model),
-            pipeline.last,
-            door=lambda batch: local_batch(batch, context, dtype, pad=config.parallel.sequence.pad),
-            enter=model_input,
+            pipeline.stage_forwards(model),
+            pipeline.last_stage,
+            local_batch=lambda batch: local_batch(batch, context, dtype, pad=config.parallel.sequence.pad),
+            model_input=model_input,
             loss=lambda outputs, batch: checked_loss(self.loss_fn(outputs, batch)),
             weights=parallel.weights,
             strategy=self.strategy,
-            parts=parts,
+            parameters_by_stage=stage_parameters,
             splits_backward=pipeline.splits_backward,
-            draws=pipeline.draws(),
+            rng=pipeline.stage_rng(),
         )
-        self.executor = pipeline.executor(self.stages, parallel)
+        self.executor = pipeline.make_executor(self.stages, parallel)
         # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
         # pipeline that do not have the loss, or a parameter, add zeros
         pipes = ("pipeline",) if context.size("pipeline") > 1 else ()
@@ -229,13 +229,13 @@ class Engine:
         """Sum of losses and count of this rank; a pipeline takes as many microbatches as divide the batch."""
         count = 1
         note_length(batch, self.context)
-        if self.pipeline.last:
+        if self.pipeline.last_stage:
             size = batch_size_of(batch) // self.context.size(batch_axes(self.context))
             count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
-        totals = self._run(self.pipeline.forwards(count), split_microbatches(batch, count), batch)
+        totals = self._run(self.pipeline.forward_actions(count), split_microbatches(batch, count), batch)
         return totals.loss_sum, totals.tokens
 
-    def _run(self, actions: Sequence[Action], microbatches: Sequence[Any], batch: Any) -> Totals:
+    def _run(self, actions: Sequence[Action], microbatches: Sequence[Any], batch: Any) -> StepTotals:
         """Run the stages of this rank.
 
         Raises:
@@ -251,9 +251,9 @@ class Engine:
         self._runs += 1
         try:
             # who observes says himself, and better, where batches differ
-            is_marked = self.pipeline.partition is not None and not self.stages.observers
-            mark = (self._runs, fingerprint(batch)) if is_marked else None
-            return self.executor.run(actions, microbatches, mark)
+            is_identified = self.pipeline.partition is not None and not self.stages.observers
+            step_id = (self._runs, fingerprint(batch)) if is_identified else None
+            return self.executor.run(actions, microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
             raise

@@ -19,7 +19,7 @@ from colossus.data.batch import split_microbatches
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import DTYPES, Engine, LossFunction
 from colossus.engine.inputs import local_batch, model_input, note_length
-from colossus.engine.pipeline import Pipeline
+from colossus.engine.pipeline import PipelineRuntime
 from colossus.layers.layer import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
@@ -81,9 +81,9 @@ def _assemble(
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     held = data if data is not None else config.data
     loaders = _load(config, context, held) if held is not None else None
-    pipeline = Pipeline(config, context)
+    pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, loaders, dtype) if pipeline.needs_costs else None
-    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
+    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.split(whole, costs))
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
     door = context.index(model_parallel_of(context).regions.user.batch)
