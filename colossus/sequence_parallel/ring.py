@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colossus.comm.ring import rotate
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel.kernels import block_backward, block_forward
 from colossus.sequence_parallel.tiles import AttentionTile, Pair
-from colossus.sequence_parallel.travel import Ring
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
 _groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
@@ -82,11 +82,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """The output and its log-sum-exp. One operation for torch: selective checkpointing can keep its results as a whole,
     and what happens inside, such as the merging in place, is not recorded."""
-    ring = Ring(_groups[name], q.device)
+    group = _groups[name]
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
-    for source, (keys, values, *others) in ring.blocks(k, v, documents):
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
+    for source, (keys, values, *others) in _rotating_blocks(k, v, documents, group):
+        pair = Pair(q.shape[-2], group.size, group.index, source, causal)
         for tile in pair.tiles(documents, *others):
             rows, columns = tile.queries, tile.keys
             part, part_lse = block_forward(
@@ -114,7 +114,6 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Parts are added up in at least float32; what travels has the dtype of the keys."""
-    ring = Ring(group, q.device)
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -135,21 +134,36 @@ def _backward(
 
     own: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    for source, (keys, values, *others) in ring.blocks(k, v, documents):
+    for source, (keys, values, *others) in _rotating_blocks(k, v, documents, group):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
+        pair = Pair(q.shape[-2], group.size, group.index, source, causal)
         for tile in pair.tiles(documents, *others):
             add_tile(tile, keys, values, *grads)
-        if source == ring.index:
+        if source == group.index:
             own = grads
             continue
         if arriving is not None:
             grads = _sums(grads, arriving())
-        arriving = ring.exchange([x.to(k.dtype) for x in grads], "gradients of keys and values")
+        arriving = rotate([x.to(k.dtype) for x in grads], group, "gradients of keys and values")
         del grads
     if arriving is not None:
         own = _sums(own, arriving())
     return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+
+
+def _rotating_blocks(
+    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Keys, values (and documents) of every rank, the own first, with the index of the rank they belong to.
+
+    The next are on their way while the caller works with these.
+    """
+    here = [k, v] if documents is None else [k, v, documents]
+    for step in range(group.size):
+        coming = rotate(here, group, "keys and values") if step < group.size - 1 else None
+        yield (group.index - step) % group.size, here
+        if coming is not None:
+            here = coming()
 
 
 def _sums(here: list[Tensor], there: list[Tensor]) -> list[Tensor]:
