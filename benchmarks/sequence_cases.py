@@ -16,7 +16,7 @@ from benchmarks import memory
 from colossus.comm import accounting
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.modes import Hybrid

@@ -21,7 +21,7 @@ from colossus.comm import accounting, cost
 from colossus.comm.accounting import Counter
 from colossus.engine.strategies.all_reduce import gradient_sum_axes
 from colossus.layers import TransformerBlock
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.layout import Box
 
@@ -151,7 +151,7 @@ class ColossusRun(Run):
             for index in range(microbatches):
                 y = self.forward()
                 if index == microbatches - 1:
-                    weights.arm()
+                    weights.set_last_microbatch()
                 y.backward(self.dy)
             weights.end_step()
         weights.scope = usual

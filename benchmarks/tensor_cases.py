@@ -140,7 +140,7 @@ def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traf
         table = tables.choose(split, inner, parts)
         assert isinstance(table, MatmulSharding), table
         shape = (workload.batch, workload.tokens, inner)
-        moved = matmul_traffic(table, *tables.ends(split), shape, sum(parts.values()), tables.sizes)
+        moved = matmul_traffic(table, *tables.default_layouts(split), shape, sum(parts.values()), tables.sizes)
         total += moved.step(microbatches, keep=case.keep, weights=case.weights)
     return total + _norms(case, workload) * microbatches
 

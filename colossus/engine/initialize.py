@@ -20,7 +20,7 @@ from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import DTYPES, Engine, LossFunction
 from colossus.engine.inputs import local_batch, model_input, note_length
 from colossus.engine.pipeline import Pipeline
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
 from colossus.schedule.partition.bounds import BlockCost

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch, share_of_batch
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel.split import SequenceSplit
 
 #: a label that losses ignore

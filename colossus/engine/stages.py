@@ -116,11 +116,11 @@ class ModelStages:
             yield work
 
     def before_last(self, stage: int) -> None:
-        self._weights.arm()
+        self._weights.set_last_microbatch()
         self._strategy.arm(self._part_of[stage])
 
     def after_last(self, stage: int) -> None:
-        self._weights.arm(False)
+        self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
         self._weights.flush(self._ids[stage])

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.mlp import MLP, GatedMLP
 from colossus.layers.norm import LayerNorm, RMSNorm
-from colossus.layers.recompute import checkpoint
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
@@ -86,7 +86,7 @@ class TransformerBlock(Layer):
                 documents,
                 context=self.context,
                 kind=self.activation_checkpoint,
-                own_draws=True,
+                preserve_rng_state=False,
             )
         else:
             local = self.apply_local(local, activation, mask, documents)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,66 +12,10 @@ from torch import nn
 from colossus.construct import allocate
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
-from colossus.registry import TENSOR_MODES
-from colossus.sequence_parallel.split import SequenceSplit
-from colossus.tensor_parallel.choice import Shardings
-from colossus.tensor_parallel.mode import Regions, TensorMode
-from colossus.tensor_parallel.weight_store import WeightStore
-
-
-@dataclass(frozen=True)
-class ModelParallel:
-    """The tensor mode of a context, with the regions and shardings it gives; axes of one rank are left out.
-
-    Attributes:
-        shardings: None without tensor parallelism.
-        weights: fetches the weights of all layers.
-        sequence: how tokens are split over the sequence axis; None where they are not.
-    """
-
-    context: ParallelContext
-    mode: type[TensorMode]
-    regions: Regions
-    shardings: Shardings | None
-    weights: WeightStore
-    sequence: SequenceSplit | None
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return self.context.grid.sizes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
-        return self
-
-
-_by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
-
-
-def model_parallel_of(context: ParallelContext) -> ModelParallel:
-    """The plan of a context, made once."""
-    held = _by_context.get(context)
-    if held is None:
-        held = _by_context[context] = _model_parallel(context)
-    return held
-
-
-def _model_parallel(context: ParallelContext) -> ModelParallel:
-    mode: type[TensorMode] = TENSOR_MODES.get(context.tensor_mode)
-    sizes = context.grid.sizes
-
-    def live(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if sizes[axis] > 1)
-
-    inputs = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
-    weights = WeightStore(context.weight_scope, coalesce=context.coalesce)
-    sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
-    if context.size("tensor") == 1:
-        return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
-    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
-    return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)
 
 
 class Layer(NamedModule):

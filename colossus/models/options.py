@@ -144,7 +144,7 @@ class GPTOptions(BaseModel):
         for linear in self._linears():
             chosen = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
             for misfit in chosen if isinstance(chosen, list) else ():
-                key = linear.in_key if misfit.what == "in_features" else linear.out_key
+                key = linear.in_key if misfit.name == "in_features" else linear.out_key
                 if key:
                     need(key, misfit.axes)
                 else:

@@ -14,7 +14,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
 from colossus.engine.strategies.all_reduce import gradient_sum_axes
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.verify.capture import ForwardWatch

@@ -20,7 +20,7 @@ from colossus.comm import accounting, collectives, log, shared_memory
 from colossus.comm.conjugate import conjugate, start
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.recompute import checkpoint
+from colossus.layers.activation_checkpoint import checkpoint
 
 PAIRS = [
     ("gather", "reduce_scatter"),

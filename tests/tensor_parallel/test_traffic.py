@@ -14,7 +14,7 @@ from colossus.comm import accounting
 from colossus.comm.cost import Traffic
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -28,7 +28,7 @@ def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int]
     plan = model_parallel_of(context)
     assert plan.shardings is not None
     assert layer.sharding is not None
-    source, target = plan.shardings.ends(split)
+    source, target = plan.shardings.default_layouts(split)
     local = own(context, torch.zeros(*SHAPE[:2], sizes[0]))
     x = wrap(local, plan.regions.user, plan.regions.user, plan)
     held = torch.zeros([math.ceil(n) for n in _local(SHAPE[:2] + sizes[:1], source, context)], requires_grad=True)
@@ -38,7 +38,7 @@ def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int]
         for index in range(microbatches):
             y = layer.apply_local(held, source, target)
             if index == microbatches - 1:
-                plan.weights.arm()
+                plan.weights.set_last_microbatch()
             y.sum().backward()
         plan.weights.end_step()
     formula = matmul_traffic(layer.sharding, source, target, (*SHAPE[:2], sizes[0]), sizes[1], context.grid.sizes)
@@ -95,7 +95,7 @@ def block(mode: Mode, keep: bool, weights: str, microbatches: int = 1) -> Traffi
     ):
         table = tables.choose(split, inner, parts)
         assert isinstance(table, MatmulSharding)
-        source, target = tables.ends(split)
+        source, target = tables.default_layouts(split)
         out = sum(parts.values())
         total += matmul_traffic(table, source, target, (16, 128, inner), out, sizes).step(
             microbatches, keep=keep, weights=weights

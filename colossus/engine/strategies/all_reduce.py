@@ -11,7 +11,7 @@ from colossus.comm import collectives
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import Bucket
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 
 

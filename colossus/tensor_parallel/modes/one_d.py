@@ -36,6 +36,6 @@ class OneD(TensorMode):
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         if split == "column":
             whole = replace(regions.user, grad_partial=AXIS)
-            return (MatmulSharding(x=whole, weight=BY_OUT, weight_used=BY_OUT, y=regions.inner),)
+            return (MatmulSharding(x=whole, weight=BY_OUT, gathered_weight=BY_OUT, y=regions.inner),)
         partial = replace(regions.user, partial=AXIS)
-        return (MatmulSharding(x=regions.inner, weight=BY_IN, weight_used=BY_IN, y=partial),)
+        return (MatmulSharding(x=regions.inner, weight=BY_IN, gathered_weight=BY_IN, y=partial),)

@@ -43,7 +43,7 @@ class ThreeD(TensorMode):
         sharding = MatmulSharding(
             x=replace(rows, features=(contracted,), grad_partial=(gathered,)),
             weight=Layout(((gathered, "i"), (contracted,))),
-            weight_used=Layout(((gathered,), (contracted,)), grad_partial=("i",)),
+            gathered_weight=Layout(((gathered,), (contracted,)), grad_partial=("i",)),
             y=replace(rows, features=(gathered,), partial=(contracted,)),
         )
         return (sharding,)
