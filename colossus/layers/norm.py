@@ -147,18 +147,20 @@ def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 class _SplitNorm(torch.autograd.Function):
-    """The norm of x whose last dim is split over the n ranks of a group.
+    """The norm of x whose last dim is split over n ranks. Shapes are per rank, h = features / n; r rows.
 
-    Shapes are per rank: h = features / n, R stands for the dims before the normalized ones (for several normalized dims
-    read [.., h] for h):
+        x, y, dy, dx  [r, h]        (for several normalized dims read [r, .., h])
+        weight, bias  [h]           the rank's shard, as are dweight and dbias
+        mean, scale   [r, 1]        the same on all ranks
 
-    * forward: x [R, h], weight and bias [h] -> y [R, h] = (x - mean) * scale * weight + bias. Each rank has the mean and
-      the mean squared deviation of its features; an all-gather of these two [R, 1] gives mean and scale [R, 1],
-      the same on all ranks. RMSNorm all-reduces the mean square [R, 1].
-    * dgrad: dy [R, h] -> dx [R, h]. Mean and scale are sums over all ranks' features, so the dual of that sum is a sum
-      again: mean(dn) and mean(dn * normal), with dn = dy * weight, are all-reduced ([R, 1] each).
-    * wgrad: dweight = sum over R of dy * normal, dbias = sum over R of dy, [h] each, without communication: a rank's
-      shard meets its own features only. It runs while the all-reduce is on its way.
+        forward  y  = normal * weight + bias, with normal = (x - mean) * scale
+                 mean and scale come from each rank's mean and mean squared deviation, all-gathered, 2 [r, 1]
+        dgrad    dx = (dn - mean(dn) - normal * mean(dn * normal)) * scale, with dn = dy * weight
+                 the means are over all features, as in forward: all-reduced, 2 [r, 1]
+        wgrad    dweight = (dy * normal).sum(0), dbias = dy.sum(0), while the all-reduce is on its way
+                 no communication: a rank's shard meets the features of that rank only
+
+    RMSNorm has no mean: forward all-reduces the mean square, dgrad mean(dn * normal), 1 [r, 1] each.
     """
 
     @staticmethod
