@@ -33,7 +33,7 @@ class Embedding(Layer):
     does not belong to the logical parameter.
 
     Args:
-        device: as torch has it; the table is made on the device of the context.
+        device: accepted as torch does, and ignored: the table is made on the device of the context.
 
     Shape:
         ids [..] in the user layout, output [.., embedding_dim].
@@ -224,15 +224,15 @@ class PositionEmbedding(Layer):
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
-        part, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
+        shard, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence = self.parallel.sequence
         total = count * ways if sequence is None else sequence.length or count * ways
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
         if sequence is None:
-            return self.weight[part * count : (part + 1) * count]
+            return self.weight[shard * count : (shard + 1) * count]
         # padding may lie behind the last position; no other token attends to it
-        positions = sequence.positions(count, part, ways, device).clamp(max=self.num_positions - 1)
+        positions = sequence.positions(count, shard, ways, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:

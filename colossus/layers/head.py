@@ -26,7 +26,7 @@ class LMHead(Layer):
         hidden_size: of the input.
         vocab_size: of the output; need not divide, the last ranks are padded.
         bias: whether to add one.
-        tied_to: an `Embedding` whose weight is used; the parameter is then one, with one gradient.
+        tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
 
     Shape:
         input [.., hidden_size]; output [.., vocab_size], a `ShardedActivation` of [.., ceil(vocab_size / ranks)] where

@@ -38,7 +38,7 @@ class Linear(Layer):
         out_features: size of the last dim of the output; a mapping name -> size gives several outputs from one input,
             each its own logical parameter (``weight`` of ``query``, ...), with one matmul.
         bias: whether to add one.
-        device: as torch has it; parameters are made on the device of the context.
+        device: accepted as torch does, and ignored: parameters are made on the device of the context.
         split: None, ``"column"`` or ``"row"``.
         init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
 

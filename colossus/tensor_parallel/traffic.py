@@ -85,8 +85,8 @@ def matmul_traffic(
 
     Args:
         source, target: layouts in which x comes and y is wanted.
-        shape: of the whole x, over all axes that split it.
-        out_features: of y, all outputs of a fused linear together.
+        shape: global, over all axes that split x.
+        out_features: of y, the sum of all outputs of a fused linear.
         sizes: ranks along each axis.
     """
     ndim, rows = len(shape), math.prod(shape[:-1])

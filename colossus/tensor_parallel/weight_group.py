@@ -53,8 +53,8 @@ class WeightGroup:
         shards = collectives.all_gather(flat, self.group).wait().view(self.group.size, -1)
         by_member = shards.split([member.weight.numel() for member in self.members], dim=1)
         for member, stacked in zip(self.members, by_member, strict=True):
-            whole = _unstack(member, stacked.unflatten(1, member.weight.shape))
-            self.gathered[id(member.weight)] = member.weight._version, whole
+            gathered = _unstack(member, stacked.unflatten(1, member.weight.shape))
+            self.gathered[id(member.weight)] = member.weight._version, gathered
         return self.gathered.pop(id(weight))[1]
 
     def reduce(
