@@ -73,8 +73,8 @@ def _refusal(name: str, x: ShardedActivation) -> str:
     hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
     return (
         f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
-        f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and element-by-element "
-        f"functions between a column and a row linear.{hint}"
+        f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
+        f"element-by-element functions between a column and a row linear.{hint}"
     )
 
 
