@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.construct.init_trace import HideMeta, InitTrace
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import hash_key
 
 _traces: list[InitTrace] = []
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from colossus.context.grid import RankGrid, build_grid
     from colossus.context.groups import AxisGroup
     from colossus.context.parallel_context import ParallelContext, current_context
-    from colossus.context.rng import RngStreams
+    from colossus.context.rng_streams import RngStreams
 
 __all__ = ["AxisGroup", "ParallelContext", "RankGrid", "RngStreams", "build_grid", "current_context"]
 
@@ -20,6 +20,6 @@ __getattr__, __dir__ = lazy_names(
         "AxisGroup": "groups",
         "ParallelContext": "parallel_context",
         "current_context": "parallel_context",
-        "RngStreams": "rng",
+        "RngStreams": "rng_streams",
     },
 )

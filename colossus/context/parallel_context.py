@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
-from colossus.context.rng import RngStreams
+from colossus.context.rng_streams import RngStreams
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []

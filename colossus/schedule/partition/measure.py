@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import RngStreams
+from colossus.context.rng_streams import RngStreams
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
