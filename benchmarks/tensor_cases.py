@@ -101,7 +101,8 @@ def misfit(case: Case, workload: Workload) -> str | None:
         return f"heads = {w.heads} does not divide over {case.world} ranks"
     if not case.is_ours:
         return None
-    from colossus.layers import TransformerBlock, build
+    from colossus.construct.build_model import build
+    from colossus.layers import TransformerBlock
 
     try:
         build(lambda: TransformerBlock(w.hidden, w.heads), case.context(connect=False), materialize=False)

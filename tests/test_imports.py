@@ -38,7 +38,14 @@ LEVELS = {
     "__main__": 11,
 }
 #: anyone may import these; they import only each other as listed
-LEAVES = {"registry": set(), "_lazy": set(), "machine": set(), "random": set(), "config": {"registry", "_lazy"}}
+LEAVES = {
+    "registry": set(),
+    "_lazy": set(),
+    "machine": set(),
+    "random": set(),
+    "nest": set(),
+    "config": {"registry", "_lazy"},
+}
 
 
 def room_of(module: str) -> str:
