@@ -72,7 +72,7 @@ def draw(
     out = torch.zeros(shape, dtype=dtype)
     for piece in spec.shards:
         box = piece.layout.box(piece.shape, context.grid.sizes, context.coordinates)
-        value = torch.from_numpy(piece.init(key_of(piece.part), piece.shape, box))
+        value = torch.from_numpy(piece.init(key_of(piece.name), piece.shape, box))
         part = out[piece.rows[0] : piece.rows[1]]
         part[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
     return out.to(device)
