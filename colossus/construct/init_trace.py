@@ -23,6 +23,8 @@ from colossus.random import GlobalRng, hash_key
 _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+#: operation -> what gives the same tensor on meta
+_ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
 
 
 class HideMeta(TorchFunctionMode):
@@ -56,6 +58,11 @@ class InitTrace(TorchDispatchMode):
         self._sharded: dict[int, ParameterSpec] = {}
         self._keep: list[torch.UntypedStorage] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first call (1.6 s a rank)."""
+        return False
+
     def protect(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """Operations that write to this buffer raise: its values come from its spec."""
         self._sharded[_key(buffer)] = spec
@@ -87,7 +94,8 @@ class InitTrace(TorchDispatchMode):
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
         try:
-            out = func(*meta_args, **meta_kwargs)
+            # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
+            out = args[0] if _keeps_its_shape(func) else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -259,6 +267,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _keeps_its_shape(func: Any) -> bool:
+    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element."""
+    elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+    return elementwise and torch.Tag.inplace in func.tags
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
