@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from benchmarks.workload import Workload
 from colossus.comm.cost import Traffic, move_traffic
 from colossus.context.grid import RankGrid
+from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
@@ -65,16 +66,14 @@ class Case:
         return RankGrid(sizes, {**{name: (name,) for name in others}, "tensor": tuple(axes)})
 
     def context(self, rank: int = 0, *, connect: bool = True) -> ParallelContext:
-        return ParallelContext(
-            self.grid,
-            rank,
+        options = LayerOptions(
             tensor_mode=self.mode,
             sequence_sharded=self.sequence_sharded,
             keep_gathered=self.keep,
             weight_scope=self.weights,
             panels=self.panels,
-            connect=connect,
         )
+        return ParallelContext(self.grid, rank, options=options, connect=connect)
 
     def shardings(self) -> Shardings:
         mode = TENSOR_MODES.get(self.mode)
@@ -103,7 +102,8 @@ def unfit_reason(case: Case, workload: Workload) -> str | None:
         return f"heads = {w.heads} does not divide over {case.world} ranks"
     if not case.is_ours:
         return None
-    from colossus.layers import TransformerBlock, build
+    from colossus.construct.build_model import build
+    from colossus.layers import TransformerBlock
 
     try:
         build(lambda: TransformerBlock(w.hidden, w.heads), case.context(connect=False), materialize=False)

@@ -7,8 +7,7 @@ order in which they were written, so that copies, views and weights computed fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import GlobalRng, hash_key
 
 _aten = torch.ops.aten
+_TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+#: operation -> what gives the same tensor on meta
+_ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
 
 
 class HideMeta(TorchFunctionMode):
@@ -56,6 +58,11 @@ class InitTrace(TorchDispatchMode):
         self._sharded: dict[int, ParameterSpec] = {}
         self._keep: list[torch.UntypedStorage] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first call (1.6 s a rank)."""
+        return False
+
     def protect(self, buffer: Tensor, spec: ParameterSpec) -> None:
         """Operations that write to this buffer raise: its values come from its spec."""
         self._sharded[_key(buffer)] = spec
@@ -87,7 +94,8 @@ class InitTrace(TorchDispatchMode):
         meta_kwargs.pop("generator", None)
         operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
         try:
-            out = func(*meta_args, **meta_kwargs)
+            # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
+            out = args[0] if _keeps_its_shape(func) else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -102,7 +110,7 @@ class InitTrace(TorchDispatchMode):
             self._run_all(_key(leaf), self._next_seed())
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        with _seeded(self._next_seed()):
+        with _TORCH_RNG.preserved(self._next_seed()):
             return func(*args, **kwargs)
 
     def _look(self, leaf: Any) -> Any:
@@ -145,7 +153,7 @@ class InitTrace(TorchDispatchMode):
         """Run all operations connected with a storage in their order: each sees what it saw in the constructor."""
         pending, _ = self._connected(key)
         if pending:
-            with _disable_current_modes(), _seeded(self._seeds.get(key, seed)), torch.no_grad():
+            with _disable_current_modes(), _TORCH_RNG.preserved(self._seeds.get(key, seed)), torch.no_grad():
                 for index in sorted(pending):
                     pending[index].run(self._lower, self._real)
 
@@ -261,16 +269,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
+def _keeps_its_shape(func: Any) -> bool:
+    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element."""
+    elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
+    return elementwise and torch.Tag.inplace in func.tags
+
+
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
     return (
         f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
         f"colossus.layers.init) instead of using torch.nn.init on it"
     )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import map_batch, share_of_batch
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.nest import tensors
 from colossus.sequence_parallel.split import SequenceSplit
 
 #: a label that losses ignore
@@ -59,7 +59,7 @@ def num_tokens(batch: Any) -> int:
     Raises:
         ValueError: when no tensor of it has a dim 1.
     """
-    found = [x for x in tree_leaves(model_input(batch)) if isinstance(x, Tensor) and x.dim() > 1]
+    found = [x for _, x in tensors(model_input(batch)) if x.dim() > 1]
     if not found:
         raise ValueError(
             "parallel.sequence splits the tokens of a sequence, which are dim 1 of what the model is called with, but "
@@ -75,7 +75,7 @@ def _own_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     """
     tokens = num_tokens(batch)
     missing = sequence.padded(tokens) - tokens if pad else 0
-    inputs = {id(x) for x in tree_leaves(model_input(batch))}
+    inputs = {id(x) for _, x in tensors(model_input(batch))}
 
     def take(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[1] != tokens:
@@ -101,8 +101,8 @@ def model_input(batch: Any) -> Any:
 def fingerprint(batch: Any) -> int:
     """A number that two different batches hardly share: of some values of every tensor on the CPU."""
     found = []
-    for x in tree_leaves(batch):
-        if isinstance(x, Tensor) and x.device.type == "cpu" and x.layout is torch.strided:
+    for _, x in tensors(batch):
+        if x.device.type == "cpu" and x.layout is torch.strided:
             flat = x.detach().reshape(-1)
             found.append((tuple(x.shape), flat[:: max(1, flat.numel() // 64)].tolist()))
     return zlib.crc32(repr(found).encode())

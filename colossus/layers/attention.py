@@ -16,6 +16,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.tensor_parallel.route import Route, run
 
@@ -197,9 +198,7 @@ class Attention(Layer):
             return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
         # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
         generator = self.dropout.generator(torch.device("cpu"), inner)
-        devices = [query.device] if query.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(generator.initial_seed())
+        with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
 
 

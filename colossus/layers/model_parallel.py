@@ -55,16 +55,17 @@ def model_parallel_of(context: ParallelContext) -> ModelParallel:
 
 
 def _model_parallel(context: ParallelContext) -> ModelParallel:
-    mode: type[TensorMode] = TENSOR_MODES.get(context.tensor_mode)
+    options = context.options
+    mode: type[TensorMode] = TENSOR_MODES.get(options.tensor_mode)
     sizes = context.grid.sizes
 
     def nontrivial(axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
     inputs = Activation(batch=nontrivial(context.grid.axes("data")), tokens=nontrivial(context.grid.axes("sequence")))
-    weights = WeightStore(context.weight_scope, coalesce=context.coalesce)
+    weights = WeightStore(options.weight_scope, coalesce=options.coalesce)
     sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
     if context.size("tensor") == 1:
         return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
-    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=context.sequence_sharded, keep=context.keep_gathered)
+    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=options.sequence_sharded, keep=options.keep_gathered)
     return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)

@@ -25,7 +25,7 @@ class SequenceSplit:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.sequence_mode)
+        self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.options.sequence_mode)
         self.axes = context.grid.axes("sequence")
         self.ways = context.size(self.axes)
         self._ring_ways = context.size(self.mode.ring)

@@ -70,8 +70,8 @@ def matmul_routes(
         w=Route.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
         y=Route.of(moves(y, target.at(ndim)), context),
         weights=weights,
-        keep=context.keep_gathered,
-        panels=context.panels,
+        keep=context.options.keep_gathered,
+        panels=context.options.panels,
         adds_bias=all(context.coordinates[axis] == 0 for axis in sharding.y.partial),
     )
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import to_user
-from colossus.verify.fingerprints import row_prints, sample_keys, tensors
+from colossus.nest import tensors
+from colossus.verify.fingerprints import row_prints, sample_keys
 from colossus.verify.records import Call, Output, RankStep
 
 MODEL = "the model"

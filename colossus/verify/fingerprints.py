@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from colossus.nest import tensors
 
 
 def row_prints(x: Tensor) -> Tensor:
@@ -41,18 +42,6 @@ def sample_keys(batch: Any) -> tuple[int, list[str], list[tuple[str, ...]]]:
     leaves = [(path, leaf.detach().cpu()) for path, leaf in leaves if leaf.shape[0] == rows]
     keys = [tuple(_hash(leaf[row]) for _, leaf in leaves) for row in range(rows)]
     return rows, [path for path, _ in leaves], keys
-
-
-def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nest of mappings, lists and tuples, with the path that leads to it."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from tensors(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from tensors(item, f"{path}[{number}]")
 
 
 def _pattern(size: int, frequency: float, device: torch.device) -> Tensor:

@@ -133,7 +133,7 @@ def _parameter_facts(engine: Engine) -> dict[str, ParameterFacts]:
         axes = gradient_sum_axes(logical.parameter, engine.context)
         held = ParameterFacts(logical.shape, logical.layout, axes, origin)
         if partition is not None:
-            name = logical.held_as
+            name = logical.parameter_name
             held = replace(held, stages=partition.stages_of[name], pipeline_ranks=partition.ranks_of(name))
         facts[logical.name] = held
     return facts

@@ -447,7 +447,7 @@ def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: st
     if kind == "none":
         return block(y)
     plain = not isinstance(y, layers.ShardedActivation)
-    assert plain or context.sequence_sharded
+    assert plain or context.options.sequence_sharded
     return checkpoint(block, y, context=context, kind=kind)
 
 

@@ -42,7 +42,7 @@ def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int]
             y.sum().backward()
         parallel.weights.end_step()
     formula = matmul_traffic(layer.sharding, source, target, (*SHAPE[:2], sizes[0]), sizes[1], context.grid.sizes)
-    want = formula.step(microbatches, keep=context.keep_gathered, weights=context.weight_scope)
+    want = formula.step(microbatches, keep=context.options.keep_gathered, weights=context.options.weight_scope)
     return {"counted": Traffic(moved.calls(), moved.bytes() / 4), "formula": want}
 
 

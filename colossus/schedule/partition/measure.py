@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import RngStreams
+from colossus.context.rng_streams import RngStreams
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
@@ -47,7 +48,8 @@ def measure_blocks(
     """
     alone = copy.copy(context)  # its layers have a plan of their own, and do not meet the weights of the run's model
     alone.rng = RngStreams(context.rng.seed)
-    alone.coalesce = False  # a plan remembers the weights that it coalesces: those of a block could not be let go
+    # a plan remembers the weights that it coalesces: those of a block could not be let go
+    alone.options = dataclasses.replace(context.options, coalesce=False)
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:

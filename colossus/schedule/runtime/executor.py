@@ -232,12 +232,13 @@ class Executor:
     def _backward(self, key: Key, state: _State) -> None:
         stage, index = key
         if stage == self.last:
-            arrived = [torch.ones((), dtype=state.sums[0].dtype, device=state.sums[0].device)]
+            # None is 1.0 to autograd; a tensor would make it import sympy, 0.5 s on each rank
+            arrived: list[Tensor | None] = [None]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
-            arrived = state.made.pop((stage + 1, index))
+            arrived = list(state.made.pop((stage + 1, index)))
         else:
             assert self.transport is not None
-            arrived = self.transport.gradient(stage, index)
+            arrived = list(self.transport.gradient(stage, index))
         edges = state.edges.pop(key)
         if edges:  # edges, not tensors: what is recomputed inside is then reached by function modes
             torch.autograd.backward(edges, arrived)
