@@ -30,7 +30,7 @@ class Attention(Layer):
     Shape:
         input and output [batch, tokens, hidden_size]; each rank computes its part of the heads.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch as the user
-        layout has it, heads and tokens whole. Not under sequence parallelism, where no rank has all tokens.
+        layout has it, heads and tokens whole. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: [batch, tokens], whole numbers in the user layout: a token looks at those of its own document
         only. Padding is a document of its own, -1 say.
 
@@ -117,8 +117,8 @@ class Attention(Layer):
         sequence = self.parallel.sequence
         if sequence is None:
             return None
-        part, ways = self.context.index(inner.tokens), self.context.size(inner.tokens)
-        return sequence.positions(query.shape[-2], part, ways, query.device)
+        index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
+        return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples that this rank computes."""
@@ -140,20 +140,20 @@ class Attention(Layer):
         assert places is not None
         if mask is not None:
             raise ValueError(
-                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over {sequence.ways} "
-                f"ranks: pass documents [batch, tokens], the number of the document that each token belongs to (with "
-                f"padding as a document of its own)"
+                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over "
+                f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
+                f"token belongs to (with padding as a document of its own)"
             )
         if self.training and self.dropout.p:
             raise ValueError(
                 f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
-        tokens = query.shape[-2] * sequence.ways
-        if not self.causal and sequence.length is not None and sequence.length < tokens:
+        num_tokens = self.parallel.batch_info.num_tokens
+        if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
             # what pads the sequence is a document of its own; a causal query never looks that far
             real = documents if documents is not None else query.new_zeros((query.shape[0], len(places)), dtype=_IDS)
-            documents = real.masked_fill(places >= sequence.length, _PADDING)
+            documents = real.masked_fill(places >= num_tokens, _PADDING)
         groups = SequenceGroups(sequence.ring, sequence.ulysses)
         return attend(query, key, value, groups, causal=self.causal, documents=documents)
 

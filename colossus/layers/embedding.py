@@ -204,15 +204,15 @@ class PositionEmbedding(Layer):
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
-        part, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
+        index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence = self.parallel.sequence
-        total = count * ways if sequence is None else sequence.length or count * ways
+        total = self.parallel.batch_info.num_tokens or count * num_shards
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
         if sequence is None:
-            return self.weight[part * count : (part + 1) * count]
+            return self.weight[index * count : (index + 1) * count]
         # what pads the sequence may lie behind the last position; nobody looks at it
-        positions = sequence.positions(count, part, ways, device).clamp(max=self.num_positions - 1)
+        positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)
 
     def _see(self, x: Tensor, activation: Activation) -> None:

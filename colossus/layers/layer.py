@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +14,7 @@ from torch import nn
 from colossus.construct import allocate
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
@@ -32,6 +33,7 @@ class ModelParallel:
         shardings: None without tensor parallelism.
         weights: fetches the weights of all layers.
         sequence: how tokens are split over the sequence axis; None where they are not.
+        batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
     """
 
     context: ParallelContext
@@ -40,6 +42,11 @@ class ModelParallel:
     shardings: Shardings | None
     weights: WeightStore
     sequence: SequenceSplit | None
+    batch_scope: BatchScope = field(default_factory=BatchScope)
+
+    @property
+    def batch_info(self) -> BatchInfo:
+        return self.batch_scope.info
 
     @property
     def sizes(self) -> Mapping[str, int]:

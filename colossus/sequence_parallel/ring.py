@@ -11,7 +11,7 @@ from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel.kernels import block_backward, block_forward
-from colossus.sequence_parallel.tiles import AttentionTile, Pair
+from colossus.sequence_parallel.tiles import AttentionTile, ScoreBlock
 from colossus.sequence_parallel.travel import Ring
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
@@ -86,7 +86,7 @@ def _forward(
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
     for source, (keys, values, *others) in ring.blocks(k, v, documents):
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
+        pair = ScoreBlock(q.shape[-2], ring.size, ring.index, source, causal)
         for tile in pair.tiles(documents, *others):
             rows, columns = tile.queries, tile.keys
             part, part_lse = block_forward(
@@ -137,7 +137,7 @@ def _backward(
     arriving: Callable[[], list[Tensor]] | None = None
     for source, (keys, values, *others) in ring.blocks(k, v, documents):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
+        pair = ScoreBlock(q.shape[-2], ring.size, ring.index, source, causal)
         for tile in pair.tiles(documents, *others):
             add_tile(tile, keys, values, *grads)
         if source == ring.index:
