@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.workload import Workload
+from colossus.comm.cost import Traffic, move_traffic
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.tensor_parallel.choice import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.traffic import Traffic, matmul_traffic
+from colossus.tensor_parallel.traffic import matmul_traffic
 
 PLAIN, DTENSOR = "plain", "dtensor"
 
@@ -148,7 +149,7 @@ def _norms(case: Case, workload: Workload) -> Traffic:
     """Two LayerNorms: means and squares of the parts of the features gathered, in backward two sums reduced."""
     outer = case.shardings().regions.outer
     n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
-    return Traffic(4, 2 * (2 * (n - 1) * rows + 2 * (n - 1) / n * 2 * rows)) if n > 1 else Traffic()
+    return (move_traffic("gather", n, 2 * rows) + move_traffic("sum", n, 2 * rows)) * 2
 
 
 def gathers_weights(case: Case, workload: Workload) -> bool:

@@ -45,8 +45,8 @@ def _all_to_all(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool)
 
 
 def _slice(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    # a copy: a view would keep the whole tensor alive for as long as the part
-    return Ready(collectives.own_part(x, group, dim).clone(memory_format=torch.contiguous_format))
+    # a copy: a view would keep the whole tensor alive for as long as the chunk
+    return Ready(collectives.own_chunk(x, group, dim).clone(memory_format=torch.contiguous_format))
 
 
 def _pad(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.collectives import Pending, is_recorded
-from colossus.comm.ring import gather_parts, reduce_parts
+from colossus.comm.streamed import stream_all_gather, stream_reduce_scatter
 from colossus.tensor_parallel.route import Step, run
 
 
@@ -56,7 +56,7 @@ def gathered_weight_gradient(dy: Tensor, x: Tensor, gather: Sequence[Step], *, p
     size = x.shape[step.dim]
     out = dy.new_empty(dy.shape[-1], x.shape[-1] * (step.group.size if columns else 1))
     first = True
-    for rank, part in gather_parts(x, step.group):
+    for rank, part in stream_all_gather(x, step.group):
         if columns:
             torch.mm(flat(dy).t(), flat(part), out=out[:, rank * size : (rank + 1) * size])
         else:
@@ -76,7 +76,7 @@ def _gathered(a: Tensor, b: Tensor, bias: Tensor | None, step: Step) -> Tensor:
     if step.dim == a.dim() - 1:
         out = a.new_empty(flat(a).shape[0], b.shape[0])
         first = True
-        for rank, part in gather_parts(a, step.group):
+        for rank, part in stream_all_gather(a, step.group):
             panel = b[:, rank * size : (rank + 1) * size].t()
             if not first:
                 out.addmm_(flat(part), panel)
@@ -89,7 +89,7 @@ def _gathered(a: Tensor, b: Tensor, bias: Tensor | None, step: Step) -> Tensor:
     shape = [*a.shape[:-1], b.shape[0]]
     shape[step.dim] *= n
     out = a.new_empty(shape)
-    for rank, part in gather_parts(a, step.group):
+    for rank, part in stream_all_gather(a, step.group):
         _into(out.narrow(step.dim, rank * size, size), part, b, bias)
     return out
 
@@ -107,7 +107,7 @@ def _scattered(a: Tensor, b: Tensor, bias: Tensor | None, step: Step) -> Tensor:
     def rows(rank: int, out: Tensor) -> None:
         _into(out, a.narrow(step.dim, rank * size, size), b, bias)
 
-    return reduce_parts(columns if step.dim == a.dim() - 1 else rows, a, shape, step.group)
+    return stream_reduce_scatter(columns if step.dim == a.dim() - 1 else rows, a, shape, step.group)
 
 
 def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:

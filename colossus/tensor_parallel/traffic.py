@@ -1,8 +1,7 @@
 """What a matmul moves, as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
 
 The moves of every mode follow from its sharding, so one formula serves all; `tests/tensor_parallel/test_traffic.py`
-holds it equal to what is counted when the layers run. Elements are the nominal count of ring algorithms (see
-`colossus.comm.accounting`).
+holds it equal to what is counted when the layers run. Elements are the nominal count of `colossus.comm.cost`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.comm.cost import Traffic, move_traffic
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -19,29 +19,7 @@ from colossus.tensor_parallel.mode import MatmulSharding
 Sizes = Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives that one rank starts, and elements that it sends in them."""
-
-    calls: int = 0
-    elements: float = 0.0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.elements + other.elements)
-
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.calls * times, self.elements * times)
-
-
-def _share(operation: str, n: int) -> float:
-    """Elements sent for one element that the rank holds before the operation, over ``n`` ranks."""
-    if n == 1 or operation in ("identity", "slice", "pad"):
-        return 0.0
-    if operation == "gather":
-        return n - 1
-    return (2 if operation == "sum" else 1) * (n - 1) / n  # reduce_scatter and all_to_all send (n-1)/n
-
-
+#: a move over n ranks leaves a rank n ** this times as many elements as it had
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
@@ -60,15 +38,10 @@ def route(source: Layout, target: Layout, elements: int, sizes: Sizes) -> RouteT
     for move in moves(source, target):
         n = math.prod(sizes[axis] for axis in move.axes)
         after = held * float(n) ** _GROWTH.get(move.forward, 0)
-        forward += _one(move.forward, n, held)
-        backward += _one(move.backward, n, after)
+        forward += move_traffic(move.forward, n, held)
+        backward += move_traffic(move.backward, n, after)
         held = after
     return RouteTraffic(forward, backward)
-
-
-def _one(operation: str, n: int, held: float) -> Traffic:
-    share = _share(operation, n)
-    return Traffic(1, share * held) if share else Traffic()
 
 
 @dataclass(frozen=True)

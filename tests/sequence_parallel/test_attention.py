@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossus.comm import accounting, links, shared_memory
+from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import recompute
-from colossus.sequence_parallel import kernels, ring, tiles, travel, ulysses
+from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
 from colossus.sequence_parallel.tiles import ScoreBlock
-from colossus.sequence_parallel.traffic import cheaper, document_traffic, traffic
+from colossus.sequence_parallel.traffic import cheaper, traffic
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -224,7 +225,7 @@ def test_odd_lengths_on_each_rank() -> None:
 def _without_shared_memory(context: ParallelContext) -> None:
     shared_memory.enable(False)
     _exact(context, SHAPES[::3])
-    assert travel._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
+    assert comm_ring._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
 
 
 def test_exact_without_shared_memory() -> None:
@@ -233,7 +234,7 @@ def test_exact_without_shared_memory() -> None:
 
 def _larger_than_the_links(context: ParallelContext) -> None:
     """Messages that do not fit go through c10d; some of these do fit."""
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     _exact(context, [Case(local=local, batch=1, head_dim=16, documents="packed") for local in (2, 200, 4, 120)])
 
 
@@ -243,7 +244,7 @@ def test_blocks_larger_than_the_links() -> None:
 
 def _links_filled_to_the_end(context: ParallelContext) -> None:
     """Four messages take the room of the links to the last byte."""
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     _exact(context, [Case(local=16, batch=1, head_dim=16)] * 3)
 
 
@@ -368,7 +369,7 @@ def _of_groups_made_again(context: ParallelContext) -> int:
         again.close()
         del again, _exact_of
         gc.collect()
-    return len(travel._links)
+    return len(comm_ring._links)
 
 
 def test_links_die_with_their_group() -> None:
@@ -401,16 +402,17 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
     case = Case(local=6, heads=8, kv_heads=4, head_dim=3, batch=2, documents="any")
     tokens = case.batch * case.local * ranks
     values = traffic(tokens, 8, 4, 3, **ways)
-    numbers = document_traffic(tokens, **ways)
+    # document numbers are gathered over the Ulysses ranks, and go round the ring with the keys in each direction
+    gathered, passed = (ulysses_ranks - 1) * tokens / ranks, (ring_ranks - 1) / ring_ranks * tokens
     for got in run_ranks(ranks, _counted, case, plan=plan(ring_ranks, ulysses_ranks)):
-        assert got == [(values.forward, values.backward), (numbers.forward, numbers.backward)]
+        assert got == [(values.forward, values.backward), (gathered + passed, passed)]
     if ulysses_ranks == 1:
         assert values.forward == 2 * (ring_ranks - 1) / ring_ranks * tokens * 4 * 3
         assert values.backward == 2 * values.forward
 
 
 def test_a_plan_that_splits_nothing_sends_nothing() -> None:
-    assert traffic(100, 4, 4, 8).total == document_traffic(100).total == 0
+    assert traffic(100, 4, 4, 8).total == 0
 
 
 @pytest.mark.parametrize(
@@ -498,17 +500,17 @@ def test_no_mask_is_larger_than_a_tile() -> None:
 # -- the tests can fail ------------------------------------------------------------------------------------
 
 
-def _own_part_dropped(context: ParallelContext) -> None:
+def _own_share_dropped(context: ParallelContext) -> None:
     """The owner takes what arrives and forgets its own."""
 
     def backward(*args: Any) -> Any:
         dq, dk, dv = ring_backward(*args)
-        with patch.object(travel.Ring, "blocks", first_only):
+        with patch.object(ring, "_rotating_blocks", first_only):
             _, own_dk, own_dv = ring_backward(*args)
         return dq, dk - own_dk, dv - own_dv
 
-    def first_only(self: Any, *args: Any) -> Any:
-        yield self.index, list(args[:2])
+    def first_only(k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> Any:
+        yield group.index, [k, v]
 
     ring_backward = ring._backward
     with patch.object(ring, "_backward", backward):
@@ -540,7 +542,7 @@ def _tokens_in_order(context: ParallelContext) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
-    [(_own_part_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
+    [(_own_share_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
 )
 def test_these_tests_can_fail(wrong: Any, what: str) -> None:
     with pytest.raises(RankError, match=what):

@@ -11,11 +11,12 @@ from helpers.modes import MODES, Mode, own
 
 from colossus import layers
 from colossus.comm import accounting
+from colossus.comm.cost import Traffic
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.layer import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
-from colossus.tensor_parallel.traffic import Traffic, matmul_traffic
+from colossus.tensor_parallel.traffic import matmul_traffic
 
 SHAPE, WIDE = (12, 6, 24), 36
 POLICIES = [(keep, weights) for keep in (False, True) for weights in ("matmul", "microbatch", "step")]
