@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
@@ -38,9 +40,8 @@ class ModelStages:
     Args:
         calls: stage -> what runs it, for the stages of this rank.
         last: number of the last stage of the model.
-        door: a microbatch as the model of this rank takes it, (batch of a data rank) -> batch.
-        enter: what the first stage is called with, (batch) -> input.
-        loss: (outputs of the last stage, batch) -> (sum, count).
+        inputs: from a microbatch of a data rank to what the model of this rank takes of it.
+        loss_fn: (outputs of the last stage, what the model takes of the microbatch) -> (sum, count).
         parts: the parameters that are reduced with each stage.
         draws: under a pipeline, what torch's own generator draws from inside of stages.
 
@@ -55,9 +56,8 @@ class ModelStages:
         calls: Mapping[int, Callable[[Any], Any]],
         last: int,
         *,
-        door: Callable[[Any], Any],
-        enter: Callable[[Any], Any],
-        loss: Callable[[Any, Any], Any],
+        inputs: Inputs,
+        loss_fn: LossFunction,
         weights: WeightStore,
         strategy: AllReduce,
         parts: Mapping[int, Sequence[nn.Parameter]],
@@ -65,7 +65,7 @@ class ModelStages:
         draws: StageRng | None,
     ) -> None:
         self._context, self._calls, self._last = context, calls, last
-        self._door, self._enter, self._loss = door, enter, loss
+        self._inputs, self._loss_fn = inputs, loss_fn
         self._weights, self._strategy = weights, strategy
         self._parts, self._draws = parts, draws
         self._unseen = set(calls) if draws is not None else set()
@@ -79,9 +79,9 @@ class ModelStages:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._late:
-            own = self._door(batch) if stage in (0, self._last) or self.observers else None
+            own = self._inputs.local(batch) if stage in (0, self._last) or self.observers else None
             if stage == 0:
-                value = self._enter(own)
+                value = model_input(own)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
             with self._draws or nullcontext(), MetaTensorGuard(stage) if stage in self._unseen else nullcontext():
@@ -90,7 +90,7 @@ class ModelStages:
                     for observer in self.observers:
                         observer.end(stage, microbatch, out, own)
                     if stage == self._last:
-                        out = self._loss(out, own)
+                        out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._draws is not None:
                         error.add_note(f"If it is an attribute of a module: it may be on another stage. {NAME_IT}")

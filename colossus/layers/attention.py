@@ -31,7 +31,7 @@ class Attention(Layer):
     Shape:
         input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
-        layout, with all heads and tokens. Not under sequence parallelism, where no rank has all tokens.
+        layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
         Padding is a document of its own, say -1.
 
@@ -118,8 +118,8 @@ class Attention(Layer):
         sequence = self.parallel.sequence
         if sequence is None:
             return None
-        shard, ways = self.context.index(inner.tokens), self.context.size(inner.tokens)
-        return sequence.positions(query.shape[-2], shard, ways, query.device)
+        index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
+        return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""
@@ -141,21 +141,21 @@ class Attention(Layer):
         assert positions is not None
         if mask is not None:
             raise ValueError(
-                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over {sequence.ways} "
-                f"ranks: pass documents [batch, tokens], the number of the document that each token belongs to (with "
-                f"padding as a document of its own)"
+                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over "
+                f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
+                f"token belongs to (with padding as a document of its own)"
             )
         if self.training and self.dropout.p:
             raise ValueError(
                 f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
-        tokens = query.shape[-2] * sequence.ways
-        if not self.causal and sequence.length is not None and sequence.length < tokens:
+        num_tokens = self.parallel.batch_info.num_tokens
+        if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
             # padding is a document of its own; a causal query never looks that far
             if documents is None:
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
-            documents = documents.masked_fill(positions >= sequence.length, _PADDING)
+            documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         groups = SequenceGroups(sequence.ring, sequence.ulysses)
         return attend(query, key, value, groups, causal=self.causal, documents=documents)
 

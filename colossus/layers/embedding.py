@@ -224,15 +224,15 @@ class PositionEmbedding(Layer):
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
-        shard, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
+        index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence = self.parallel.sequence
-        total = count * ways if sequence is None else sequence.length or count * ways
+        total = self.parallel.batch_info.num_tokens or count * num_shards
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
         if sequence is None:
-            return self.weight[shard * count : (shard + 1) * count]
+            return self.weight[index * count : (index + 1) * count]
         # padding may lie behind the last position; no other token attends to it
-        positions = sequence.positions(count, shard, ways, device).clamp(max=self.num_positions - 1)
+        positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:

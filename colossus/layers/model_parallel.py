@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
@@ -26,6 +27,7 @@ class ModelParallel:
         shardings: None without tensor parallelism.
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
+        batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
     """
 
     context: ParallelContext
@@ -34,6 +36,11 @@ class ModelParallel:
     shardings: Shardings | None
     weights: WeightStore
     sequence: SequenceSplit | None
+    batch_scope: BatchScope = field(default_factory=BatchScope)
+
+    @property
+    def batch_info(self) -> BatchInfo:
+        return self.batch_scope.info
 
     @property
     def sizes(self) -> Mapping[str, int]:

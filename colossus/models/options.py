@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
-from colossus.sequence_parallel.order import unit_of
+from colossus.sequence_parallel.order import length_multiple
 from colossus.sequence_parallel.traffic import cheaper
 from colossus.tensor_parallel.choice import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -194,7 +194,7 @@ class GPTOptions(BaseModel):
         except ValueError:
             return []  # told with the plan
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
-        step = unit_of(ring, ulysses)
+        step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
             halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
             problems.append(

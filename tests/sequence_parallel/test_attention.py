@@ -25,8 +25,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers import activation_checkpoint
 from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.sequence_parallel.order import local_indices, order, require_divisible
-from colossus.sequence_parallel.tiles import Pair
+from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
+from colossus.sequence_parallel.tiles import ScoreBlock
 from colossus.sequence_parallel.traffic import cheaper, traffic
 
 ALONE = AxisGroup((), (0,), 0, None)
@@ -107,7 +107,7 @@ def plan(ring_ranks: int, ulysses_ranks: int = 1) -> RankGrid:
 
 @dataclass
 class Run:
-    """This rank's part of an attention, forward and backward."""
+    """This rank's share of an attention, forward and backward."""
 
     case: Case
     groups: SequenceGroups
@@ -253,7 +253,7 @@ def test_blocks_that_fill_the_links_to_the_last_byte() -> None:
 
 
 def _exchanged_one_by_one(context: ParallelContext) -> None:
-    ulysses._TOGETHER_BYTES = 0
+    ulysses._COALESCE_BYTES = 0
     _exact(context, SHAPES[::3])
 
 
@@ -427,9 +427,9 @@ def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for piece in Pair(length, ranks, index, source, causal).tiles():
-            rows, columns = (at.stop - at.start for at in (piece.queries, piece.keys))
-            scores += rows * (rows + 1) // 2 if piece.causal else rows * columns
+        for tile in ScoreBlock(length, ranks, index, source, causal).tiles():
+            rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
+            scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
 
 
@@ -486,21 +486,21 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    pair = Pair(4, 2, 0, 1, False)
-    assert not list(pair.tiles(between[:, :4], between[:, 4:]))
+    block = ScoreBlock(4, 2, 0, 1, False)
+    assert not list(block.tiles(between[:, :4], between[:, 4:]))
 
 
 def test_no_mask_is_larger_than_a_tile() -> None:
     documents = torch.arange(3000)[None] // 7
-    for piece in Pair(3000, 1, 0, 0, True).tiles(documents, documents):
-        assert piece.mask is not None
-        assert piece.mask.numel() <= tiles.TILE**2
+    for tile in ScoreBlock(3000, 1, 0, 0, True).tiles(documents, documents):
+        assert tile.mask is not None
+        assert tile.mask.numel() <= tiles.TILE**2
 
 
 # -- the tests can fail ------------------------------------------------------------------------------------
 
 
-def _own_part_dropped(context: ParallelContext) -> None:
+def _own_share_dropped(context: ParallelContext) -> None:
     """The owner takes what arrives and forgets its own."""
 
     def backward(*args: Any) -> Any:
@@ -518,14 +518,14 @@ def _own_part_dropped(context: ParallelContext) -> None:
 
 
 def _chunks_swapped(context: ParallelContext) -> None:
-    def swapped(self: Pair) -> Any:
-        if self.theirs < self.mine:
-            yield tiles.AttentionTile(slice(0, self.length), slice(self.length // 2, self.length))
+    def swapped(self: ScoreBlock) -> Any:
+        if self.key_rank < self.query_rank:
+            yield tiles.AttentionTile(slice(0, self.num_tokens), slice(self.num_tokens // 2, self.num_tokens))
         else:
-            yield from whole(self)
+            yield from right(self)
 
-    whole = Pair._whole
-    with patch.object(Pair, "_whole", swapped):
+    right = ScoreBlock._tiles_of_one_document
+    with patch.object(ScoreBlock, "_tiles_of_one_document", swapped):
         _exact(context, [Case()])
 
 
@@ -542,7 +542,7 @@ def _tokens_in_order(context: ParallelContext) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
-    [(_own_part_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
+    [(_own_share_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
 )
 def test_these_tests_can_fail(wrong: Any, what: str) -> None:
     with pytest.raises(RankError, match=what):
@@ -556,18 +556,18 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 @given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
 def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
     total = times * math.lcm(2 * ring_ranks, ring_ranks * ulysses_ranks)
-    parts = [
+    shards = [
         local_indices(total, ring_ranks, ulysses_ranks, i, j) for i in range(ring_ranks) for j in range(ulysses_ranks)
     ]
-    assert {len(part) for part in parts} == {total // (ring_ranks * ulysses_ranks)}
-    together = [token for part in parts for token in part]
-    assert together == order(total, ring_ranks)
-    assert sorted(together) == list(range(total))
+    assert {len(shard) for shard in shards} == {total // (ring_ranks * ulysses_ranks)}
+    tokens = [token for shard in shards for token in shard]
+    assert tokens == zigzag_order(total, ring_ranks)
+    assert sorted(tokens) == list(range(total))
 
 
 def test_the_zigzag() -> None:
-    assert order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert order(5, 1) == [0, 1, 2, 3, 4]
+    assert zigzag_order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert zigzag_order(5, 1) == [0, 1, 2, 3, 4]
     assert local_indices(8, 2, 2, 1, 0) == [2, 3]
 
 

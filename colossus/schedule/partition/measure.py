@@ -17,6 +17,8 @@ from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.rng_streams import RngStreams
+from colossus.layers.batch_info import BatchInfo
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
@@ -27,6 +29,7 @@ def measure_blocks(
     factory: Callable[[], nn.Module],
     context: ParallelContext,
     sample: Any,
+    info: BatchInfo | None = None,
     *,
     dtype: torch.dtype | None = None,
     repeats: int = 3,
@@ -40,6 +43,7 @@ def measure_blocks(
     Args:
         factory: builds the model; called once for every block.
         sample: what the model takes: the input of one microbatch on this rank.
+        info: what layers may ask about the batch.
         dtype: as of `build`.
         repeats: timed runs, after one that is not; the fastest counts.
 
@@ -55,7 +59,7 @@ def measure_blocks(
     while len(measured) < num_blocks:
         model, partition = _build_block(factory, alone, len(measured), dtype)
         num_blocks = partition.num_stages
-        with alone:
+        with alone, model_parallel_of(alone).batch_scope.enter(info or BatchInfo()):
             cost, x = _measure(model, partition.blocks[len(measured)], x, context.device, repeats)
         measured.append(cost)
     return _mean(measured, context)
