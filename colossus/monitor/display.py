@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colossus.arithmetic import factors
 from colossus.config import model_options
 from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
@@ -62,7 +63,7 @@ class Display(Hook):
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
         grid = engine.context.grid
-        sizes = " x ".join(f"{name} {size}" for name, size in grid.sizes.items() if size > 1) or "no parallelism"
+        sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         options = model_options(engine.config)
         size = f", {options.num_parameters():,} parameters" if options is not None else ""
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]

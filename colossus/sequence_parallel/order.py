@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from itertools import chain
 
+from colossus.arithmetic import nearest_multiples
+
 
 def order(total: int, ring: int) -> list[int]:
     """Token indices in permuted order: cut into R U equal parts, they are what the ranks hold.
@@ -47,8 +49,7 @@ def require_divisible(total: int, ring: int, ulysses: int) -> None:
     unit = unit_of(ring, ulysses)
     if total % unit == 0:
         return
-    below = total // unit * unit
-    lengths = f"{below} and {below + unit}" if below else f"{unit}"
+    lengths = " and ".join(map(str, nearest_multiples(total, unit)))
     chunks = f"{2 * ring} chunks, an early and a late one for each rank of the ring" if ring > 1 else ""
     parts = f"{ulysses} parts for the ranks that exchange heads" if ulysses > 1 else ""
     why = f"{chunks}, then {parts}" if chunks and parts else chunks or parts

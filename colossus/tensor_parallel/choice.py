@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode
@@ -24,9 +25,9 @@ class Misfit:
     ways: int
 
     def __str__(self) -> str:
-        low, high = self.size // self.ways * self.ways, -(-self.size // self.ways) * self.ways
+        near = either(nearest_multiples(self.size, self.ways))
         ranks = f"the {self.ways} ranks of {' x '.join(self.axes)}"
-        return f"{self.what} = {self.size} does not divide over {ranks}; {f'{low} or ' if low else ''}{high} does"
+        return f"{self.what} = {self.size} does not divide over {ranks}; {near} does"
 
 
 @dataclass(frozen=True)
