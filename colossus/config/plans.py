@@ -31,15 +31,15 @@ Sizes = tuple[int, int, int, int]
 
 
 class ModelOptions(Protocol):
-    """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys."""
+    """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys.
+
+    A ``flops_per_token()`` is optional: operations of forward and backward, without which no utilisation is shown.
+    """
 
     def check(self, parallel: Parallel) -> list[str]:
         """Problems of the sizes under this plan, one line each."""
 
     def num_parameters(self) -> int: ...
-
-    def flops_per_token(self) -> int:
-        """Floating-point operations per token of forward and backward."""
 
 
 def check_names(config: Config) -> None:

@@ -260,18 +260,19 @@ class GPTOptions(BaseModel):
         return total
 
     def flops_per_token(self) -> int:
-        """Floating-point operations per token, forward and backward: 6 N + 12 L H S.
+        """Floating-point operations per token of a sequence of seq_len, forward and backward.
 
-        N counts the weights that are matmuls (blocks and head; no lookup, norm or bias): two operations forward and
-        four backward for each. L H S is layers x hidden x seq_len, for the scores and their use on the values: the
-        whole S x S matrix is counted although a causal one needs half, as is usual when a utilisation is quoted, and
-        recomputation is not counted. Chowdhery et al., "PaLM" (2022), appendix B.
+        A weight of a linear (of the blocks, and of the head, tied or not) costs 2 operations forward, 2 in dgrad and 2
+        in wgrad; a lookup, a norm and a bias cost none. Attention has two matmuls of [seq_len, seq_len] per head,
+        scores and their product with the values: 4 hidden_size seq_len per layer and token forward, twice that
+        backward. Causal attention is counted in full, although a kernel may skip the masked half, and recomputation
+        (activation checkpointing, flash attention's backward) is not counted: so do PaLM (2204.02311, appendix B) and
+        Megatron-LM (2104.04473), with whose utilisations ours is to be compared, and torch's FlopCounterMode counts
+        the same where attention is plain matmuls.
         """
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        attention = 2 * hidden * hidden + 2 * hidden * self.num_kv_heads * self.head_dim
-        mlp = hidden * ffn * (3 if self.mlp == "swiglu" else 2)
-        matmuls = self.num_layers * (attention + mlp) + self.vocab_size * hidden
-        return 6 * matmuls + 12 * self.num_layers * hidden * self.seq_len
+        *block, head = (linear.inputs * sum(linear.outputs.values()) for linear in self._linears())
+        attention = 2 * self.num_heads * self.head_dim * self.seq_len
+        return 6 * (self.num_layers * (sum(block) + attention) + head)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -19,7 +19,7 @@ from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.metrics import StepTimer, peak_memory_bytes
-from colossus.monitor.mfu import device_peak, flops_per_token
+from colossus.monitor.mfu import device_peak
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -54,7 +54,8 @@ class Display(Hook):
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision)
             self._peak = peak * engine.context.world_size if peak else None
-            self._flops = flops_per_token(options)
+            flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
+            self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
 
         if self.shown:
             self.stream.write("\n".join(self.heading(engine)) + "\n")

@@ -12,10 +12,9 @@ from helpers.launched.fake_engine import FakeEngine
 
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
-from colossus.models.options import GPTOptions
 from colossus.monitor.display import LiveDisplay, PlainDisplay, make_display
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.mfu import flops_per_token, peak_flops
+from colossus.monitor.mfu import peak_flops
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "time"]
 
@@ -132,8 +131,3 @@ def test_peaks_are_known_or_not_never_guessed() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
     assert peak_flops("Some New GPU", "fp32") is None
     assert peak_flops("Tesla T4", "bf16") is None
-
-
-def test_flops_per_token_counts_parameters_and_attention() -> None:
-    options = GPTOptions(num_layers=2, hidden_size=64, seq_len=32)
-    assert flops_per_token(options) == 6 * options.num_parameters() + 12 * 2 * 64 * 32
