@@ -27,6 +27,15 @@ def either(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
+def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:
+    """``train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32``.
+
+    Args:
+        by: what ``unit`` is, with its number.
+    """
+    return f"{name} = {value} is not a multiple of {by}; nearest: {either(nearest_multiples(value, unit))}"
+
+
 def factors(sizes: Mapping[str, int]) -> str:
     """``data 2 x pipeline 1 x tensor 4``."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())

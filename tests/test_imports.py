@@ -239,7 +239,9 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.layout.activation",
         "colossus.layout.moves",
         "colossus.tensor_parallel.mode",
+        "colossus.tensor_parallel.heads",
         *modes,
+        "colossus.models.options",
         "colossus.schedule.actions",
         "colossus.cli.main",
     ]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ValidationError
 
 from colossus import __version__
-from colossus.arithmetic import either, factors, nearest_multiples
+from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Named, Parallel
 from colossus.config.signatures import option_problems
@@ -228,10 +228,7 @@ def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
     by = f"data {parallel.data} x microbatches {microbatches}"
     if ways > 1:
         by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
-    return [
-        f"train.global_batch_size = {batch} is not a multiple of {by} = {divisor}; "
-        f"nearest: {either(nearest_multiples(batch, divisor))}"
-    ]
+    return [not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor)]
 
 
 def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:

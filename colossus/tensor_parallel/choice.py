@@ -24,10 +24,13 @@ class Misfit:
     axes: tuple[str, ...]
     ways: int
 
+    @property
+    def ranks(self) -> str:
+        return f"the {self.ways} ranks of {' x '.join(self.axes)}"
+
     def __str__(self) -> str:
         near = either(nearest_multiples(self.size, self.ways))
-        ranks = f"the {self.ways} ranks of {' x '.join(self.axes)}"
-        return f"{self.what} = {self.size} does not divide over {ranks}; {near} does"
+        return f"{self.what} = {self.size} does not divide over {self.ranks}; {near} does"
 
 
 @dataclass(frozen=True)
