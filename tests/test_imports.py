@@ -44,7 +44,8 @@ LEAVES = {
     "machine": set(),
     "random": set(),
     "nest": set(),
-    "config": {"registry", "_lazy"},
+    "arithmetic": set(),
+    "config": {"registry", "_lazy", "arithmetic"},
 }
 
 
@@ -233,6 +234,7 @@ def test_light_modules_load_no_torch() -> None:
     light = [
         "colossus",
         "colossus.registry",
+        "colossus.arithmetic",
         "colossus.config",
         "colossus.random",
         "colossus.context.grid",
@@ -243,12 +245,13 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.comm.cost",
         "colossus.tensor_parallel.mode",
         "colossus.tensor_parallel.choice",
+        "colossus.tensor_parallel.heads",
         "colossus.tensor_parallel.traffic",
         "colossus.sequence_parallel.order",
         "colossus.sequence_parallel.traffic",
         "colossus.sequence_parallel.modes",
-        "colossus.models.options",
         *modes,
+        "colossus.models.options",
         "colossus.schedule.actions",
         "colossus.cli.main",
     ]

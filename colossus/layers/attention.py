@@ -18,6 +18,7 @@ from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
 _IDS = torch.int64
@@ -56,24 +57,13 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         kv = num_kv_heads or num_heads
-        axes = self.parallel.regions.inner.features
-        ranks = self.context.size(axes) if axes else 1
-        if hidden_size % num_heads:
-            raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads}")
-        if num_heads % kv:
-            raise ValueError(f"Attention: num_heads = {num_heads} is not a multiple of num_kv_heads = {kv}")
-        for name, heads in (("num_heads", num_heads), ("num_kv_heads", kv)):
-            if heads % ranks:
-                fewer = (
-                    " There are fewer key/value heads than tensor ranks: ranks would have to hold copies, which this "
-                    "version does not do; use more num_kv_heads or fewer ranks."
-                    if heads < ranks
-                    else ""
-                )
-                raise ValueError(
-                    f"Attention: {name} = {heads} does not divide over the {ranks} ranks of {' x '.join(axes)} "
-                    f"(parallel.tensor.mode = {self.parallel.mode.name}): heads are split whole.{fewer}"
-                )
+        for problem in head_problems(hidden_size, num_heads, kv, rotary=rotary):
+            raise ValueError(f"Attention: {problem}")
+        shardings = self.parallel.shardings
+        for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
+            if size.name == "num_kv_heads" and kv < size.ways:
+                raise ValueError(f"Attention: {too_few_kv_heads(kv, size.ways, size.ranks)}")
+            raise ValueError(f"Attention: {size}; heads are split whole")
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}

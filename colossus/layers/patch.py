@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.layers.linear import Linear
 from colossus.layout.parameter import Initializer
 
@@ -65,8 +66,7 @@ class PatchEmbedding(Linear):
         high, wide = self.patch_size
         for name, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
             if size % side or not size:
-                low, up = size // side * side, -(-size // side) * side
-                near = f"{low} or {up}" if low else f"{side}"
+                near = either(nearest_multiples(size, side))
                 raise ValueError(f"{self.title}: {name} {size} does not divide into patches of {side}; use {near}")
         patches = images.unflatten(3, (-1, wide)).unflatten(2, (-1, high))  # [b, c, rows, high, columns, wide]
         return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

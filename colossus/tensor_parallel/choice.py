@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding, Regions, TensorMode
@@ -21,10 +22,13 @@ class IndivisibleSize:
     axes: tuple[str, ...]
     ways: int
 
+    @property
+    def ranks(self) -> str:
+        return f"the {self.ways} ranks of {' x '.join(self.axes)}"
+
     def __str__(self) -> str:
-        low, high = self.size // self.ways * self.ways, -(-self.size // self.ways) * self.ways
-        ranks = f"the {self.ways} ranks of {' x '.join(self.axes)}"
-        return f"{self.name} = {self.size} does not divide over {ranks}; {f'{low} or ' if low else ''}{high} does"
+        near = either(nearest_multiples(self.size, self.ways))
+        return f"{self.name} = {self.size} does not divide over {self.ranks}; {near} does"
 
 
 @dataclass(frozen=True)

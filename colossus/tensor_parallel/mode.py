@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.arithmetic import either, nearest_powers
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 
@@ -132,7 +133,7 @@ def square_side(size: int, name: str) -> int:
     """The side q with q * q == size; ``name`` is the option in the error."""
     side = math.isqrt(size)
     if side * side != size:
-        near = " or ".join(str(q * q) for q in (side, side + 1))
+        near = either(nearest_powers(size, 2))
         raise ValueError(
             f"{name} = {size} is not a square (q x q); use {near}, or give parallel.tensor.shape for a rectangle"
         )
