@@ -70,8 +70,8 @@ class _Sleep(torch.autograd.Function):
 
         time.sleep(seconds)
         dx = dy * weight
-        if ctx.weights.is_deferring:
-            ctx.weights.defer(lambda: ctx.weights.accumulate_grad(weight, gradient()))
+        if ctx.weights.defers_wgrad:
+            ctx.weights.defer_wgrad(lambda: ctx.weights.accumulate_grad(weight, gradient()))
             return dx, None, None, None
         return dx, gradient(), None, None
 

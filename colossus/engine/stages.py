@@ -112,7 +112,7 @@ class ModelStages:
 
     @contextmanager
     def deferring(self) -> Iterator[Work]:
-        with self._late, self._weights.deferring() as work:
+        with self._late, self._weights.deferred_wgrad() as work:
             yield work
 
     def before_last(self, stage: int) -> None:

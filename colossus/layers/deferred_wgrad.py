@@ -62,8 +62,8 @@ class _Linear(torch.autograd.Function):
         dx = dy @ weight if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
-        if ctx.weights.can_defer(parameter):
+        if ctx.weights.can_defer_wgrad(parameter):
             weights = ctx.weights
-            weights.defer(lambda: weights.accumulate_grad(parameter, flat(dy).t() @ flat(x)))
+            weights.defer_wgrad(lambda: weights.accumulate_grad(parameter, flat(dy).t() @ flat(x)))
             return dx, None, db, None
         return dx, flat(dy).t() @ flat(x), db, None

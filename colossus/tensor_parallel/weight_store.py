@@ -49,7 +49,7 @@ class WeightStore:
         self.coalesces = coalesce and scope != "step"
         self._gathered: dict[int, _GatheredWeight] = {}
         self._in_step = self._is_last = False
-        self._deferred: list[Callable[[], None]] | None = None
+        self._deferred_wgrad: list[Callable[[], None]] | None = None
         #: during `run_wgrad`, the weights whose hooks are to be called at its end
         self._accumulated: dict[int, Tensor] | None = None
         self._groups: dict[int, WeightGroup] = {}
@@ -152,17 +152,18 @@ class WeightStore:
     # -- deferred wgrad -----------------------------------------------------------------------------------
 
     @property
-    def is_deferring(self) -> bool:
-        return self._deferred is not None
+    def defers_wgrad(self) -> bool:
+        """Whether backward runs inside of `deferred_wgrad`."""
+        return self._deferred_wgrad is not None
 
-    def can_defer(self, weight: Tensor) -> bool:
+    def can_defer_wgrad(self, weight: Tensor) -> bool:
         """Whether wgrad of this weight is left for later. Not with hooks on it: they belong to the usual backward."""
-        return self.is_deferring and not weight._backward_hooks
+        return self.defers_wgrad and not weight._backward_hooks
 
-    def defer(self, work: Callable[[], None]) -> None:
-        """Leave ``work``, the wgrad of one use of a weight, for later."""
-        assert self._deferred is not None
-        self._deferred.append(work)
+    def defer_wgrad(self, task: Callable[[], None]) -> None:
+        """Leave ``task``, the wgrad of one use of a weight, to `run_wgrad`."""
+        assert self._deferred_wgrad is not None
+        self._deferred_wgrad.append(task)
 
     def accumulate_grad(self, weight: Tensor, gradient: Tensor) -> None:
         """Add a gradient to ``weight.grad`` as autograd would, with the hooks of the weight before and after."""
@@ -172,29 +173,29 @@ class WeightStore:
         else:
             self._accumulated[id(weight)] = weight
 
-    def run_wgrad(self, work: list[Callable[[], None]]) -> None:
-        """Run the wgrads that `deferring` left. Post-accumulate hooks run once for each weight, after all its uses."""
+    def run_wgrad(self, tasks: list[Callable[[], None]]) -> None:
+        """Run the wgrads that `deferred_wgrad` left. Post-accumulate hooks run once for each weight, at the end."""
         self._accumulated = {}
         try:
-            for wgrad in work:
-                wgrad()
+            for task in tasks:
+                task()
         finally:
             accumulated, self._accumulated = self._accumulated, None
         for weight in accumulated.values():
             _run_grad_hooks(weight)
 
     @contextmanager
-    def deferring(self) -> Iterator[list[Callable[[], None]]]:
+    def deferred_wgrad(self) -> Iterator[list[Callable[[], None]]]:
         """Backward inside the block runs dgrad only, and leaves wgrad in the list that the block is given.
 
         Each entry computes the gradient of one use of a weight, reduces it and adds it to ``weight.grad`` (see
         `run_wgrad`): the separate backward of weights that zero-bubble schedules need (2401.10241).
         """
-        outer, self._deferred = self._deferred, []
+        outer, self._deferred_wgrad = self._deferred_wgrad, []
         try:
-            yield self._deferred
+            yield self._deferred_wgrad
         finally:
-            self._deferred = outer
+            self._deferred_wgrad = outer
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:

@@ -473,7 +473,7 @@ def deferred(context: ParallelContext) -> list[str]:
     def later(model: nn.Module) -> None:
         for scale in (1.0, 2.0, 3.0):
             loss = model(x * scale).square().sum()
-            with weights.deferring() as rest:
+            with weights.deferred_wgrad() as rest:
                 loss.backward()
             assert len(rest) == 2
             for work in rest:
