@@ -13,7 +13,7 @@ from torch import distributed as dist
 import colossus
 from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
 from colossus.schedule.simulate import Times
 from colossus.tensor_parallel.weight_store import WeightStore

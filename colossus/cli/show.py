@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import arithmetic, world_size
+from colossus.config.plans import describe_sizes, name_of, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
@@ -38,7 +39,7 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
         actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
         pieces = len(placement(actions))
         simulation = simulate(actions, Times(stages=[stages / pieces] * pieces))
-        name = schedule.type if isinstance(schedule.type, str) else getattr(schedule.type, "__name__", "schedule")
+        name = name_of(schedule.type)
         count = f"{pieces} stages on {_count(stages, 'rank')}" if pieces > 1 else "1 stage"
         title = f"{name}, {count}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     except ValueError as error:
@@ -84,14 +85,14 @@ def _head(config: Config, grid: RankGrid) -> str:
     total, tensor = world_size(parallel), parallel.tensor
     kind = ""
     if tensor.size > 1:
-        axes = " x ".join(f"{axis} {grid.sizes[axis]}" for axis in grid.public["tensor"])
+        axes = factors({axis: grid.sizes[axis] for axis in grid.public["tensor"]})
         kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
     if parallel.sequence.size > 1:
         kind += f" (sequence mode {parallel.sequence.mode})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     each = batch // (parallel.data * microbatches)
     lines = [
-        f"plan        {arithmetic(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
+        f"plan        {describe_sizes(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
         f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",

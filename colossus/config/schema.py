@@ -215,7 +215,7 @@ class Train(Section):
 
 
 class Comm(Section):
-    #: count calls and bytes of every collective
+    #: write calls and bytes sent in each step, by axis, into the rows of metrics.jsonl
     accounting: bool = False
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32

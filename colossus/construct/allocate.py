@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.construct.init_trace import HideMeta, InitTrace
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import hash_key
 
 _traces: list[InitTrace] = []
 
@@ -72,7 +72,7 @@ def draw(
     out = torch.zeros(shape, dtype=dtype)
     for piece in spec.shards:
         box = piece.layout.box(piece.shape, context.grid.sizes, context.coordinates)
-        value = torch.from_numpy(piece.init(key_of(piece.part), piece.shape, box))
+        value = torch.from_numpy(piece.init(key_of(piece.name), piece.shape, box))
         part = out[piece.rows[0] : piece.rows[1]]
         part[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
     return out.to(device)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,6 +15,7 @@ from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.random import GLOBAL_RNG
 
 
 def build(
@@ -48,7 +46,7 @@ def build(
     if allocate.is_recording():
         return factory()  # the build around this one does the rest
     context = context or current_context()
-    with context, _seeded_globals(context.rng.key("init", "numpy")):
+    with context, GLOBAL_RNG.preserved(context.rng.key("init", "numpy")):
         model, trace = allocate.record(factory, context.rng.key("init", "constructor"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
@@ -186,19 +184,6 @@ class _Materializer:
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.context.device, self.dtype if value.is_floating_point() else None)
-
-
-@contextmanager
-def _seeded_globals(seed: int) -> Iterator[None]:
-    """Python's and numpy's generators give a constructor the same numbers on every rank, and are put back after it."""
-    python, arrays = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 def _join(*parts: str) -> str:

@@ -7,8 +7,7 @@ order in which they were written, so that copies, views and weights computed fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import GlobalRng, hash_key
 
 _aten = torch.ops.aten
+_TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 #: operation -> what gives the same tensor on meta
 _ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
@@ -110,7 +110,7 @@ class InitTrace(TorchDispatchMode):
             self._run_all(_key(leaf), self._next_seed())
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        with _seeded(self._next_seed()):
+        with _TORCH_RNG.preserved(self._next_seed()):
             return func(*args, **kwargs)
 
     def _look(self, leaf: Any) -> Any:
@@ -153,7 +153,7 @@ class InitTrace(TorchDispatchMode):
         """Run all operations connected with a storage in their order: each sees what it saw in the constructor."""
         pending, _ = self._connected(key)
         if pending:
-            with _disable_current_modes(), _seeded(self._seeds.get(key, seed)), torch.no_grad():
+            with _disable_current_modes(), _TORCH_RNG.preserved(self._seeds.get(key, seed)), torch.no_grad():
                 for index in sorted(pending):
                     pending[index].run(self._lower, self._real)
 
@@ -281,10 +281,3 @@ def _write_refusal(func: Any, spec: ParameterSpec) -> str:
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
         f"colossus.layers.init) instead of using torch.nn.init on it"
     )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

@@ -91,14 +91,6 @@ class RankGrid:
         spans = [range(self.sizes[name]) for name in names]
         return [self.rank({**at, **dict(zip(names, point, strict=True))}) for point in itertools.product(*spans)]
 
-    def neighbour(self, rank: int, axis: str, offset: int = 1, *, wrap: bool = True) -> int | None:
-        """The rank ``offset`` steps along one axis (or tuple of axes as one); None past the edge without wrap."""
-        group = self.group(rank, axis)
-        target = self.index(rank, axis) + offset
-        if not wrap and not 0 <= target < len(group):
-            return None
-        return group[target % len(group)]
-
 
 def build_grid(parallel: Any) -> RankGrid:
     """The grid of a resolved ``ParallelConfig`` (``data`` already a number)."""

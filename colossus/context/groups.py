@@ -38,10 +38,6 @@ class AxisGroup:
         assert self.process_group is not None
         return self.process_group.group_name
 
-    def neighbour(self, offset: int = 1) -> int:
-        """Global rank ``offset`` places further round the group."""
-        return self.ranks[(self.index + offset) % self.size]
-
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
         return self
 

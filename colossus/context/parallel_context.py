@@ -14,9 +14,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
-from colossus.context.rng import RngStreams
+from colossus.context.layer_options import LayerOptions
+from colossus.context.rng_streams import RngStreams
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
@@ -36,13 +38,7 @@ class ParallelContext:
         seed: of the random streams.
         timeout_seconds: of every collective.
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
-        tensor_mode: name of the tensor mode whose layers are built under this context.
-        sequence_mode: name of the way in which attention is split over the sequence axis.
-        sequence_sharded: whether 1D shards activations between blocks by tokens.
-        keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
-        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
-        panels: whether matmuls stream what they gather and reduce.
-        coalesce: whether weights used one after the other move in one collective.
+        options: of the layers built under this context.
         connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
     """
 
@@ -55,25 +51,13 @@ class ParallelContext:
         seed: int = 0,
         timeout_seconds: float = 120.0,
         backend: str | None = None,
-        tensor_mode: str = "1d",
-        sequence_mode: str = "ring",
-        sequence_sharded: bool = False,
-        keep_gathered: bool = False,
-        weight_scope: str = "matmul",
-        panels: bool = False,
-        coalesce: bool = False,
+        options: LayerOptions | None = None,
         connect: bool = True,
     ) -> None:
         self.grid = grid
         self.rank = rank
         self.device = torch.device(device)
-        self.tensor_mode = tensor_mode
-        self.sequence_mode = sequence_mode
-        self.sequence_sharded = sequence_sharded
-        self.keep_gathered = keep_gathered
-        self.weight_scope = weight_scope
-        self.panels = panels
-        self.coalesce = coalesce
+        self.options = options or LayerOptions()
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -90,20 +74,13 @@ class ParallelContext:
     @classmethod
     def from_config(cls, config: Any, *, device: torch.device | str = "cpu", connect: bool = True) -> ParallelContext:
         """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
-        parallel = config.parallel
         return cls(
-            build_grid(parallel),
+            build_grid(config.parallel),
             int(os.environ.get("RANK", "0")) if connect else 0,
             device=device,
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
-            tensor_mode=parallel.tensor.mode,
-            sequence_mode=parallel.sequence.mode or "ring",
-            sequence_sharded=parallel.tensor.sequence_sharded,
-            keep_gathered=parallel.tensor.gathered == "keep",
-            weight_scope=parallel.tensor.weights,
-            panels=parallel.tensor.panels,
-            coalesce=parallel.tensor.coalesce,
+            options=LayerOptions.from_config(config.parallel),
             connect=connect,
         )
 
@@ -119,7 +96,7 @@ class ParallelContext:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
-            sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
+            sizes = factors(self.grid.sizes)
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
@@ -153,9 +130,6 @@ class ParallelContext:
     def index(self, axes: Axes) -> int:
         """Position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
-
-    def neighbour(self, axes: Axes, offset: int = 1, *, wrap: bool = True) -> int | None:
-        return self.grid.neighbour(self.rank, self.grid.axes(axes), offset, wrap=wrap)  # type: ignore[arg-type]
 
     def group(self, axes: Axes) -> AxisGroup:
         """The group over these axes. The first call for a tuple of axes creates it: all of its ranks must ask."""

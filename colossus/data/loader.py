@@ -15,10 +15,11 @@ import torch
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.from_config import Spec, make_source, parse
 from colossus.data.passes import ONE_PASS, EndOfPass
-from colossus.data.sampler import check_seed, local_batch_size
+from colossus.data.sampler import local_batch_size
 from colossus.data.sources import MapSource, Part, Source
 from colossus.data.streams import StreamSource
 from colossus.data.windows import TooLittleData
+from colossus.random import check_seed
 
 log = logging.getLogger("colossus.data")
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from colossus.data.rng import preserved_rng, seed_global_rng
-from colossus.data.sampler import derive_seeds
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
 
@@ -52,8 +51,7 @@ class Passes:
         while True:
             if self.ended:
                 raise EndOfPass
-            with preserved_rng():
-                seed_global_rng(derive_seeds(self._seed, (self.epoch, self.offset))[0])
+            with GLOBAL_RNG.preserved(derive_seeds(self._seed, (self.epoch, self.offset))[0]):
                 if self._iterator is None:
                     self._set_epoch()
                     self._iterator = iter(self._iterable)

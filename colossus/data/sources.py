@@ -18,9 +18,9 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass
-from colossus.data.rng import preserved_rng, seed_global_rng
-from colossus.data.sampler import derive_seeds, sample_indices
+from colossus.data.sampler import sample_indices
 from colossus.data.windows import BatchedDataset
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class MapSource(Source):
         elif self._num_workers:
             batch = self._read_from_workers()
         else:
-            with preserved_rng():
+            with GLOBAL_RNG.preserved():
                 batch = self._collate(_SeededSamples(self.dataset).__getitems__(self._order.keys(self.step)))
         self.step += 1
         return batch
@@ -107,7 +107,7 @@ class MapSource(Source):
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            with preserved_rng():  # torch draws the workers' base seed from the global generator
+            with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
                 loader = DataLoader(
                     _SeededSamples(self.dataset),
                     batch_sampler=_Keys(self._order, steps),
@@ -164,11 +164,11 @@ class _SeededSamples(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
         fetch_all = getattr(self.dataset, "__getitems__", None)
         if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
-            seed_global_rng(keys[0][1])
+            GLOBAL_RNG.seed(keys[0][1])
             return fetch_all([index for index, _ in keys])
         return [self[key] for key in keys]
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         index, seed = key
-        seed_global_rng(seed)
+        GLOBAL_RNG.seed(seed)
         return self.dataset[index]

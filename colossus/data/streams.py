@@ -14,9 +14,8 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
-from colossus.data.rng import preserved_rng, seed_global_rng
-from colossus.data.sampler import derive_seeds
 from colossus.data.sources import Part, Source
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
 
@@ -76,8 +75,7 @@ class SampleStream(StreamSource):
             sample = self.passes.read(wrap=self.part.endless)
             if number in mine:
                 samples.append(sample)
-        with preserved_rng():
-            seed_global_rng(derive_seeds(self.part.seed, (self.step,))[0])
+        with GLOBAL_RNG.preserved(derive_seeds(self.part.seed, (self.step,))[0]):
             batch = self._collate(samples)
         self.step += 1
         return batch

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
@@ -38,9 +40,8 @@ class ModelStages:
     Args:
         forwards: stage -> what runs it, for the stages of this rank.
         last_stage: number of the last stage of the model.
-        local_batch: (microbatch of a data rank) -> this rank's shard of it.
-        model_input: (local batch) -> input of the first stage.
-        loss: (output of the last stage, local batch) -> (loss sum, count).
+        inputs: makes this rank's shard of a microbatch.
+        loss_fn: (output of the last stage, this rank's shard of the microbatch) -> (sum, count).
         parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
         splits_backward: whether the schedule splits backwards.
         rng: under a pipeline, the state of torch's own generators inside of stages.
@@ -56,9 +57,8 @@ class ModelStages:
         forwards: Mapping[int, Callable[[Any], Any]],
         last_stage: int,
         *,
-        local_batch: Callable[[Any], Any],
-        model_input: Callable[[Any], Any],
-        loss: Callable[[Any, Any], Any],
+        inputs: Inputs,
+        loss_fn: LossFunction,
         weights: WeightStore,
         strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
@@ -66,7 +66,7 @@ class ModelStages:
         rng: StageRng | None,
     ) -> None:
         self._context, self._forwards, self._last_stage = context, forwards, last_stage
-        self._local_batch, self._model_input, self._loss = local_batch, model_input, loss
+        self._inputs, self._loss_fn = inputs, loss_fn
         self._weights, self._strategy = weights, strategy
         self._parameters, self._rng = parameters_by_stage, rng
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
@@ -80,9 +80,9 @@ class ModelStages:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
-            own = self._local_batch(batch) if stage in (0, self._last_stage) or self.observers else None
+            own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
             if stage == 0:
-                value = self._model_input(own)
+                value = model_input(own)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
             with self._rng or nullcontext(), MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
@@ -91,7 +91,7 @@ class ModelStages:
                     for observer in self.observers:
                         observer.end(stage, microbatch, out, own)
                     if stage == self._last_stage:
-                        out = self._loss(out, own)
+                        out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._rng is not None:
                         error.add_note(
@@ -119,11 +119,11 @@ class ModelStages:
         self._weights.run_wgrad(tasks)
 
     def before_last_backward(self, stage: int) -> None:
-        self._weights.arm()
+        self._weights.set_last_microbatch()
         self._strategy.arm(stage)
 
     def after_last_backward(self, stage: int) -> None:
-        self._weights.arm(False)
+        self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
         self._weights.flush(self._ids[stage])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from colossus.arithmetic import factors
 from colossus.config import Config
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch.model_check import ModelFacts
@@ -14,8 +15,7 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
     """The plan, processes, device, model and batch as aligned lines."""
     parallel, train = config.parallel, config.train
     grid = build_grid(parallel)
-    sizes = [(name, grid.size(name)) for name in parallel.rank_order if name in PUBLIC_NAMES]
-    product = " x ".join(f"{name} {size}" for name, size in sizes)
+    sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
     modes = [
         f"{name} mode {section.mode}"
         for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
@@ -25,7 +25,7 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here"
     rows = {
-        "plan": f"{product} = {grid.world_size} processes{mode}",
+        "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
         "processes": f"{local_ranks}{where}, {threads}",
         "device": _device(config),
         "parameters": _parameters(model),

@@ -141,22 +141,21 @@ def _agree_on_folder(run: _Run, engine: Any) -> Path:
     Raises:
         ConfigError: on every rank, when the folder belongs to another run.
     """
-    from torch import distributed as dist
+    from colossus.comm.objects import broadcast_object
 
-    chosen: list[Any] = [None, None]
+    chosen, problems = "", None
     if engine.context.rank == 0:
         folder = run.folder or run_folder.default_folder(engine.config.name)
         try:
             run_folder.prepare(folder)
         except ConfigError as error:
-            chosen[1] = error.problems
-        chosen[0] = str(folder.resolve() if run.folder is None else folder)
-    if engine.context.world_size > 1:
-        device = engine.device if engine.device.type == "cuda" else None
-        dist.broadcast_object_list(chosen, src=0, device=device)
-    if chosen[1] is not None:
-        raise ConfigError(chosen[1])
-    return Path(chosen[0])
+            problems = error.problems
+        chosen = str(folder.resolve() if run.folder is None else folder)
+    world = engine.context.group(engine.context.grid.names)
+    chosen, problems = broadcast_object((chosen, problems), world, 0)
+    if problems is not None:
+        raise ConfigError(problems)
+    return Path(chosen)
 
 
 def _fail(run: _Run, error: BaseException) -> int:

@@ -12,13 +12,14 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colossus.arithmetic import factors
 from colossus.config import model_options
 from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.metrics import StepTimer, peak_memory_bytes
-from colossus.monitor.mfu import device_peak, flops_per_token
+from colossus.monitor.mfu import device_peak
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -53,7 +54,8 @@ class Display(Hook):
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision)
             self._peak = peak * engine.context.world_size if peak else None
-            self._flops = flops_per_token(options)
+            flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
+            self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
 
         if self.shown:
             self.stream.write("\n".join(self.heading(engine)) + "\n")
@@ -62,7 +64,7 @@ class Display(Hook):
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
         grid = engine.context.grid
-        sizes = " x ".join(f"{name} {size}" for name, size in grid.sizes.items() if size > 1) or "no parallelism"
+        sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         options = model_options(engine.config)
         size = f", {options.num_parameters():,} parameters" if options is not None else ""
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]

@@ -1,10 +1,8 @@
-"""Model FLOP utilisation, where the device's peak is known; None where it is not, never a guess."""
+"""Peaks of devices, for the model FLOP utilisation: None where a peak is not known, never a guess."""
 
 from __future__ import annotations
 
 import torch
-
-from colossus.config.plans import ModelOptions
 
 # Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: name -> precision -> peak.
 # The first entry whose name is part of the device's name counts.
@@ -36,12 +34,3 @@ def device_peak(device: torch.device, precision: str) -> float | None:
         return None
     tf32 = torch.backends.cuda.matmul.allow_tf32
     return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
-
-
-def flops_per_token(options: ModelOptions) -> float:
-    """Forward and backward: 6 per parameter, and 12 x layers x hidden x sequence for attention's two matmuls.
-
-    Follows appendix B of "PaLM: Scaling Language Modeling with Pathways" (embeddings counted with the rest).
-    """
-    layers, hidden, length = (getattr(options, key, 0) for key in ("num_layers", "hidden_size", "seq_len"))
-    return float(6 * options.num_parameters() + 12 * layers * hidden * length)

@@ -242,7 +242,7 @@ class Counted(nn.Module):
 
 
 def _small_rings(rank: int, kind: str, options: dict[str, Any], world: int) -> None:
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     settings = dict(
         parallel=dict(pipeline=world),
         schedule=dict(type=kind, microbatches=6, **options),

@@ -22,6 +22,7 @@ from torch import distributed as dist
 
 from colossus.comm import log
 from colossus.context.grid import RankGrid
+from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 
 torch.set_num_threads(1)
@@ -55,10 +56,12 @@ def run_ranks(
     """``body(context, *args)`` on every rank of ``plan`` (by default 1D tensor over all); the ranks' results.
 
     With ``with_context=False`` the body gets its rank and finds the environment of a launcher set. ``options`` are of
-    the context.
+    the context or of its layers.
     """
     plan = plan or grid(tensor=world)
     assert plan.world_size == world
+    of_layers = {name: options.pop(name) for name in LayerOptions.__dataclass_fields__ if name in options}
+    layer_options = LayerOptions(tensor_mode=mode, **of_layers)
     store_path = tempfile.mktemp(prefix="ranks")
     pipes: dict[int, int] = {}
     pids: dict[int, int] = {}
@@ -67,7 +70,7 @@ def run_ranks(
         pid = os.fork()
         if pid == 0:
             os.close(read_end)
-            make = partial(ParallelContext, plan, rank, tensor_mode=mode, **options) if with_context else None
+            make = partial(ParallelContext, plan, rank, options=layer_options, **options) if with_context else None
             _child(rank, world, store_path, write_end, body, args, timeout, make)
         os.close(write_end)
         pipes[read_end] = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -15,7 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import RngStreams
+from colossus.context.rng_streams import RngStreams
+from colossus.layers.batch_info import BatchInfo
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
@@ -26,6 +29,7 @@ def measure_blocks(
     factory: Callable[[], nn.Module],
     context: ParallelContext,
     sample: Any,
+    info: BatchInfo | None = None,
     *,
     dtype: torch.dtype | None = None,
     repeats: int = 3,
@@ -39,6 +43,7 @@ def measure_blocks(
     Args:
         factory: builds the model; called once for every block.
         sample: the model's input, for one microbatch on this rank.
+        info: what layers may ask about the batch.
         dtype: as of `build`.
         repeats: timed runs, after one that is not timed; the fastest counts.
 
@@ -47,13 +52,14 @@ def measure_blocks(
     """
     scratch = copy.copy(context)  # layers built under it share no weight store with the model of the run
     scratch.rng = RngStreams(context.rng.seed)
-    scratch.coalesce = False  # a weight store keeps what it coalesces: a block's weights could not be freed
+    # a weight store keeps what it coalesces: a block's weights could not be freed
+    scratch.options = dataclasses.replace(context.options, coalesce=False)
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:
         model, partition = _build_block(factory, scratch, len(measured), dtype)
         num_blocks = partition.num_stages
-        with scratch:
+        with scratch, model_parallel_of(scratch).batch_scope.enter(info or BatchInfo()):
             cost, x = _measure(model, partition.blocks[len(measured)], x, context.device, repeats)
         measured.append(cost)
     return _mean(measured, context)

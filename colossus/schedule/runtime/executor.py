@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from colossus.layers.layer import ModelParallel
+from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.runtime.transport import StageMicrobatch, Transport
 from colossus.schedule.runtime.values import ValueSpec, flatten_value, gradients, signature, unflatten_value

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 from torch.utils._pytree import keystr as path_string
 
-from colossus.layers.layer import ModelParallel
+from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
 from colossus.layout.activation import Activation
 

@@ -7,19 +7,13 @@ name the same key and therefore draw the same numbers again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-
-def hash_key(*parts: object) -> int:
-    """A 63-bit integer that depends on every part and on their order."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
+from colossus.random import hash_key
 
 #: step, microbatch, draws so far by (microbatch, name)
 Position = tuple[int, int, dict[tuple[int, str], int]]
