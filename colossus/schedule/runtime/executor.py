@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.runtime.transport import StageMicrobatch, Transport
-from colossus.schedule.runtime.values import ValueSpec, flatten_value, gradients, signature, unflatten_value
+from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
 #: the deferred weight gradients of one backward: each call makes one and accumulates it
 WgradTasks = list[Callable[[], None]]
@@ -126,7 +126,7 @@ class Executor:
         Raises:
             ValueError: when a stage returns what cannot be passed to the next.
         """
-        state = _State(batches, signature(batches[0]))
+        state = _State(batches, batch_signature(batches[0]))
         if self.transport is not None:
             self.transport.step_id = step_id
         last_backwards = _last_backwards(actions)
