@@ -188,8 +188,8 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs, gradients of images, and whole parameters and gradients, with the rank's place in the batch."""
     config = load_config(dict(parallel=dict(tensor=tensor), device="cpu"))
     context = ParallelContext.from_config(config)
-    door = model_parallel_of(context).regions.user.batch
-    at, count = (context.index(door), context.size(door)) if door else (0, 1)
+    axes = model_parallel_of(context).regions.user.batch
+    at, count = (context.index(axes), context.size(axes)) if axes else (0, 1)
     cases = []
     for case, options in enumerate(PATCHES):
         model: Any = colossus.build(

@@ -30,8 +30,9 @@ def ring_attention(
 ) -> Tensor:
     """Exact attention over the tokens of all ranks of ``group``.
 
-    Each rank holds its own keys and values and those of one other rank at a time, never the whole sequence. Sent by a
-    rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward 4 (R - 1).
+    A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
+    never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
+    4 (R - 1).
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
@@ -58,14 +59,14 @@ class _RingAttention(torch.autograd.Function):
         backward    dq = sum of the blocks' shares           stays where q is
                     dk, dv = sum of the ranks' shares        dk, dv: reduce-scatter, the dual of the all-gather
 
-    Neither collective is called as such. In step t = 0 .. R - 1 rank i works on the keys and values of rank i - t, while
-    they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
+    Neither collective is called as such. In step t = 0 .. R - 1 rank i works on the keys and values of rank i - t,
+    while they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
     gradients one step behind them: rank i adds its share of the dk and dv of rank i - t to what rank i - 1 has sent,
     and sends the sum to rank i + 1. The last of these messages comes to the owner, who adds its own share of step 0.
 
     Per rank:
         q, out, dout, dq    [batch, heads, s, head_dim]
-        k, v, dk, dv        [batch, kv_heads, s, head_dim], and one more of each that is passed on
+        k, v, dk, dv        [batch, kv_heads, s, head_dim]; the same of the block at work and of the one on its way
         documents           [batch, s], passed on with k and v
         lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys
         saved               q, k, v, documents, out, lse
