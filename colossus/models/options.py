@@ -174,7 +174,7 @@ class GPTOptions(BaseModel):
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
         step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
-            halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
+            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
             by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
             problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
         ways = self._head_ways(parallel) * ulysses

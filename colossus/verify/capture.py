@@ -94,14 +94,13 @@ class Recorder(Hook):
 
     def on_train_end(self, engine: Engine) -> None:
         context = engine.context
-        batch = model_parallel_of(context).regions.user.batch
         norms = [
             name or type(module).__name__
             for name, module in engine.model.named_modules()
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
         ]
         info = RankInfo(
-            batch_shard=(context.index(batch), context.size(batch)),
+            batch_shard=context.index(model_parallel_of(context).regions.user.batch),
             modules=self._capture.modules,
             rank_of=dict(engine.pipeline.rank_of),
             without_dropout=(*self._dropout.modules, *sorted(self._dropout.calls)),
