@@ -108,8 +108,8 @@ class _Matmul(torch.autograd.Function):
         if needs_x:
             w_used = w if weights.keeps else weights.fetch(weight, routes.w).wait()
             dx = product(dy, w_used.t(), (), routes.x.backward, panels=routes.panels)
-        if needs_w and weights.can_defer(weight):
-            weights.defer(lambda: _weight_later(routes, weight, dy, x))
+        if needs_w and weights.can_defer_wgrad(weight):
+            weights.defer_wgrad(lambda: _run_wgrad(routes, weight, dy, x))
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
         db = bias_gradient(dy) if needs_b else None
@@ -123,7 +123,7 @@ def stored_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
     return torch.zeros_like(weight) if weight._backward_hooks else None
 
 
-def _weight_later(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+def _run_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
         routes.weights.accumulate_grad(weight, dw.wait())

@@ -47,8 +47,8 @@ class WeightStore:
         self.coalesces = coalesce and scope != "step"
         self._held: dict[int, _Held] = {}
         self._in_step = self._is_last = False
-        self._later: list[Callable[[], None]] | None = None
-        #: weights whose late gradients are being made
+        self._deferred_wgrad: list[Callable[[], None]] | None = None
+        #: weights whose deferred gradients are being made
         self._made: dict[int, Tensor] | None = None
         self._groups: dict[int, WeightGroup] = {}
         self._coalesced: set[int] = set()
@@ -149,17 +149,18 @@ class WeightStore:
     # -- deferred weight gradients ------------------------------------------------------------------------
 
     @property
-    def is_deferring(self) -> bool:
-        return self._later is not None
+    def defers_wgrad(self) -> bool:
+        """Whether backward runs inside of `deferred_wgrad`."""
+        return self._deferred_wgrad is not None
 
-    def can_defer(self, weight: Tensor) -> bool:
-        """Whether the gradient of a weight is to be made later. Hooks on it must see it once, where they expect it."""
-        return self.is_deferring and not weight._backward_hooks
+    def can_defer_wgrad(self, weight: Tensor) -> bool:
+        """Whether the gradient of a weight is to be deferred. One with tensor hooks is not: autograd runs them."""
+        return self.defers_wgrad and not weight._backward_hooks
 
-    def defer(self, work: Callable[[], None]) -> None:
-        """Keep the making of a weight gradient for later."""
-        assert self._later is not None
-        self._later.append(work)
+    def defer_wgrad(self, task: Callable[[], None]) -> None:
+        """Leave the gradient of one use of a weight to `run_wgrad`."""
+        assert self._deferred_wgrad is not None
+        self._deferred_wgrad.append(task)
 
     def accumulate_grad(self, weight: Tensor, gradient: Tensor) -> None:
         """Add a gradient that did not come through autograd, past hooks on the weight, and tell who waits for it."""
@@ -169,29 +170,29 @@ class WeightStore:
         else:
             self._made[id(weight)] = weight
 
-    def run_wgrad(self, work: list[Callable[[], None]]) -> None:
-        """Do what `deferring` left. Who waits for a gradient is told once, when all uses of the weight are in it."""
+    def run_wgrad(self, tasks: list[Callable[[], None]]) -> None:
+        """Make the gradients that `deferred_wgrad` left. Hooks run once for each weight, with all its uses summed."""
         self._made = {}
         try:
-            for piece in work:
-                piece()
+            for task in tasks:
+                task()
         finally:
             made, self._made = self._made, None
         for weight in made.values():
             _run_grad_hooks(weight)
 
     @contextmanager
-    def deferring(self) -> Iterator[list[Callable[[], None]]]:
-        """Backward inside the block makes the gradients of inputs only; the list it gives makes those of weights.
+    def deferred_wgrad(self) -> Iterator[list[Callable[[], None]]]:
+        """Backward inside makes the gradients of inputs only (dgrad); the list given is for `run_wgrad`.
 
-        Each entry computes the gradient of one use of a weight, reduces it and puts it into ``weight.grad`` (see
-        `run_wgrad`): the separate backward of weights that zero-bubble schedules need (2401.10241).
+        Each entry makes the gradient of one use of a weight, reduces it and adds it to ``weight.grad``: the separate
+        backward of weights that zero-bubble schedules need (2401.10241).
         """
-        outer, self._later = self._later, []
+        outer, self._deferred_wgrad = self._deferred_wgrad, []
         try:
-            yield self._later
+            yield self._deferred_wgrad
         finally:
-            self._later = outer
+            self._deferred_wgrad = outer
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:

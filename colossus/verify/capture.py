@@ -21,7 +21,7 @@ MODEL = "the model"
 class ForwardWatch:
     """Notes the outputs of every module that works in the user layout, or can be brought to it.
 
-    It is an `Observer` of the engine's stages: the model itself is not called under a pipeline, so that its output is
+    A `ForwardObserver` of the engine's stages: the model itself is not called under a pipeline, so that its output is
     what the last stage returns. What is inside of one of our layers computes on parts, in layouts that only the layer
     knows, and is left alone. A module that runs again in backward (activation checkpointing) must make the same calls
     as in forward, so prints are made there, too; like those of modules that a loss function calls, they are dropped

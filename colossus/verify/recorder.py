@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
+from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
 from colossus.layers.layer import model_parallel_of
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
@@ -43,7 +43,7 @@ class Recorder(Hook):
         context, model = engine.context, engine.model
         self.records = Records(self.folder, context.world_size)
         self._silence = Silence(model)
-        self._watch = ForwardWatch(model, engine.pipeline.last)
+        self._watch = ForwardWatch(model, engine.pipeline.last_stage)
         engine.stages.observers.append(self._watch)
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self._note_order(model)
@@ -110,7 +110,7 @@ class Recorder(Hook):
 def _own_prints(engine: Engine, whole: dict[str, Tensor], *, gradients: bool = False) -> dict[str, Tensor]:
     """Prints of what this rank holds; ``whole`` has what stages share from the first of them, not from this one."""
     context, model = engine.context, engine.model
-    shared = {id(parameter) for parameter, _ in engine.pipeline.shared(model)}
+    shared = {id(parameter) for parameter, _ in engine.pipeline.tied_parameters(model)}
     prints = {}
     for logical in logical_parameters(model):
         held = logical.parameter.grad if gradients else logical.parameter.data
