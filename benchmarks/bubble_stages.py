@@ -120,7 +120,7 @@ class Worker:
     def play(self) -> Played:
         """The passes of one step; all ranks begin together."""
         spans: list[tuple[Action, float, float]] = []
-        self._engine.executor.watch = lambda *span: spans.append(span)
+        self._engine.executor.timer = lambda *span: spans.append(span)
         dist.barrier()
         peak = engine_passes(self._engine, self._batch).peak_in_flight
         return Played(spans, peak)

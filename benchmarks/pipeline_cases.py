@@ -18,7 +18,7 @@ from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
 from colossus.data.batch import split_microbatches
 from colossus.engine.engine import Engine
-from colossus.schedule.runtime.executor import Totals
+from colossus.schedule.runtime.executor import StepTotals
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return loss_sum(outputs, batch["labels"]), torch.tensor(batch["labels"].numel())
 
 
-def engine_passes(engine: Engine, batch: Any) -> Totals:
+def engine_passes(engine: Engine, batch: Any) -> StepTotals:
     """`Engine.train_step` up to where all gradients of this rank are there."""
     microbatches = split_microbatches(batch, engine.config.schedule.microbatches)
     engine.optimizer.zero_grad(set_to_none=True)

@@ -24,7 +24,7 @@ from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import share_of_batch
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
 ROOT = Path(colossus.__file__).parent.parent

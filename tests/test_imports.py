@@ -231,6 +231,8 @@ def test_light_modules_load_no_torch() -> None:
         for path in (PACKAGE / "tensor_parallel" / "modes").glob("[!_]*.py")
     ]
     assert len(modes) >= 4
+    builtin = [f"colossus.schedule.builtin.{path.stem}" for path in (PACKAGE / "schedule" / "builtin").glob("[!_]*.py")]
+    assert len(builtin) >= 5
     light = [
         "colossus",
         "colossus.registry",
@@ -253,6 +255,15 @@ def test_light_modules_load_no_torch() -> None:
         *modes,
         "colossus.models.options",
         "colossus.schedule.actions",
+        "colossus.schedule.simulate",
+        "colossus.schedule.check",
+        "colossus.schedule.build",
+        *builtin,
+        "colossus.schedule.partition.balance",
+        "colossus.schedule.partition.bounds",
+        "colossus.schedule.draw.timeline",
+        "colossus.schedule.draw.picture",
+        "colossus.cli.show",
         "colossus.cli.main",
     ]
     code = f"""

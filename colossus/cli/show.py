@@ -12,7 +12,7 @@ from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.draw.picture import save
-from colossus.schedule.draw.timeline import draw, figures
+from colossus.schedule.draw.timeline import draw, summary
 from colossus.schedule.simulate import Times, simulate
 
 MANY = 64
@@ -56,7 +56,7 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     alike = world_size(config.parallel) // stages
     if alike > 1 and stages > 1:
         head.append(f"rank        of the pipeline axis; each stands for {alike} processes")
-    sections = ["\n".join(head), draw(simulation, width), figures(simulation)]
+    sections = ["\n".join(head), draw(simulation, width), summary(simulation)]
     return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
 
 

@@ -17,14 +17,14 @@ from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
-from colossus.engine.pipeline import Pipeline
+from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Totals
+from colossus.schedule.runtime.executor import StepTotals
 
 
 class Engine:
@@ -49,7 +49,7 @@ class Engine:
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
         inputs: Inputs,
         loaders: Loaders | None,
     ) -> None:
@@ -64,30 +64,30 @@ class Engine:
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
         self._parallel = model_parallel_of(context)
         self._weights = self._parallel.weights
-        parts = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
+        stage_parameters = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
         self.strategy = STRATEGIES.build(
             config.parallel.strategy.spec(),
             model=model,
             context=context,
             bucket_mb=config.comm.bucket_mb,
-            parts=list(parts.values()),
+            parameters_by_stage=stage_parameters,
         )
-        self._tied = TiedGradients(pipeline.shared(model), context)
+        self._tied = TiedGradients(pipeline.tied_parameters(model), context)
         norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
         self._reduction = StepReduction(context, norm, config.train.clip_grad_norm)
         self.stages = ModelStages(
             context,
-            pipeline.calls(model),
-            pipeline.last,
+            pipeline.stage_forwards(model),
+            pipeline.last_stage,
             inputs=inputs,
             loss_fn=lambda outputs, batch: self.loss_fn(outputs, batch),
             weights=self._weights,
             strategy=self.strategy,
-            parts=parts,
+            parameters_by_stage=stage_parameters,
             splits_backward=pipeline.splits_backward,
-            draws=pipeline.draws(),
+            rng=pipeline.stage_rng(),
         )
-        self.executor = pipeline.executor(self.stages, self._parallel)
+        self.executor = pipeline.make_executor(self.stages, self._parallel)
         self._evaluation = Evaluation(model, context, self._forward, self._reduction)
 
     # -- data ---------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Engine:
         progress = min(1.0, (step - schedule.warmup_steps) / length)
         return peak * self._lr_shape(progress, schedule.min_ratio, **schedule.options)
 
-    def _run(self, actions: Sequence[Action], batch: StepBatch) -> Totals:
+    def _run(self, actions: Sequence[Action], batch: StepBatch) -> StepTotals:
         """Run the stages of this rank.
 
         Raises:
@@ -166,10 +166,10 @@ class Engine:
         self._num_runs += 1
         try:
             # observers compare batches themselves, and say better where they differ
-            is_marked = self.pipeline.partition is not None and not self.stages.observers
-            mark = (self._num_runs, batch.fingerprint()) if is_marked else None
+            is_identified = self.pipeline.partition is not None and not self.stages.observers
+            step_id = (self._num_runs, batch.fingerprint()) if is_identified else None
             with self._parallel.batch_scope.enter(batch.info):
-                return self.executor.run(actions, batch.microbatches, mark)
+                return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
             raise
@@ -193,12 +193,12 @@ class Engine:
         )
         return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
 
-    def _forward(self, batch: Any) -> Totals:
+    def _forward(self, batch: Any) -> StepTotals:
         """Sums of this rank over a batch; a pipeline takes as many microbatches as divide it."""
         most = self.config.schedule.microbatches
-        step_batch = self.inputs.split_evenly(batch, most) if self.pipeline.last else self.inputs.split(batch, 1)
+        step_batch = self.inputs.split_evenly(batch, most) if self.pipeline.last_stage else self.inputs.split(batch, 1)
         self.stages.step = None
-        return self._run(self.pipeline.forwards(len(step_batch.microbatches)), step_batch)
+        return self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
 
     # -- life ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
-from colossus.schedule.runtime.executor import Totals
+from colossus.schedule.runtime.executor import StepTotals
 
 
 class Evaluation:
@@ -24,7 +24,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, model: nn.Module, context: ParallelContext, forward: Callable[[Any], Totals], reduction: StepReduction
+        self, model: nn.Module, context: ParallelContext, forward: Callable[[Any], StepTotals], reduction: StepReduction
     ) -> None:
         self._model, self._context, self._forward, self._reduction = model, context, forward, reduction
 

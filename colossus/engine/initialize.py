@@ -19,7 +19,7 @@ from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction
-from colossus.engine.pipeline import Pipeline
+from colossus.engine.pipeline import PipelineRuntime
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
@@ -85,9 +85,9 @@ def _assemble(
     held = data if data is not None else config.data
     loaders = _load(config, context, held) if held is not None else None
     inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
-    pipeline = Pipeline(config, context)
+    pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
-    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
+    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.split(whole, costs))
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks that hold the same samples agree
     batch_shard = context.index(model_parallel_of(context).regions.user.batch)

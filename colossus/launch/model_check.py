@@ -45,7 +45,7 @@ def check_model(config: Config) -> ModelInfo | None:
     # torch is imported here, once the config is known to be right in itself: it takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
-    from colossus.engine.pipeline import Pipeline
+    from colossus.engine.pipeline import PipelineRuntime
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
@@ -54,12 +54,12 @@ def check_model(config: Config) -> ModelInfo | None:
     total = 0
     try:
         context = ParallelContext.from_config(config, connect=False)
-        pipeline = Pipeline(config, context)
+        pipeline = PipelineRuntime(config, context)
 
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
-            pipeline.cut(model)  # type: ignore[arg-type]
+            pipeline.split(model)  # type: ignore[arg-type]
 
         model = build(lambda: MODELS.build(spec), context, materialize=False, prepare=cut)
     except ValueError as error:

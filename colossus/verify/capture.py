@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
+from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import to_user
@@ -57,7 +57,7 @@ class Recorder(Hook):
         context, model = engine.context, engine.model
         self.records = Records(self.folder, context.world_size)
         self._dropout = DisabledDropout(model)
-        self._capture = ForwardCapture(model, engine.pipeline.last)
+        self._capture = ForwardCapture(model, engine.pipeline.last_stage)
         engine.stages.observers.append(self._capture)
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self._record_order(model)
@@ -126,7 +126,7 @@ def _own_fingerprints(engine: Engine, full: dict[str, Tensor], *, gradients: boo
     ``full`` takes a parameter that stages share from the first of them; here it is gathered from this rank's stage.
     """
     context, model = engine.context, engine.model
-    shared = {id(parameter) for parameter, _ in engine.pipeline.shared(model)}
+    shared = {id(parameter) for parameter, _ in engine.pipeline.tied_parameters(model)}
     fingerprints = {}
     for logical in logical_parameters(model):
         held = logical.parameter.grad if gradients else logical.parameter.data
@@ -162,11 +162,11 @@ MODEL = "the model"
 class ForwardCapture:
     """Fingerprints the outputs of every module whose output is in the user layout, or can be moved to it.
 
-    It is an `Observer` of the engine's stages: a pipeline does not call the model itself, so the model's output is what
-    the last stage returns. Modules inside of one of our layers compute on shards, in layouts that only the layer knows,
-    and are skipped. Activation checkpointing runs a module again in backward, where it must call the same collectives:
-    fingerprints are taken there, too, and dropped when the next forward begins, like those of modules that the loss
-    function calls.
+    It is a `ForwardObserver` of the engine's stages: a pipeline does not call the model itself, so the model's
+    output is what the last stage returns. Modules inside of one of our layers compute on shards, in layouts that
+    only the layer knows, and are skipped. Activation checkpointing runs a module again in backward, where it must
+    call the same collectives: fingerprints are taken there, too, and dropped when the next forward begins, like
+    those of modules that the loss function calls.
 
     Args:
         last: number of the last stage.

@@ -14,7 +14,7 @@ from helpers.training import Trace, assert_same_numbers, assert_same_run, batch_
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.runtime.executor import Executor, Totals
+from colossus.schedule.runtime.executor import Executor, StepTotals
 
 STEPS, BATCH, LAYERS = 3, 12, 6
 MODEL = dict(num_layers=LAYERS)
@@ -151,7 +151,7 @@ def _watched_peaks(rank: int, settings: dict[str, Any]) -> int:
     peaks: list[int] = []
     real = Executor.run
 
-    def run(self: Executor, *args: Any) -> Totals:
+    def run(self: Executor, *args: Any) -> StepTotals:
         totals = real(self, *args)
         peaks.append(totals.peak_in_flight)
         return totals

@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.engine.gradients.axes import gradient_sum_axes
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
 SHARDED = [False, True]

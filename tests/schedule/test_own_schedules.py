@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import make_schedule
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
+from colossus.schedule.build import bounded, complete, make_schedule
 
 
 def compute(*letters: str) -> list[Action]:

@@ -399,7 +399,7 @@ def test_the_stages_in_turn_are_the_model(name: str) -> None:
     parts = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
     x: Any = ids
     for stage, rank in rank_of.items():
-        x = parts[rank].call(stage)(x)
+        x = parts[rank].forward_of(stage)(x)
     assert torch.equal(x, whole(ids))
 
 
@@ -446,7 +446,7 @@ def test_calling_what_is_elsewhere() -> None:
 def test_all_stages_on_one_rank_is_the_whole_model() -> None:
     model, made = stage_of(lambda: GPT(**SIZES), {0: 0, 1: 0}, 0)
     ids = torch.randint(0, 19, (2, 6))
-    assert torch.equal(made.call(1)(made.call(0)(ids)), model(ids))
+    assert torch.equal(made.forward_of(1)(made.forward_of(0)(ids)), model(ids))
 
 
 def test_only_its_own_part_is_ever_brought_to_life(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from colossus.cli.main import main
 from colossus.registry import SCHEDULES
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.timeline import draw, figures
+from colossus.schedule.draw.timeline import draw, summary
 from colossus.schedule.simulate import Times, simulate
 
 REPOSITORY = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_rows_fit_any_width(name: str, width: int) -> None:
 
 
 def test_figures_of_ranks_that_differ() -> None:
-    text = figures(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
+    text = summary(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
     assert text.splitlines()[0] == "makespan 15, bubble 40.0 %"
     assert text.splitlines()[-2:] == ["   0  60.0 %               2", "   1  20.0 %               1"]
 

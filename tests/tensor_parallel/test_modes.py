@@ -22,7 +22,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.conjugate import start
 from colossus.comm.shared_memory import enable
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel import route
 
