@@ -27,7 +27,7 @@ class Task:
 
     Attributes:
         chunks: stages on each rank.
-        seconds: a rank's forward of one microbatch takes, and so does each half of its backward.
+        seconds: that a rank's forward of one microbatch takes, and so do its dgrad and its wgrad.
     """
 
     schedule: str
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def times(self) -> Times:
-        """What the simulator is told."""
+        """Those of the simulation."""
         own = self.seconds / self.chunks
         return Times(forward=own, backward=2 * own, backward_input=own, backward_weight=own)
 
@@ -91,7 +91,7 @@ class Played:
     """One step on one rank.
 
     Attributes:
-        spans: every action, when it began and when it ended, by a clock that all processes share.
+        spans: every action with its start and end, by a clock that all processes share.
         peak: the most activations in flight.
     """
 

@@ -225,7 +225,7 @@ class Executor:
     def _backward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key
         if stage == self.last_stage:
-            # None is 1.0 to autograd; a tensor would make it import sympy, 0.5 s on each rank
+            # None is 1.0 to autograd; given a tensor it would import sympy, 0.5 s on each rank
             output_gradients: list[Tensor | None] = [None]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
             output_gradients = list(state.input_gradients.pop((stage + 1, microbatch)))
