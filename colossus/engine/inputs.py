@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import map_batch, share_of_batch
+from colossus.data.batch import map_batch, shard_of_batch
 from colossus.layers.layer import model_parallel_of
 from colossus.nest import tensors
 from colossus.sequence_parallel.split import SequenceSplit
@@ -39,7 +39,7 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     """
     axes = batch_axes(context)
     if axes:
-        batch = share_of_batch(batch, context.index(axes), context.size(axes))
+        batch = shard_of_batch(batch, context.index(axes), context.size(axes))
     sequence = model_parallel_of(context).sequence
     if sequence is not None:
         batch = _own_tokens(batch, sequence, pad)
