@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common import Spread, make_parser, print_table, progress, write_json
 from benchmarks.ranks import RankGroup
 from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
-from colossus.sequence_parallel.traffic import traffic
+from colossus.sequence_parallel.traffic import attention_traffic
 
 MB = 1e6
 
@@ -40,7 +40,9 @@ def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[d
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for (mode, n), group in groups.items():
             counted: list[Counted] = group.call("count")
-            formula = traffic(shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ways(mode, n))
+            formula = attention_traffic(
+                shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ways(mode, n)
+            )
             gap = max(group.call("gap", whole))
             if gap > 1e-4:
                 raise SystemExit(f"{mode} x {n}: output or gradients differ from one process by {gap:.2g}")

@@ -1,4 +1,4 @@
-"""Processes, axes and groups: only this package knows global ranks."""
+"""Ranks, axes and process groups. Only this package knows global ranks."""
 
 from typing import TYPE_CHECKING
 

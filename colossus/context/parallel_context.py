@@ -32,14 +32,17 @@ class ParallelContext:
     that layers built inside take their axes from.
 
     Args:
-        grid: who is where.
+        grid: the axes and their sizes.
         rank: this process's global rank.
         device: where this rank computes.
         seed: of the random streams.
-        timeout_seconds: of every collective.
+        timeout_seconds: after which a collective fails.
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         options: of the layers built under this context.
-        connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
+        connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
+
+    Raises:
+        ValueError: when the processes that run are not those of the grid, or none were launched.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class ParallelContext:
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[str | int, ...], AxisGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
+        self._own_groups: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._serial = next(_serial)
         self._owns_world = False
@@ -132,12 +135,15 @@ class ParallelContext:
         return self.grid.index(self.rank, axes)
 
     def group(self, axes: Axes) -> AxisGroup:
-        """The group over these axes. The first call for a tuple of axes creates it: all of its ranks must ask."""
+        """The group of this rank over these axes; axes of one rank do not count.
+
+        The first call for a tuple of axes creates the group: all of its ranks must make it.
+        """
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
-        held = self._groups.get(names)
-        if held is None:
-            held = self._groups[names] = self._make_group(names)
-        return held
+        group = self._groups.get(names)
+        if group is None:
+            group = self._groups[names] = self._make_group(names)
+        return group
 
     def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
         if self.closed:
@@ -154,20 +160,20 @@ class ParallelContext:
         return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
 
     def subgroup(self, axis: str, indices: Sequence[int]) -> AxisGroup:
-        """Some ranks of this rank's group along one axis, this one among them, in this order. All of them must ask."""
+        """A group of some ranks along one axis, by their indices on it, this rank among them. All of them must ask."""
         key: tuple[str | int, ...] = (axis, *indices)
-        held = self._groups.get(key)
-        if held is None:
-            whole = self.grid.group(self.rank, axis)
-            ranks = tuple(whole[index] for index in indices)
+        group = self._groups.get(key)
+        if group is None:
+            along_axis = self.grid.group(self.rank, axis)
+            ranks = tuple(along_axis[index] for index in indices)
             process_group = self._connect((axis,), ranks) if len(ranks) > 1 else None
-            held = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
-        return held
+            group = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
+        return group
 
     def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
-        self._made.append(process_group)
+        self._own_groups.append(process_group)
         return process_group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
@@ -177,7 +183,7 @@ class ParallelContext:
         groups = [self._mesh.get_group(name) for name in self.grid.names]
         return [group for group in groups if group is not dist.group.WORLD]
 
-    # -- life ---------------------------------------------------------------------------------------------
+    # -- lifetime ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Destroy every group this context made. Safe to call twice."""
@@ -191,10 +197,10 @@ class ParallelContext:
             if self._owns_world:
                 dist.destroy_process_group()
             else:
-                for group in (*self._made, *self._axis_groups()):
+                for group in (*self._own_groups, *self._axis_groups()):
                     dist.destroy_process_group(group)
         self._groups.clear()
-        self._made.clear()
+        self._own_groups.clear()
         self._mesh = None
 
     def __enter__(self) -> ParallelContext:
@@ -216,7 +222,7 @@ class ParallelContext:
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
 
 
-_ALONE = RankGrid(
+_ONE_RANK = RankGrid(
     {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
     {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
 )
@@ -233,4 +239,4 @@ def current_context() -> ParallelContext:
         context = reference()
         if context is not None and not context.closed:
             return context
-    return ParallelContext(_ALONE)
+    return ParallelContext(_ONE_RANK)

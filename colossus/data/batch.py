@@ -1,7 +1,7 @@
 """What a batch is: any nest of dicts, tuples and lists of tensors whose dim 0 counts the samples.
 
 Beside tensors a batch may hold lists of other things with one entry per sample (file names, say), which are split as
-the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every part.
+the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every slice.
 numpy arrays count as tensors.
 """
 
@@ -19,21 +19,21 @@ Batch = Any
 
 
 def map_batch(fn: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
-    """The same nest with ``fn`` applied to each tensor; mappings become dicts, named tuples stay what they are."""
+    """The same nest with ``fn`` of each tensor; mappings become dicts, named tuples keep their class."""
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
-    """The batch with numpy arrays made tensors and everything on ``device`` (None: stay)."""
+    """The batch with numpy arrays of numbers made tensors, and all tensors on ``device`` (None: where they are)."""
 
-    def place(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf)
         if device is not None and isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
         return leaf
 
-    return map_leaves(place, batch)
+    return map_leaves(convert, batch)
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -85,12 +85,15 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
         )
     if n == 1:
         return [batch]
-    part = size // n
-    return [_slice(batch, start, start + part, size) for start in range(0, size, part)]
+    step = size // n
+    return [_slice(batch, start, start + step, size) for start in range(0, size, step)]
 
 
-def share_of_batch(batch: Batch, index: int, count: int) -> Batch:
-    """Part ``index`` of ``count`` equal parts of the samples, as views.
+def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
+    """Shard ``index`` of ``count`` equal shards of the samples, as views.
+
+    Returns:
+        ``b / count`` samples of a batch of ``b``.
 
     Raises:
         ValueError: when the samples do not divide by ``count``.
@@ -103,8 +106,8 @@ def share_of_batch(batch: Batch, index: int, count: int) -> Batch:
             f"{size} samples do not divide over the {count} ranks that split the batch of a model; change "
             f"train.global_batch_size, schedule.microbatches or parallel.tensor"
         )
-    part = size // count
-    return _slice(batch, index * part, (index + 1) * part, size)
+    rows = size // count
+    return _slice(batch, index * rows, (index + 1) * rows, size)
 
 
 def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:

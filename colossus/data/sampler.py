@@ -33,7 +33,7 @@ def sample_indices(
     """The samples that data rank ``data_rank`` of ``data_size`` reads at ``step``.
 
     Returns:
-        ``[global_batch_size / data_size]`` int64, a contiguous part of the global batch: the parts of all data ranks
+        ``[global_batch_size / data_size]`` int64, a contiguous slice of the global batch. The slices of all data ranks
         in order are the global batch, which does not depend on ``data_size``.
 
     Raises:
@@ -50,9 +50,9 @@ def sample_indices(
     positions = first % num_samples + np.arange(size, dtype=np.int64)
     epochs, offsets = np.divmod(positions, num_samples)
     out = np.empty(size, dtype=np.int64)
-    for turn in range(int(epochs[-1]) + 1):
-        here = epochs == turn
-        out[here] = permute(offsets[here], num_samples, seed, first // num_samples + turn)
+    for epoch in range(int(epochs[-1]) + 1):
+        here = epochs == epoch
+        out[here] = permute(offsets[here], num_samples, seed, first // num_samples + epoch)
     return out
 
 
@@ -74,7 +74,7 @@ def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.
 
 
 def permute(numbers: IndexArray, n: int, seed: int, epoch: int) -> IndexArray:
-    """Where the permutation of 0..n-1 that belongs to (seed, epoch) sends ``numbers`` (any shape)."""
+    """The image of ``numbers`` (any shape, within 0..n-1) under the permutation of 0..n-1 of (seed, epoch)."""
     keys = _round_keys(seed, epoch)
     high = math.isqrt(n - 1) + 1
     radices = np.uint64(high), np.uint64(-(-n // high))

@@ -128,7 +128,7 @@ class Engine:
             self._weights.end_step()
             self.strategy.finish()
             self._tied.sum()
-        except BaseException:  # whoever catches it finds no weights and no half of a reduction of this step
+        except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
             raise
@@ -203,7 +203,7 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask for an end after the next step; it travels with that step's all-reduce, so all ranks agree on it."""
+        """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree."""
         self._stop = True
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, map_batch, share_of_batch, split_microbatches
+from colossus.data.batch import batch_size_of, map_batch, shard_of_batch, split_microbatches
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.nest import tensors
@@ -104,7 +104,7 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     """
     axes = batch_axes(context)
     if axes:
-        batch = share_of_batch(batch, context.index(axes), context.size(axes))
+        batch = shard_of_batch(batch, context.index(axes), context.size(axes))
     sequence = model_parallel_of(context).sequence
     if sequence is not None:
         batch = _local_tokens(batch, sequence, pad)

@@ -40,8 +40,8 @@ class ModelStages:
     Args:
         forwards: stage -> what runs it, for the stages of this rank.
         last_stage: number of the last stage of the model.
-        inputs: makes this rank's shard of a microbatch.
-        loss_fn: (output of the last stage, this rank's shard of the microbatch) -> (sum, count).
+        inputs: from a microbatch of a data rank to this rank's shard of it.
+        loss_fn: (output of the last stage, local batch) -> (loss sum, count).
         parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
         splits_backward: whether the schedule splits backwards.
         rng: under a pipeline, the state of torch's own generators inside of stages.

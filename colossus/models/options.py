@@ -95,51 +95,53 @@ class GPTOptions(BaseModel):
         return self.hidden_size // self.num_heads
 
     def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes, alone and under the ``parallel`` section; one line per problem."""
-        return [*self._check_sizes(), *self._check_plan(parallel)]
-
-    def _check_sizes(self) -> list[str]:
+        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
         rotary = self.positions == "rotary"
-        return head_problems(self.hidden_size, self.num_heads, self.num_kv_heads, rotary=rotary, prefix="model.")
+        return [
+            *head_problems(self.hidden_size, self.num_heads, self.num_kv_heads, rotary=rotary, prefix="model."),
+            *self._check_pipeline(parallel),
+            *self._check_sequence(parallel),
+            *self._check_tensor(parallel.tensor),
+        ]
 
-    def _check_plan(self, parallel: Any) -> list[str]:
-        problems = []
+    def _check_pipeline(self, parallel: Any) -> list[str]:
         blocks = self.num_layers + 2
-        if parallel.pipeline.size > blocks:
-            problems.append(
-                f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
-                f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
-            )
-        problems += self._check_sequence(parallel)
-        tensor = parallel.tensor
-        if tensor.size == 1:
-            return problems
-        shardings = _shardings(tensor)
-        if shardings is None:
-            return problems  # the plan itself is refused for it
-        needs: dict[str, tuple[int, tuple[str, ...]]] = {}
-        heads_line: list[str] = []
+        if parallel.pipeline.size <= blocks:
+            return []
+        return [
+            f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
+            f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
+        ]
 
-        def need(key: str, axes: tuple[str, ...]) -> None:
+    def _check_tensor(self, tensor: Any) -> list[str]:
+        """Sizes that the tensor mode does not divide: of each the one line about the most ranks."""
+        shardings = _shardings(tensor) if tensor.size > 1 else None
+        if shardings is None:
+            return []  # sizes that the mode cannot take are refused with the plan
+        undivided: dict[str, tuple[int, tuple[str, ...]]] = {}
+        of_heads: list[str] = []
+
+        def check(key: str, axes: tuple[str, ...]) -> None:
             ways = shardings.ways(axes)
-            if getattr(self, key) % ways and ways > needs.get(key, (1, ()))[0]:
-                needs[key] = ways, axes
+            if getattr(self, key) % ways and ways > undivided.get(key, (1, ()))[0]:
+                undivided[key] = ways, axes
 
         for linear in self._linears():
             chosen = shardings.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
             for misfit in chosen if isinstance(chosen, list) else ():
                 key = linear.in_key if misfit.name == "in_features" else linear.out_key
                 if key:
-                    need(key, misfit.axes)
+                    check(key, misfit.axes)
                 else:
-                    heads_line = heads_line or [f"model: heads x head size of the attention, {misfit}"]
+                    of_heads = of_heads or [f"model: heads x head size of the attention, {misfit}"]
         for misfit in indivisible_heads(self.num_heads, self.num_kv_heads, shardings):
-            need(misfit.name, misfit.axes)
+            check(misfit.name, misfit.axes)
         if tensor.sequence_sharded:
-            need("seq_len", shardings.regions.outer.tokens)
-        if not needs:  # else these say the same once more
-            problems += heads_line
-        for key, (ways, axes) in needs.items():
+            check("seq_len", shardings.regions.outer.tokens)
+        if not undivided:  # else the lines below say the same
+            return of_heads
+        problems = []
+        for key, (ways, axes) in undivided.items():
             value = getattr(self, key)
             by = f"the {ways} ranks of {' x '.join(axes)} (parallel.tensor.mode = {tensor.mode})"
             if ways == tensor.size:
@@ -174,7 +176,7 @@ class GPTOptions(BaseModel):
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
         step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
-            halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
+            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
             by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
             problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
         ways = self._head_ways(parallel) * ulysses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: name -> precision -> peak.
-# The first entry whose name is part of the device's name counts.
+# The first entry whose name is in the device's name counts.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.0, "fp64": 51.0},
     "H100 NVL": {"bf16": 835.0, "tf32": 417.5, "fp32": 60.0, "fp64": 60.0},
@@ -20,7 +20,7 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a GPU by its name, None when the table does not know it at this precision."""
+    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision."""
     kind = "tf32" if precision == "fp32" and tf32 else precision
     for name, peaks in PEAK_TFLOPS.items():
         if name in device_name:

@@ -30,8 +30,9 @@ def ring_attention(
 ) -> Tensor:
     """Exact attention over the tokens of all ranks of ``group``.
 
-    Each rank holds its own keys and values and those of one other rank at a time, never the whole sequence. Sent by a
-    rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward 4 (R - 1).
+    A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
+    never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
+    4 (R - 1).
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
@@ -65,7 +66,7 @@ class _RingAttention(torch.autograd.Function):
 
     Per rank:
         q, out, dout, dq    [batch, heads, s, head_dim]
-        k, v, dk, dv        [batch, kv_heads, s, head_dim], and one more of each that is passed on
+        k, v, dk, dv        [batch, kv_heads, s, head_dim]; the same of the block at work and of the one on its way
         documents           [batch, s], passed on with k and v
         lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys
         saved               q, k, v, documents, out, lse

@@ -37,7 +37,7 @@ def product(
     """A @ B.T with A moved by ``gather`` before and the product moved by ``reduce`` after; the last move is started.
 
     Args:
-        a: [.., r] as stored: its dims as before ``gather``.
+        a: as stored; [.., r] once it is gathered.
         b: [c, r], gathered.
         bias: [c], added to the product before it is reduced, or None.
         panels: whether the last gather or the first reduce-scatter is streamed.

@@ -24,7 +24,7 @@ class GroupedWeight:
     @property
     def can_coalesce(self) -> bool:
         """Whether the weight is moved by one all-gather, as a group of weights can be."""
-        return [step.operation for step in self.route.forward] == ["gather"]
+        return [move.operation for move in self.route.forward] == ["gather"]
 
 
 @dataclass(eq=False)

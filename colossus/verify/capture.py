@@ -94,14 +94,13 @@ class Recorder(Hook):
 
     def on_train_end(self, engine: Engine) -> None:
         context = engine.context
-        batch = model_parallel_of(context).regions.user.batch
         norms = [
             name or type(module).__name__
             for name, module in engine.model.named_modules()
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
         ]
         info = RankInfo(
-            batch_shard=(context.index(batch), context.size(batch)),
+            batch_shard=context.index(model_parallel_of(context).regions.user.batch),
             modules=self._capture.modules,
             rank_of=dict(engine.pipeline.rank_of),
             without_dropout=(*self._dropout.modules, *sorted(self._dropout.calls)),
@@ -163,11 +162,11 @@ MODEL = "the model"
 class ForwardCapture:
     """Fingerprints the outputs of every module whose output is in the user layout, or can be moved to it.
 
-    It is an `Observer` of the engine's stages: a pipeline does not call the model itself, so the model's output is what
-    the last stage returns. Modules inside of one of our layers compute on shards, in layouts that only the layer knows,
-    and are skipped. Activation checkpointing runs a module again in backward, where it must call the same collectives:
-    fingerprints are taken there, too, and dropped when the next forward begins, like those of modules that the loss
-    function calls.
+    It is a `ForwardObserver` of the engine's stages: a pipeline does not call the model itself, so the model's
+    output is what the last stage returns. Modules inside of one of our layers compute on shards, in layouts that
+    only the layer knows, and are skipped. Activation checkpointing runs a module again in backward, where it must
+    call the same collectives: fingerprints are taken there, too, and dropped when the next forward begins, like
+    those of modules that the loss function calls.
 
     Args:
         last: number of the last stage.

@@ -148,9 +148,8 @@ def checks(plan: Records, reference: Records, steps: int, comparable: Comparable
                 f"in one process step {step} has loss {expected.loss:g} and gradient norm {expected.grad_norm:g}"
             )
         ranks = [plan.step(rank, step) for rank in range(plan.world_size)]
-        yield Check(
-            "data", step, _data(ranks, [plan.rank_info(rank).batch_shard for rank in range(len(ranks))], expected)
-        )
+        shards = [plan.rank_info(rank).batch_shard for rank in range(plan.world_size)]
+        yield Check("data", step, _data(ranks, shards, expected))
         yield Check("output", step, compare_outputs(ranks, expected))
         yield Check("count", step, [Finding("", difference_of_numbers(ranks[0].tokens, expected.tokens))])
         yield Check("loss", step, [Finding("", difference_of_numbers(ranks[0].loss, expected.loss))])
@@ -219,15 +218,15 @@ def _copies(ranks: list[dict[str, Tensor]], copy_of: str) -> list[Finding]:
     return findings
 
 
-def _data(ranks: list[RankStep], shards: list[tuple[int, int]], reference: RankStep) -> list[Finding]:
+def _data(ranks: list[RankStep], shards: list[int], reference: RankStep) -> list[Finding]:
     """All ranks' samples are those of one process, and ranks on one shard of the batch have the same ones.
 
     Args:
-        shards: of each rank, the index of its shard of the global batch, and the number of shards.
+        shards: of each rank, the index of its shard of the global batch.
     """
     findings = []
     first: dict[int, int] = {}
-    for rank, (step, (shard, _)) in enumerate(zip(ranks, shards, strict=True)):
+    for rank, (step, shard) in enumerate(zip(ranks, shards, strict=True)):
         other = first.setdefault(shard, rank)
         if other != rank:
             same = step.samples == ranks[other].samples

@@ -40,7 +40,7 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
         if command.worker_variables(os.environ) is not None:
             raise ConfigError("verify starts its own processes: run it by itself, without torchrun or srun")
         config = load_config(config_path, overrides, nproc)
-        _check(config)
+        _check_config(config)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
@@ -60,7 +60,7 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
             path.unlink(missing_ok=True)
 
 
-def _check(config: Config) -> None:
+def _check_config(config: Config) -> None:
     require_available(config)
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:

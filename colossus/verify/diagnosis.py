@@ -28,20 +28,20 @@ def of_values(
         is_sum: the values are gradients, which are summed over ranks.
     """
     ranks = _ranks_that_differ(plan, reference, info, grid, scale)
-    findings = []
+    lines = []
     wrong = torch.ones_like(plan, dtype=torch.bool)
     if ranks and len(ranks) < len(_holders(info, grid)):
-        findings.append(f"only the shard of {' and '.join(describe_rank(rank, grid) for rank in ranks)} differs")
+        lines.append(f"only the shard of {' and '.join(describe_rank(rank, grid) for rank in ranks)} differs")
         wrong = torch.zeros_like(wrong)
         for rank in ranks:
             wrong[_box(rank, info, grid)] = True
     factor = _factor(plan[wrong].double(), reference[wrong].double())
     if factor is not None:
-        where = "there" if findings else "everywhere"
-        findings.append(
+        where = "there" if lines else "everywhere"
+        lines.append(
             f"it is {factor:.6g} times that of one process {where}{_sizes(factor, info, grid) if is_sum else ''}"
         )
-    return findings
+    return lines
 
 
 def of_size(difference: Difference) -> list[str]:

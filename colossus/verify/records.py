@@ -42,7 +42,7 @@ class RankInfo:
     """What a rank knows of the model apart from the steps.
 
     Attributes:
-        batch_shard: index of the shard of the global batch that its model takes, and the number of shards.
+        batch_shard: index of the shard of the global batch that its model takes.
         modules: name -> class of the modules whose outputs are compared.
         rank_of: pipeline stage -> pipeline rank, for all stages.
         without_dropout: modules and functions called on this rank whose dropout was turned off.
@@ -50,7 +50,7 @@ class RankInfo:
         parameters: of those that the rank holds, by logical name.
     """
 
-    batch_shard: tuple[int, int]
+    batch_shard: int
     modules: dict[str, str]
     rank_of: dict[int, int]
     without_dropout: tuple[str, ...]

@@ -52,7 +52,7 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
         def begin(self, stage: int, microbatch: int) -> None:
             seen.append(parallel_of_model.batch_info.num_tokens)
 
-        def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
+        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
             pass
 
     engine.stages.observers.append(Watch())
@@ -91,7 +91,7 @@ def _measured(rank: int) -> list[tuple[int, int]]:
         def begin(self, stage: int, microbatch: int) -> None:
             lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
 
-        def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
+        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
             pass
 
     engine.stages.observers.append(Watch())
