@@ -13,7 +13,7 @@ from torch import distributed as dist
 import colossus
 from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
 from colossus.schedule.simulate import Times
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -27,7 +27,7 @@ class Task:
 
     Attributes:
         chunks: stages on each rank.
-        seconds: a rank's forward of one microbatch takes, and so does each half of its backward.
+        seconds: that a rank's forward of one microbatch takes, and so do its dgrad and its wgrad.
     """
 
     schedule: str
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def times(self) -> Times:
-        """What the simulator is told."""
+        """Those of the simulation."""
         own = self.seconds / self.chunks
         return Times(forward=own, backward=2 * own, backward_input=own, backward_weight=own)
 
@@ -91,7 +91,7 @@ class Played:
     """One step on one rank.
 
     Attributes:
-        spans: every action, when it began and when it ended, by a clock that all processes share.
+        spans: every action with its start and end, by a clock that all processes share.
         peak: the most activations in flight.
     """
 

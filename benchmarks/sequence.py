@@ -17,13 +17,13 @@ from typing import Any
 from benchmarks.common import Spread, make_parser, print_table, progress, write_json
 from benchmarks.ranks import RankGroup
 from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
-from colossus.sequence_parallel.traffic import traffic
+from colossus.sequence_parallel.traffic import attention_traffic
 
 MB = 1e6
 
 
 def ring_and_ulysses(mode: str, world: int) -> dict[str, int]:
-    """Number of ring and of Ulysses ranks, as arguments of `traffic`."""
+    """Number of ring and of Ulysses ranks, as arguments of `attention_traffic`."""
     if mode == "hybrid":
         from colossus.sequence_parallel.modes import Hybrid
 
@@ -40,7 +40,7 @@ def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[d
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for (mode, n), group in groups.items():
             counted: list[Counted] = group.call("count")
-            formula = traffic(
+            formula = attention_traffic(
                 shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ring_and_ulysses(mode, n)
             )
             gap = max(group.call("gap", whole))

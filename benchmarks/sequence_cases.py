@@ -15,8 +15,9 @@ import colossus
 from benchmarks import memory
 from colossus.comm import accounting
 from colossus.context.grid import RankGrid
+from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.modes import Hybrid
@@ -53,7 +54,7 @@ class AttentionCase:
             {"pipeline": 1, "data": 1, **sizes, "tensor": 1},
             {"pipeline": ("pipeline",), "data": ("data",), "sequence": tuple(sizes), "tensor": ("tensor",)},
         )
-        self.context = ParallelContext(grid, rank, sequence_mode=mode)
+        self.context = ParallelContext(grid, rank, options=LayerOptions(sequence_mode=mode))
         split = model_parallel_of(self.context).sequence
         self.groups = SequenceGroups(split.ring, split.ulysses) if split is not None else None
         whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]

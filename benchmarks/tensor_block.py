@@ -21,7 +21,7 @@ from colossus.comm import accounting, cost
 from colossus.comm.accounting import Counter
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers import TransformerBlock
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.layout import Box
 
@@ -69,7 +69,7 @@ class Run:
         self.module = self.make(rank)
         whole = block_inputs(workload)
         self.box = self.outer_box()
-        self.x, self.dy = (cut(held, self.box).clone() for held in whole)
+        self.x, self.dy = (cut(x, self.box).clone() for x in whole)
         self.x.requires_grad_()
 
     def make(self, rank: int) -> nn.Module:
@@ -78,7 +78,7 @@ class Run:
         return module
 
     def outer_box(self) -> Box:
-        """The part of x and y that this rank holds."""
+        """The rank's shard of x and y."""
         return tuple((0, size) for size in (self.workload.batch, self.workload.tokens, self.workload.hidden))
 
     def forward(self) -> Tensor:
@@ -112,8 +112,8 @@ class Run:
     def owed(self) -> Owed:
         return Owed()
 
-    def held(self) -> list[Tensor]:
-        """The stored parts of the parameters."""
+    def shards(self) -> list[Tensor]:
+        """The stored shards of the parameters."""
         return [local_part(param.detach()) for param in self.module.parameters()]
 
 
@@ -151,7 +151,7 @@ class ColossusRun(Run):
             for index in range(microbatches):
                 y = self.forward()
                 if index == microbatches - 1:
-                    weights.arm()
+                    weights.set_last_microbatch()
                 y.backward(self.dy)
             weights.end_step()
         weights.scope = usual

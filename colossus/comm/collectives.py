@@ -133,9 +133,9 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
         )
         return _work_pending(work, received, entry, lambda addends: addends.sum(0))
-    mine = x.new_empty(stacked.shape[1:])
-    work = dist.reduce_scatter_single(mine, stacked.flatten(0, 1), group=group.process_group, async_op=True)
-    return _work_pending(work, mine, entry)
+    own = x.new_empty(stacked.shape[1:])
+    work = dist.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
+    return _work_pending(work, own, entry)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:

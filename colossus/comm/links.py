@@ -5,10 +5,8 @@ Between processes of one host, on CPU, they go through shared memory; else throu
 
 from __future__ import annotations
 
-import pickle
 import select
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +18,7 @@ from torch import distributed as dist
 
 from colossus.comm import accounting, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
+from colossus.comm.objects import from_bytes, to_bytes
 from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
 
@@ -137,7 +136,7 @@ class Links:
 
     def send_object(self, to: int, value: Any, label: str) -> None:
         """Send an object, of at most a few KB."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = to_bytes(value)
         size = torch.tensor([data.numel()], dtype=torch.int64)
         if to in self._senders:
             for tensor in (size, data):
@@ -152,9 +151,7 @@ class Links:
         self._recv_tensor(source, size, label)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         self._recv_tensor(source, data, label)
-        with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
-            warnings.simplefilter("ignore", FutureWarning)
-            return pickle.loads(bytes(data.cpu().numpy()))
+        return from_bytes(data)
 
     def _recv_tensor(self, source: int, into: Tensor, label: str) -> None:
         if source not in self._receivers:

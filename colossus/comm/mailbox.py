@@ -49,7 +49,7 @@ class Sender:
         self._unread: deque[int] = deque()
 
     def send(self, tensors: Sequence[Tensor], label: str, tag: int, await_answer: Callable[[int], bool]) -> None:
-        """Copy tensors of together at most ``capacity`` bytes into the buffer.
+        """Copy tensors into the buffer, of at most ``capacity`` bytes in all.
 
         Args:
             label: names the message in errors.

@@ -62,7 +62,7 @@ def _links_of(group: AxisGroup, device: torch.device) -> Links:
     """The links round this group. All of its ranks make them, at the first call."""
     if group not in _links:
         pairs = [(index, (index + 1) % group.size) for index in range(group.size)]
-        # of a twin: links that held the group itself would keep their own entry alive
+        # of a copy: links that refer to the group itself would keep their own entry alive
         _links[group] = links = Links(dataclasses.replace(group), pairs, device)
         weakref.finalize(group, links.close)
     return _links[group]

@@ -16,7 +16,6 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,9 +23,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from colossus.comm.channel import DTYPES, Channel, read_exactly
+from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
-
-T = TypeVar("T")
 
 _FOLDER = Path("/dev/shm")
 SLOT_BYTES = 8 << 20
@@ -105,7 +103,7 @@ def map_segments(group: AxisGroup, num_segments: int, max_bytes: int) -> MappedF
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     name = f"colossus-{os.getpid()}-{secrets.token_hex(8)}"
     size = _create(name, num_segments, max_bytes) if group.index == 0 and group.size <= 255 else 0
-    name, size = _all_gather_object((name, size), group)[0]
+    name, size = all_gather_object((name, size), group)[0]
     memory = listener = None
     if size:
         with contextlib.suppress(OSError):
@@ -114,7 +112,7 @@ def map_segments(group: AxisGroup, num_segments: int, max_bytes: int) -> MappedF
             listener.bind(f"\0{name}-{group.index}")
             listener.listen(group.size)
             listener.settimeout(timeout)
-    ready = all(_all_gather_object(memory is not None and listener is not None, group))
+    ready = all(all_gather_object(memory is not None and listener is not None, group))
     if group.index == 0:
         with contextlib.suppress(OSError):
             (_FOLDER / name).unlink()
@@ -160,9 +158,3 @@ def _map(name: str, size: int) -> mmap.mmap:
         return mmap.mmap(handle, size)
     finally:
         os.close(handle)
-
-
-def _all_gather_object(value: T, group: AxisGroup) -> list[T]:
-    out = [value] * group.size
-    dist.all_gather_object(out, value, group=group.process_group)
-    return out

@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter shard by shard, so that one shard is computed with while the next is on its way.
 
-Shards come in ring order, starting at the rank itself. At most two are held beside what the caller keeps: the one in
-use and the one on its way. Through shared memory they are used where they lie, without a copy.
+Shards come in ring order, starting at the rank itself. Besides what the caller keeps at most two are in memory: the one
+in use and the one on its way. Through shared memory they are used where they lie, without a copy.
 """
 
 from __future__ import annotations

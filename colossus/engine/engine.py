@@ -21,7 +21,7 @@ from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages, parameters_by_stage
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import StepTotals

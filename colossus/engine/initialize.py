@@ -20,7 +20,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.pipeline import PipelineRuntime
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
 from colossus.schedule.partition.bounds import BlockCost

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, map_batch, share_of_batch, split_microbatches
+from colossus.data.batch import batch_size_of, map_batch, shard_of_batch, split_microbatches
 from colossus.layers.batch_info import BatchInfo
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.nest import tensors
 from colossus.sequence_parallel.split import SequenceSplit
 
 #: a label that losses ignore
@@ -41,8 +41,8 @@ class StepBatch:
     def fingerprint(self) -> int:
         """A number that two different batches hardly share: of some values of every tensor on the CPU."""
         found = []
-        for x in tree_leaves(self.whole):
-            if isinstance(x, Tensor) and x.device.type == "cpu" and x.layout is torch.strided:
+        for _, x in tensors(self.whole):
+            if x.device.type == "cpu" and x.layout is torch.strided:
                 flat = x.detach().reshape(-1)
                 found.append((tuple(x.shape), flat[:: max(1, flat.numel() // 64)].tolist()))
         return zlib.crc32(repr(found).encode())
@@ -104,7 +104,7 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     """
     axes = batch_axes(context)
     if axes:
-        batch = share_of_batch(batch, context.index(axes), context.size(axes))
+        batch = shard_of_batch(batch, context.index(axes), context.size(axes))
     sequence = model_parallel_of(context).sequence
     if sequence is not None:
         batch = _local_tokens(batch, sequence, pad)
@@ -126,7 +126,7 @@ def sequence_length(batch: Any) -> int:
     Raises:
         ValueError: when no tensor of it has a dim 1.
     """
-    found = [x for x in tree_leaves(model_input(batch)) if isinstance(x, Tensor) and x.dim() > 1]
+    found = [x for _, x in tensors(model_input(batch)) if x.dim() > 1]
     if not found:
         raise ValueError(
             "parallel.sequence splits the tokens of a sequence, which are dim 1 of what the model is called with, but "
@@ -142,7 +142,7 @@ def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     """
     num_tokens = sequence_length(batch)
     missing = sequence.padded_length(num_tokens) - num_tokens if pad else 0
-    inputs = {id(x) for x in tree_leaves(model_input(batch))}
+    inputs = {id(x) for _, x in tensors(model_input(batch))}
 
     def shard(x: Tensor) -> Tensor:
         if x.dim() < 2 or x.shape[1] != num_tokens:

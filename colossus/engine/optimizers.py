@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
+
+
+@cache
+def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
+    """``optimizer`` without the wrappers that import ``torch._dynamo`` at its first call (1.6 s a rank).
+
+    The wrappers break the graph where a compiled region contains the optimizer; the engine steps outside of any.
+    """
+    methods: dict[str, Any] = {
+        name: inspect.unwrap(getattr(optimizer, name))
+        for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    }
+    methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
+    return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
 
 
 def adamw(
@@ -19,7 +36,7 @@ def adamw(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.AdamW``."""
-    return torch.optim.AdamW(
+    return _without_dynamo(torch.optim.AdamW)(
         list(params),
         lr=lr,
         betas=betas,
@@ -42,7 +59,7 @@ def sgd(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.SGD``."""
-    return torch.optim.SGD(
+    return _without_dynamo(torch.optim.SGD)(
         list(params),
         lr=lr,
         momentum=momentum,

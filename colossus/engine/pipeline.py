@@ -11,7 +11,7 @@ from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.tied import tied_parameters
-from colossus.layers.layer import ModelParallel, model_parallel_of
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.schedule.actions import Action, Actions, in_flight_of_stages, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.partition.bounds import BlockCost

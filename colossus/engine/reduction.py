@@ -10,7 +10,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.results import EvalResult
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 
 
 class StepReduction:

@@ -11,7 +11,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_loss
-from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
@@ -60,7 +60,7 @@ class ModelStages:
         inputs: Inputs,
         loss_fn: LossFunction,
         weights: WeightStore,
-        strategy: AllReduce,
+        strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         splits_backward: bool,
         rng: StageRng | None,
@@ -119,11 +119,11 @@ class ModelStages:
         self._weights.run_wgrad(tasks)
 
     def before_last_backward(self, stage: int) -> None:
-        self._weights.arm()
+        self._weights.set_last_microbatch()
         self._strategy.arm(stage)
 
     def after_last_backward(self, stage: int) -> None:
-        self._weights.arm(False)
+        self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
         self._weights.flush(self._ids[stage])

@@ -14,8 +14,8 @@ from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
-from colossus.layers.layer import model_parallel_of
 from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import wrap
 from colossus.models.options import GPTOptions

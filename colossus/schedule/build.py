@@ -27,7 +27,7 @@ from colossus.schedule.simulate import Deadlock, play
 
 #: (stages, microbatches, **options of the schedule) -> the most activations that each rank may hold
 Bound = Callable[..., list[int]]
-Schedule = TypeVar("Schedule", bound=Callable[..., object])
+ScheduleFunction = TypeVar("ScheduleFunction", bound=Callable[..., object])
 
 #: any times above zero give a correct order; these give a good one
 _TIMES = {"forward": 1.0, "backward": 2.0, "backward_input": 1.0, "backward_weight": 1.0}
@@ -83,13 +83,13 @@ def require_counts(**counts: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def bounded(bound: Bound) -> Callable[[Schedule], Schedule]:
+def bounded(bound: Bound) -> Callable[[ScheduleFunction], ScheduleFunction]:
     """Decorator of a schedule: it is refused if a rank holds more activations than ``bound`` says.
 
     ``bound`` takes the same arguments as the schedule and gives a number for each rank.
     """
 
-    def attach(schedule: Schedule) -> Schedule:
+    def attach(schedule: ScheduleFunction) -> ScheduleFunction:
         schedule.in_flight = bound  # type: ignore[attr-defined]
         return schedule
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from itertools import chain
 
+from colossus.arithmetic import nearest_multiples
+
 
 def zigzag_order(num_tokens: int, ring: int) -> list[int]:
     """Token indices in zigzag order: cut into R U equal shards, they are what the ranks hold.
@@ -47,8 +49,7 @@ def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
     multiple = length_multiple(ring, ulysses)
     if num_tokens % multiple == 0:
         return
-    below = num_tokens // multiple * multiple
-    lengths = f"{below} and {below + multiple}" if below else f"{multiple}"
+    lengths = " and ".join(map(str, nearest_multiples(num_tokens, multiple)))
     chunks = f"{2 * ring} chunks, an early and a late one for each rank of the ring" if ring > 1 else ""
     parts = f"{ulysses} parts for the ranks that exchange heads" if ulysses > 1 else ""
     why = f"{chunks}, then {parts}" if chunks and parts else chunks or parts

@@ -28,7 +28,7 @@ class SequenceSplit:
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
-        self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.sequence_mode)
+        self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.options.sequence_mode)
         self.axes = context.grid.axes("sequence")
         self.num_shards = context.size(self.axes)
         self._ring_size = context.size(self.mode.ring)

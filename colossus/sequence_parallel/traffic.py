@@ -19,7 +19,7 @@ class AttentionTraffic:
         return self.forward + self.backward
 
 
-def traffic(
+def attention_traffic(
     tokens: int, heads: int, kv_heads: int, head_dim: int, *, ring: int = 1, ulysses: int = 1
 ) -> AttentionTraffic:
     """Elements sent by a rank for queries, keys, values and outputs, documents not counted.
@@ -44,6 +44,6 @@ def cheaper(tokens: int, heads: int, kv_heads: int, head_dim: int, ranks: int) -
     """``ring`` or ``ulysses``: what sends less over this many ranks; Ulysses only where the heads divide."""
     if heads % ranks or kv_heads % ranks:
         return "ring"
-    by_ring = traffic(tokens, heads, kv_heads, head_dim, ring=ranks)
-    by_ulysses = traffic(tokens, heads, kv_heads, head_dim, ulysses=ranks)
+    by_ring = attention_traffic(tokens, heads, kv_heads, head_dim, ring=ranks)
+    by_ulysses = attention_traffic(tokens, heads, kv_heads, head_dim, ulysses=ranks)
     return "ulysses" if by_ulysses.total < by_ring.total else "ring"

@@ -13,7 +13,7 @@ from torch import Tensor
 import colossus
 from colossus.engine.inputs import StepBatch
 from colossus.layers.batch_info import BatchInfo, BatchScope
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
 SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)

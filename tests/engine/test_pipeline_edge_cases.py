@@ -46,10 +46,10 @@ def train(
     )
     engine = colossus.initialize(settings, model=factory, loss_fn=squares)
     index, count = engine.context.index("data"), engine.context.size("data")
-    part = SAMPLES // count
+    size = SAMPLES // count
     numbers: list[float] = []
     for step in range(2):
-        result = engine.train_step(batch_of(step)[index * part : (index + 1) * part])
+        result = engine.train_step(batch_of(step)[index * size : (index + 1) * size])
         numbers += [result.loss, result.grad_norm]
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     names = list(full_state_dict(engine.model, engine.context))
@@ -68,7 +68,7 @@ def assert_same(factory: Callable[[], nn.Module], world: int, parallel: dict[str
 
 
 class Twice(nn.Module):
-    """A linear without bias that is used twice: its late gradients come in two parts."""
+    """A linear without bias that is used twice: its deferred gradients are two tasks."""
 
     def __init__(self, linear: Callable[[], nn.Module]) -> None:
         super().__init__()

@@ -23,10 +23,10 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert len(losses) == 5
     assert all(loss > 0 for loss in losses)
     assert "done: 5 steps" in out
-    code, out, err = finish(start([*COMMAND[:-1], "alone", "parallel.pipeline=1"], tmp_path))
+    code, out, err = finish(start([*COMMAND[:-1], "reference", "parallel.pipeline=1"], tmp_path))
     assert code == 0, err
-    alone = [row["loss"] for row in rows_of(tmp_path / "alone") if "loss" in row]
-    assert losses == pytest.approx(alone, rel=1e-5)
+    reference = [row["loss"] for row in rows_of(tmp_path / "reference") if "loss" in row]
+    assert losses == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.parametrize(

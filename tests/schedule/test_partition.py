@@ -270,10 +270,10 @@ def test_stages_equal_in_parameters() -> None:
 
 def test_sizes_are_those_of_the_whole_model() -> None:
     """Whatever the tensor ranks: all ranks and plans cut alike."""
-    alone = make_partition(meta(lambda: GPT(**SIZES)), straight(3))
+    reference = make_partition(meta(lambda: GPT(**SIZES)), straight(3))
     for sizes, bounds in run_ranks(2, _sizes):
-        assert sizes == dict(alone.sizes)
-        assert bounds == alone.bounds
+        assert sizes == dict(reference.sizes)
+        assert bounds == reference.bounds
 
 
 def _sizes(context: ParallelContext) -> Any:
@@ -396,10 +396,10 @@ def test_the_stages_in_turn_are_the_model(name: str) -> None:
     rank_of, split = PLACES[name]
     whole = build(Mixed, ParallelContext(grid(), seed=3))
     ids = torch.randint(0, 11, (3, 6))
-    parts = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
+    partitions = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
     x: Any = ids
     for stage, rank in rank_of.items():
-        x = parts[rank].forward_of(stage)(x)
+        x = partitions[rank].forward_of(stage)(x)
     assert torch.equal(x, whole(ids))
 
 
@@ -530,10 +530,10 @@ def test_measure_on_tensor_ranks(mode: str) -> None:
         results = run_ranks(2, _measured, sequence_sharded=True)
     else:
         results = run_ranks(4, _measured, plan=grid_of({"row": 2, "col": 2}), mode="2d")
-    (alone, _) = _measured(ParallelContext(grid()))
+    (reference, _) = _measured(ParallelContext(grid()))
     for costs, calls in results:
         assert costs == results[0][0]
         assert calls == len(costs) == 6
-        for cost, whole in zip(costs[1:5], alone[1:5], strict=True):
+        for cost, whole in zip(costs[1:5], reference[1:5], strict=True):
             assert whole.parameter_bytes / len(results) <= cost.parameter_bytes < whole.parameter_bytes
             assert 0 < cost.activation_bytes < whole.activation_bytes

@@ -22,12 +22,12 @@ from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import recompute
+from colossus.layers import activation_checkpoint
 from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
 from colossus.sequence_parallel.tiles import ScoreBlock
-from colossus.sequence_parallel.traffic import cheaper, traffic
+from colossus.sequence_parallel.traffic import attention_traffic, cheaper
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -297,9 +297,9 @@ def test_inputs_need_not_be_contiguous() -> None:
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        recompute.SAVED.add(ring.RING_ATTENTION)
+        activation_checkpoint.SAVED.add(ring.RING_ATTENTION)
     else:
-        recompute.SAVED.discard(ring.RING_ATTENTION)
+        activation_checkpoint.SAVED.discard(ring.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)
@@ -310,7 +310,7 @@ def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple
             return run.attend(run.attend(q * weight, k, v).tanh(), k, v)
 
         def saved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return recompute.checkpoint(twice, q, k, v, context=context, kind=kind)
+            return activation_checkpoint.checkpoint(twice, q, k, v, context=context, kind=kind)
 
         for got, wanted in zip(run.results(saved), run.results(twice), strict=True):
             assert torch.equal(got, wanted)
@@ -401,7 +401,7 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
     ranks = ring_ranks * ulysses_ranks
     case = Case(local=6, heads=8, kv_heads=4, head_dim=3, batch=2, documents="any")
     tokens = case.batch * case.local * ranks
-    values = traffic(tokens, 8, 4, 3, **ways)
+    values = attention_traffic(tokens, 8, 4, 3, **ways)
     # document numbers are gathered over the Ulysses ranks, and go round the ring with the keys in each direction
     gathered, passed = (ulysses_ranks - 1) * tokens / ranks, (ring_ranks - 1) / ring_ranks * tokens
     for got in run_ranks(ranks, _counted, case, plan=plan(ring_ranks, ulysses_ranks)):
@@ -412,7 +412,7 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
 
 
 def test_a_plan_that_splits_nothing_sends_nothing() -> None:
-    assert traffic(100, 4, 4, 8).total == 0
+    assert attention_traffic(100, 4, 4, 8).total == 0
 
 
 @pytest.mark.parametrize(

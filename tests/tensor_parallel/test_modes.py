@@ -23,7 +23,7 @@ from colossus.comm.conjugate import start
 from colossus.comm.shared_memory import enable
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel import route
 
 HIDDEN, HEADS, WIDE = 24, 6, 36

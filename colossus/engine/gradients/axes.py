@@ -7,7 +7,7 @@ from torch import nn
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
 
 

@@ -49,7 +49,7 @@ class StageBuckets:
         self._next = 0
 
     def take(self, param: nn.Parameter) -> None:
-        """A gradient is complete: start all buckets that are full and whose turn it is."""
+        """Copy a complete gradient into its bucket, and start the buckets that are full, in order."""
         index = self._bucket_of.get(id(param))
         if index is None:  # a parameter of another stage
             return

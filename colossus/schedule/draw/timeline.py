@@ -25,14 +25,14 @@ def draw(simulation: Simulation, width: int = 100) -> str:
     chunk = _chunks(simulation)
     labels = [f"rank {rank}  " for rank in range(len(simulation.spans))]
     margin = max(map(len, labels))
-    room = max(20, width) - margin
+    available = max(20, width) - margin
     computed = [[span for span in own if span.action.kind in COMPUTE] for own in simulation.spans]
-    columns, numbers = _scale(simulation, computed, room)
-    rows = [_row(own, chunk, columns, simulation.makespan, numbers) for own in computed]
+    columns, numbered = _scale(simulation, computed, available)
+    rows = [_row(own, chunk, columns, simulation.makespan, numbered) for own in computed]
     lines = [f"{label:<{margin}}{row}" for label, row in zip(labels, rows, strict=True)]
     end = round(columns * simulation.makespan)
-    axis = f"{'time':<{margin}}0{f'{simulation.makespan:g}':>{max(1, end - 1)}}"
-    return "\n".join([*lines, axis, _legend(simulation, chunk, numbers)])
+    scale = f"{'time':<{margin}}0{f'{simulation.makespan:g}':>{max(1, end - 1)}}"
+    return "\n".join([*lines, scale, _legend(simulation, chunk, numbered)])
 
 
 def _chunks(simulation: Simulation) -> dict[int, int]:
@@ -49,24 +49,24 @@ def _label(action: Action, chunk: dict[int, int]) -> str:
     return f"{letter.lower() if chunk[action.stage] % 2 else letter}{action.microbatch}"
 
 
-def _scale(simulation: Simulation, computed: list[list[Span]], room: int) -> tuple[float, bool]:
+def _scale(simulation: Simulation, computed: list[list[Span]], available: int) -> tuple[float, bool]:
     """Columns per unit of time, and whether every cell has room for its number."""
     spans = [span for own in computed for span in own if span.end > span.start]
     if not spans:
         return 0.0, False
     shortest = min(span.end - span.start for span in spans)
     needed = max(len(str(span.action.microbatch)) + 1 for span in spans)
-    even = int(room * shortest / simulation.makespan + 1e-9)
+    even = int(available * shortest / simulation.makespan + 1e-9)
     if even >= needed:
         return min(even, max(_WIDEST, needed)) / shortest, True
-    return room / simulation.makespan, False
+    return available / simulation.makespan, False
 
 
-def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbers: bool) -> str:
+def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbered: bool) -> str:
     row = [_IDLE] * round(columns * makespan)
     for span in own:
         label, fill = _label(span.action, chunk), _STYLE[span.action.kind][1]
-        if numbers:
+        if numbered:
             start, stop = round(columns * span.start), round(columns * span.end)
             row[start:stop] = f"{label:{fill}<{stop - start}}"[: stop - start]
         else:  # the columns whose middle is in the span
@@ -75,7 +75,7 @@ def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float
     return "".join(row)
 
 
-def _legend(simulation: Simulation, chunk: dict[int, int], numbers: bool) -> str:
+def _legend(simulation: Simulation, chunk: dict[int, int], numbered: bool) -> str:
     kinds = {span.action.kind for own in simulation.spans for span in own}
     entries = ["F forward"]
     if "backward" in kinds:
@@ -85,7 +85,7 @@ def _legend(simulation: Simulation, chunk: dict[int, int], numbers: bool) -> str
     entries.append(f"{_IDLE} idle")
     if max(chunk.values()) > 0:
         entries.append("capitals: a rank's 1st, 3rd ... stage, small: its 2nd, 4th ...")
-    if not numbers:
+    if not numbered:
         entries.append("too narrow for numbers of microbatches")
     return "; ".join(entries)
 

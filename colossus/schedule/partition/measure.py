@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -15,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import RngStreams
+from colossus.context.rng_streams import RngStreams
 from colossus.layers.batch_info import BatchInfo
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
@@ -51,7 +52,8 @@ def measure_blocks(
     """
     scratch = copy.copy(context)  # layers built under it share no weight store with the model of the run
     scratch.rng = RngStreams(context.rng.seed)
-    scratch.coalesce = False  # a weight store keeps what it coalesces: a block's weights could not be freed
+    # a weight store keeps what it coalesces: a block's weights could not be freed
+    scratch.options = dataclasses.replace(context.options, coalesce=False)
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:

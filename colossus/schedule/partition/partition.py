@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from colossus.construct.build_model import leave_on_meta
+from colossus.construct.build_model import keep_attributes_on_meta
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
-from colossus.layout.parameter import remember_order, spec_of
+from colossus.layout.parameter import record_full_order, spec_of
 from colossus.schedule.partition.balance import split_chain
 from colossus.schedule.partition.bounds import BlockCost, Split, name_ranges, stage_cost, stated_bounds
 
@@ -140,7 +140,7 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
     buffers = _stages_by(partition, lambda block: block.buffers)
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
-    remember_order(model)
+    record_full_order(model)
     for name, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None and not here.intersection(partition.stages_of[parameter_names[id(parameter)]]):
@@ -150,7 +150,7 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
                 del module._buffers[leaf]
         stages = modules.get(name, [])  # empty: owned by no block, so every rank has it
         if stages and not here.intersection(stages):
-            leave_on_meta(module)
+            keep_attributes_on_meta(module)
             module.register_forward_pre_hook(_RefuseCall(_not_on_this_rank(name, module, stages[0], partition, rank)))
     if "" not in modules:
         model.register_forward_pre_hook(_RefuseCall(_called_as_a_whole(model, partition, rank)))

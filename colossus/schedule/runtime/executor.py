@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from colossus.layers.layer import ModelParallel
+from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.runtime.transport import StageMicrobatch, Transport
-from colossus.schedule.runtime.values import ValueSpec, flatten_value, gradients, signature, unflatten_value
+from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
 #: the deferred weight gradients of one backward: each call makes one and accumulates it
 WgradTasks = list[Callable[[], None]]
@@ -126,7 +126,7 @@ class Executor:
         Raises:
             ValueError: when a stage returns what cannot be passed to the next.
         """
-        state = _State(batches, signature(batches[0]))
+        state = _State(batches, batch_signature(batches[0]))
         if self.transport is not None:
             self.transport.step_id = step_id
         last_backwards = _last_backwards(actions)
@@ -225,12 +225,13 @@ class Executor:
     def _backward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key
         if stage == self.last_stage:
-            output_gradients = [torch.ones((), dtype=state.loss_sums[0].dtype, device=state.loss_sums[0].device)]
+            # None is 1.0 to autograd; given a tensor it would import sympy, 0.5 s on each rank
+            output_gradients: list[Tensor | None] = [None]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
-            output_gradients = state.input_gradients.pop((stage + 1, microbatch))
+            output_gradients = list(state.input_gradients.pop((stage + 1, microbatch)))
         else:
             assert self.transport is not None
-            output_gradients = self.transport.wait_gradient(stage, microbatch)
+            output_gradients = list(self.transport.wait_gradient(stage, microbatch))
         edges = state.edges.pop(key)
         if edges:  # given tensors, backward would turn off torch function modes, which a recomputed forward needs
             torch.autograd.backward(edges, output_gradients)

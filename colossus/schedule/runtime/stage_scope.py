@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from colossus.random import GlobalRng
+
 
 class StageRng:
     """Inside, torch's generators have a state of their own, which goes on where it stopped; outside they are untouched.
@@ -19,29 +21,19 @@ class StageRng:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        devices = {torch.device("cpu"), device}
-        self._own = {place: torch.Generator(place).manual_seed(seed).get_state() for place in devices}
-        self._outside: dict[torch.device, Tensor] = {}
+        self._rng = GlobalRng(tuple({torch.device("cpu"), device}), torch_only=True)
+        with self._rng.preserved(seed):
+            self._own = self._outside = self._rng.get_state()
 
     def __enter__(self) -> None:
-        for device, state in self._own.items():
-            generator = _generator(device)
-            self._outside[device] = generator.get_state()
-            generator.set_state(state)
+        self._outside = self._rng.get_state()
+        self._rng.set_state(self._own)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for device, state in self._outside.items():
-            generator = _generator(device)
-            self._own[device] = generator.get_state()
-            generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index or 0]
+        self._own = self._rng.get_state()
+        self._rng.set_state(self._outside)
 
 
 class MetaTensorGuard(TorchFunctionMode):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 from torch.utils._pytree import keystr as path_string
 
-from colossus.layers.layer import ModelParallel
+from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
 from colossus.layout.activation import Activation
 
@@ -128,7 +128,7 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
     return tree_unflatten(items, spec.tree), roots
 
 
-def signature(batch: Any) -> tuple[Any, ...]:
+def batch_signature(batch: Any) -> tuple[Any, ...]:
     """Structure, shapes and dtypes of a batch: equal for two batches whose values between stages have equal specs."""
     found, tree = tree_flatten_with_path(batch)
     tensors = [(tuple(item.shape), item.dtype) for _, item in found if isinstance(item, Tensor)]
