@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colossus.arithmetic import round_up
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.registry import SEQUENCE_MODES
@@ -46,8 +47,7 @@ class SequenceSplit:
 
     def padded_length(self, num_tokens: int) -> int:
         """The smallest length from ``num_tokens`` on that divides."""
-        multiple = length_multiple(self._ring_size, self._ulysses_size)
-        return -(-num_tokens // multiple) * multiple
+        return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
 
     def order(self, num_tokens: int, device: torch.device) -> Tensor:
         """Position in the sequence of each token in zigzag order, of which shards are cut: [num_tokens].
