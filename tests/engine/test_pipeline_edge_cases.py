@@ -127,7 +127,7 @@ class Needy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "expected"),
     [
         ("bias", "object has no attribute 'bias'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
         ("buffer", "object has no attribute 'mask'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
@@ -135,8 +135,8 @@ class Needy(nn.Module):
         ("attribute", r"stage 1: \w+ on a tensor of shape \(6, 6\) that has no values here"),
     ],
 )
-def test_what_a_block_uses_without_naming_it(what: str, words: str) -> None:
-    with pytest.raises(RankError, match=words):
+def test_what_a_block_uses_without_naming_it(what: str, expected: str) -> None:
+    with pytest.raises(RankError, match=expected):
         run_ranks(2, train, lambda: Needy(what), dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
 
 

@@ -176,7 +176,7 @@ def test_threads_with_blocking_sends_come_to_an_end(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "microbatches", "options", "words"),
+    ("kind", "stages", "microbatches", "options", "message"),
     [
         ("1f1b", 0, 4, {}, "stages must be a whole number of at least 1, got 0"),
         ("1f1b", 2, 0, {}, "microbatches must be a whole number of at least 1, got 0"),
@@ -190,6 +190,6 @@ def test_threads_with_blocking_sends_come_to_an_end(name: str) -> None:
         (lambda stages, microbatches: [[], []], 2, 4, {}, "no rank computes anything"),
     ],
 )
-def test_wrong_arguments(kind: Any, stages: int, microbatches: int, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_wrong_arguments(kind: Any, stages: int, microbatches: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_schedule(kind, stages, microbatches, **options)

@@ -186,8 +186,8 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_BLOCKS)
 def test_wrong_blocks(name: str) -> None:
-    blocks, words = WRONG_BLOCKS[name]
-    with pytest.raises(ValueError, match=words):
+    blocks, message = WRONG_BLOCKS[name]
+    with pytest.raises(ValueError, match=message):
         pipeline_blocks(Given(blocks))
 
 
@@ -313,17 +313,17 @@ WRONG_SPLITS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("split", "words"), WRONG_SPLITS)
-def test_wrong_splits(split: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("split", "message"), WRONG_SPLITS)
+def test_wrong_splits(split: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_partition(meta(lambda: GPT(**SIZES)), straight(3), split)
 
 
 def test_more_stages_than_blocks() -> None:
-    words = (
+    message = (
         r"8 stages for 6 blocks \(embedding, blocks\.0 to blocks\.3, head\): every stage needs a block; use at most 6"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         make_partition(meta(lambda: GPT(**SIZES)), {stage: stage % 4 for stage in range(8)})
 
 
@@ -434,10 +434,10 @@ def test_calling_what_is_elsewhere() -> None:
             ValueError, match=r"GPT is called as a whole, .* has stage 1 of 3 only: call engine\.train_"
         ):
             held(torch.zeros(1, 6, dtype=torch.long))
-    words = (
+    message = (
         r"blocks\.3 \(TransformerBlock\) is on stage 2 \(pipeline rank 2\), but is called on rank 1: a PipelineBlock"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         model.blocks[3](torch.zeros(1, 6, 16))
     with pytest.raises(ValueError, match=r"blocks\.3\.mlp\.down \(Linear\) is on stage 2"):
         model.blocks[3].mlp.down(torch.zeros(1, 6, 64))

@@ -1,4 +1,4 @@
-"""``colossus show --timeline``: the picture in letters, in a file, and the words for a schedule that is wrong."""
+"""``colossus show --timeline``: the picture in letters, in a file, and the error for a schedule that is wrong."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--timeline=out.jpg"], "colossus: --timeline: out.jpg: the picture ends with .svg, .png, .pdf\n"),
         (["--timeline", "out"], "colossus: --timeline: out: the picture ends with .svg, .png, .pdf\n"),
@@ -161,9 +161,9 @@ def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_pictures_that_cannot_be(
-    config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["show", config, *words]) == 2
+    assert main(["show", config, *arguments]) == 2
     assert capsys.readouterr().err == message
 
 
