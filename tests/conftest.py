@@ -1,9 +1,10 @@
 """Settings for all tests."""
 
 import torch
+import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
 from hypothesis import settings
 
-import colossus.engine.initialize  # noqa: F401  here once, instead of on each forked rank
+import colossus.engine.initialize  # noqa: F401  likewise
 
 # workers are forked: the parent must never have run a multi-threaded operation
 torch.set_num_threads(1)

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forked import ForkedPython
+
+from colossus.context.local_ranks import StallDetector
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "launched" / "tiny.py"
 LAUNCH = [sys.executable, "-m", "colossus", "launch", str(TINY)]
+PATIENCE = 60.0
+"""Seconds in which nothing moves, after which a run is taken for hung."""
+#: either can be waited for, signalled and read
+Process = subprocess.Popen[str] | ForkedPython
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -25,7 +32,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(command_line: list[str], cwd: Path, **more: str) -> subprocess.Popen[str]:
+def start(command_line: list[str], cwd: Path, *, new_python: bool = False, **more: str) -> Process:
+    """``command_line`` as a process of its own: forked, see `ForkedPython`, or in a new Python."""
+    if not new_python:
+        return ForkedPython(command_line, env=environment(**more), cwd=cwd, pipes=True)
+
     def default_signals() -> None:
         # a test runner in the background has SIGINT ignored, which children would inherit
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -41,33 +52,38 @@ def start(command_line: list[str], cwd: Path, **more: str) -> subprocess.Popen[s
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    return process.returncode, out, err
+def finish(process: Process) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error), however long it takes: as long as it does anything."""
+    stall = StallDetector([process.pid], PATIENCE)
+    while True:
+        try:
+            out, err = process.communicate(timeout=2.0)
+            return process.returncode, out, err
+        except subprocess.TimeoutExpired:
+            if stall.is_stalled():
+                process.kill()
+                raise
 
 
-def launch(tmp_path: Path, *arguments: str, **more: str) -> tuple[int, str, str]:
-    return finish(start([*LAUNCH, "--run-dir", "run", *arguments], tmp_path, **more))
+def launch(tmp_path: Path, *arguments: str, new_python: bool = False, **more: str) -> tuple[int, str, str]:
+    return finish(start([*LAUNCH, "--run-dir", "run", *arguments], tmp_path, new_python=new_python, **more))
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def has_rows(process: subprocess.Popen[str], folder: Path, number: int) -> bool:
+def has_rows(process: Process, folder: Path, number: int) -> bool:
     if process.poll() is not None:
         pytest.fail(f"the run ended by itself: {finish(process)}")
     return (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= number
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(condition: Callable[[], bool], *pids: int) -> None:
+    """Wait as long as these processes do anything."""
+    stall = StallDetector(pids, PATIENCE)
     while not condition():
-        assert time.monotonic() < deadline, "waited for a minute in vain"
+        assert not stall.is_stalled(), f"nothing has moved for {PATIENCE:.0f} s"
         time.sleep(0.05)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._dynamo  # every optimizer imports it: here once, instead of on each forked rank
 from helpers.ranks import run_ranks
 from torch import Tensor
 

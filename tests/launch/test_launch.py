@@ -19,6 +19,7 @@ from helpers.launching import (
     LAUNCH,
     ROOT,
     TINY,
+    Process,
     children,
     environment,
     finish,
@@ -37,7 +38,7 @@ from colossus.launch.run_folder import default_folder
 
 
 def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
-    code, out, err = launch(tmp_path)
+    code, out, err = launch(tmp_path, new_python=True)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "tiny: data 2, 2 process(es) on cpu"
@@ -65,7 +66,7 @@ def test_overrides_and_a_dollar_sign_reach_the_workers(tmp_path: Path) -> None:
 
 def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path))
+    code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, new_python=True))
     assert code == 0
     assert out.count("done: 5 steps") == 1
     (folder,) = (tmp_path / "runs").iterdir()
@@ -182,20 +183,25 @@ def test_two_nodes_share_a_folder_and_the_culprits_node_prints_the_block(tmp_pat
 
 
 @pytest.fixture
-def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
     overrides = ["train.steps=100000", "train.eval_every=0"]
-    process = start([*LAUNCH, "--run-dir", "run", *overrides], tmp_path, STEP_SECONDS="0.02")
+    command_line = [*LAUNCH, "--run-dir", "run", *overrides]
+    process = start(command_line, tmp_path, new_python=getattr(request, "param", False), STEP_SECONDS="0.02")
     try:
-        wait_for(lambda: has_rows(process, tmp_path / "run", 3))
+        wait_for(lambda: has_rows(process, tmp_path / "run", 3), process.pid)
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("long_run", "signum", "code"),
+    [(True, signal.SIGINT, 130), (False, signal.SIGINT, 130), (False, signal.SIGTERM, 143)],
+    indirect=["long_run"],
+)
 def test_a_signal_stops_all_ranks_after_a_whole_step(
-    tmp_path: Path, long_run: subprocess.Popen[str], signum: signal.Signals, code: int
+    tmp_path: Path, long_run: Process, signum: signal.Signals, code: int
 ) -> None:
     ranks = children(long_run.pid)
     assert len(ranks) == 2
@@ -210,22 +216,22 @@ def test_a_signal_stops_all_ranks_after_a_whole_step(
     assert not (tmp_path / "run" / "failures").exists()
 
 
-def test_a_signal_to_one_rank_stops_all(tmp_path: Path, long_run: subprocess.Popen[str]) -> None:
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path, long_run: Process) -> None:
     os.kill(children(long_run.pid)[1], signal.SIGTERM)
     code, out, err = finish(long_run)
     assert (code, err) == (143, "")
     assert "stopped by SIGTERM after step" in out
 
 
-def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, long_run: subprocess.Popen[str]) -> None:
+def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, long_run: Process) -> None:
     ranks = children(long_run.pid)
     long_run.kill()
-    wait_for(lambda: not any(is_running(rank) for rank in ranks))
+    wait_for(lambda: not any(is_running(rank) for rank in ranks), *ranks)
 
 
 def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     process = start([*LAUNCH, "--run-dir", "run"], tmp_path, TROUBLE="hang")
-    wait_for(lambda: has_rows(process, tmp_path / "run", 2))
+    wait_for(lambda: has_rows(process, tmp_path / "run", 2), process.pid)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert (code, err) == (143, "")

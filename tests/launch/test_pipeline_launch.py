@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.launching import LAUNCH, finish, rows_of, start
+from helpers.launching import FOREIGN, LAUNCH, finish, rows_of, start
+
+from colossus.launch import command
 
 STAGES = Path(__file__).parents[1] / "helpers" / "launched" / "stages.py"
 COMMAND = [*LAUNCH[:-1], str(STAGES), "--run-dir", "run"]
@@ -29,6 +31,19 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert losses == pytest.approx(reference, rel=1e-5)
 
 
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(*arguments: object) -> int:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr(command, "_launch", refuse)
+
+
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -39,16 +54,21 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
         (["parallel.pipeline.split=[1, 2]"], "1 + 2 = 3, but the model has 2 blocks"),
     ],
 )
-def test_refused_before_any_process(tmp_path: Path, overrides: list[str], message: str) -> None:
-    code, out, err = run(tmp_path, *overrides)
-    assert code == 2, out + err
-    assert message in err
+def test_refused_before_any_process(
+    tmp_path: Path, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.run(str(STAGES), overrides, run_dir="run") == 2
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "failures").exists()
 
 
-def test_a_bad_schedule_is_refused_with_its_first_bad_action(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path, CIRCLE="1")
-    assert code == 2
+@pytest.mark.usefixtures("no_processes")
+def test_a_bad_schedule_is_refused_with_its_first_bad_action(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CIRCLE", "1")
+    assert command.run(str(STAGES), [], run_dir="run") == 2
+    err = capsys.readouterr().err
     assert "stages.py: schedule" in err
     assert "rank 0, action 0 (backward of microbatch 3 on stage 0) needs the forward of microbatch 3" in err
 

@@ -7,9 +7,7 @@ that processes take to start. The last tests go through the launcher.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # every optimizer imports it: here once, instead of on each forked rank
+from helpers.launching import finish, start
 from helpers.ranks import run_ranks
 
 from colossus.cli.main import main
@@ -38,8 +36,6 @@ from colossus.verify.difference import (
     difference_of_numbers,
 )
 from colossus.verify.records import ParameterInfo, row_fingerprints
-
-ROOT = Path(__file__).parents[2]
 
 DATA = """
 import os
@@ -766,11 +762,8 @@ def test_the_recorder_is_the_hook_of_both_runs(tmp_path: Path) -> None:
 # -- through the launcher -------------------------------------------------------------------------------------
 
 
-def from_outside(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "colossus", "verify", *words]
-    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+def from_outside(tmp_path: Path, *words: str) -> tuple[int, str, str]:
+    return finish(start([sys.executable, "-m", "colossus", "verify", *words], tmp_path, TMPDIR=str(tmp_path)))
 
 
 def leftovers(tmp_path: Path) -> list[str]:
@@ -779,21 +772,23 @@ def leftovers(tmp_path: Path) -> list[str]:
 
 def test_launched_runs_are_compared_and_leave_nothing(tmp_path: Path) -> None:
     text = textwrap.dedent(HALVED).replace("{ranks}", "[0]") + NET
-    done = from_outside(tmp_path, str(config_file(tmp_path, text, "Halved()")), "parallel.tensor=2", "--steps", "1")
-    assert (done.returncode, done.stderr) == (3, "")
-    lines = done.stdout.splitlines()
+    code, out, err = from_outside(
+        tmp_path, str(config_file(tmp_path, text, "Halved()")), "parallel.tensor=2", "--steps", "1"
+    )
+    assert (code, err) == (3, "")
+    lines = out.splitlines()
     assert lines[0].startswith("user: one process, float64, 1 process ... done in ")
     assert lines[1].startswith("user: data 1 x tensor 2 (1d), float64, 2 processes ... done in ")
-    assert "DIFFERENT at step 1: the gradient of middle.weight\n" in done.stdout
+    assert "DIFFERENT at step 1: the gradient of middle.weight\n" in out
     assert leftovers(tmp_path) == []
 
 
 def test_a_crash_is_reported_as_launch_reports_it(tmp_path: Path) -> None:
     text = NET.replace("self.down(self.middle", "self.gone(self.middle")
-    done = from_outside(tmp_path, str(config_file(tmp_path, text)), "parallel.data=2")
-    assert done.returncode == 1
-    assert "run failed: rank 0 at step 1" in done.stderr
-    assert "'Net' object has no attribute 'gone'" in done.stderr
-    assert "the run in one process failed, so nothing was compared" in done.stderr
+    code, _, err = from_outside(tmp_path, str(config_file(tmp_path, text)), "parallel.data=2")
+    assert code == 1
+    assert "run failed: rank 0 at step 1" in err
+    assert "'Net' object has no attribute 'gone'" in err
+    assert "the run in one process failed, so nothing was compared" in err
     assert not [name for name in leftovers(tmp_path) if name.endswith(".pt")]
     assert "rank0.json" in leftovers(tmp_path)
