@@ -23,9 +23,9 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import share_of_batch
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
-from colossus.layers.layer import model_parallel_of
+from colossus.data.batch import shard_of_batch
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
 
 ROOT = Path(colossus.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
@@ -188,16 +188,16 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs, gradients of images, and whole parameters and gradients, with the rank's place in the batch."""
     config = load_config(dict(parallel=dict(tensor=tensor), device="cpu"))
     context = ParallelContext.from_config(config)
-    door = model_parallel_of(context).regions.user.batch
-    at, count = (context.index(door), context.size(door)) if door else (0, 1)
+    axes = model_parallel_of(context).regions.user.batch
+    at, count = (context.index(axes), context.size(axes)) if axes else (0, 1)
     cases = []
     for case, options in enumerate(PATCHES):
         model: Any = colossus.build(
             lambda options=options: layers.PatchEmbedding(*options), context, dtype=torch.float64
         )
-        images = share_of_batch(numbers(BATCH, options[0], 6, 12, seed=case), at, count).clone().requires_grad_()
+        images = shard_of_batch(numbers(BATCH, options[0], 6, 12, seed=case), at, count).clone().requires_grad_()
         out = model(images)
-        (out * share_of_batch(numbers(BATCH, *out.shape[1:], seed=case + 50), at, count)).sum().backward()
+        (out * shard_of_batch(numbers(BATCH, *out.shape[1:], seed=case + 50), at, count)).sum().backward()
         for parameter in model.parameters():
             axes = gradient_sum_axes(parameter, context)
             if axes:
@@ -223,8 +223,8 @@ def test_patch_embedding_is_the_convolution(plan: str) -> None:
         for rank, cases in enumerate(results):
             found = cases[case]
             where = f"case {case}, rank {rank}"
-            close(found["output"], share_of_batch(wanted.detach(), *found["place"]), f"{where}, output")
-            close(found["gradient of images"], share_of_batch(images.grad, *found["place"]), f"{where}, images")
+            close(found["output"], shard_of_batch(wanted.detach(), *found["place"]), f"{where}, output")
+            close(found["gradient of images"], shard_of_batch(images.grad, *found["place"]), f"{where}, images")
             assert found["gradients"].keys() == dict(conv.named_parameters()).keys()
             for name, grad in found["gradients"].items():
                 close(grad, getattr(conv, name).grad.view_as(grad), f"{where}, gradient of {name}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from colossus.context.rng import RngStreams, hash_key
+from colossus.context.rng_streams import RngStreams
+from colossus.random import GLOBAL_RNG, GlobalRng, hash_key
 
 CPU = torch.device("cpu")
 
@@ -200,3 +203,43 @@ def test_global_generators_are_left_alone() -> None:
     draw(rng)
     torch.rand(3, generator=rng.named("a"))
     assert torch.equal(torch.rand(2), expected)
+
+
+def _drawn() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+def test_global_generators_are_seeded_and_put_back() -> None:
+    with GLOBAL_RNG.preserved(5):
+        expected = _drawn()
+        with GLOBAL_RNG.preserved():
+            inner = _drawn()
+        assert _drawn() == inner
+    state = GLOBAL_RNG.get_state()
+    following = _drawn()
+    GLOBAL_RNG.set_state(state)
+
+    @GLOBAL_RNG.preserved(5)
+    def fails() -> None:
+        assert _drawn() == expected
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert _drawn() == following
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    assert _drawn() == expected
+
+
+def test_only_torchs_generator_where_asked() -> None:
+    with GLOBAL_RNG.preserved(3):
+        first = _drawn()
+    with GLOBAL_RNG.preserved(3):
+        with GlobalRng(torch_only=True).preserved(4):
+            other = _drawn()
+        assert other[0] != first[0]
+        assert other[1:] == first[1:]
+        assert torch.rand(()).item() == first[0]
+        assert random.random() != first[1]

@@ -1,8 +1,4 @@
-"""Building a model on the meta device, and giving every parameter its values afterwards.
-
-Plain parameters and buffers get what the constructor wrote (see `trace`), under a generator seeded by the run's seed
-and their full name: it does not depend on the plan. Parameters of our own layers are drawn from their specs.
-"""
+"""The local buffers of layers' parameters: on meta while a model is built, drawn from their specs afterwards."""
 
 from __future__ import annotations
 
@@ -15,18 +11,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.construct.init_trace import HideMeta, InitTrace
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import hash_key
 
 _traces: list[InitTrace] = []
 
 
-def is_recording() -> bool:
+def is_building() -> bool:
     return bool(_traces)
 
 
-def record(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:
-    """Run ``factory`` under a trace. ``seed``: of random numbers the factory wants to see at once."""
+def trace_constructor(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:
+    """What ``factory`` returns when it is run under a trace, and the trace. ``seed``: as of `InitTrace`."""
     trace = InitTrace(seed)
     _traces.append(trace)
     try:
@@ -39,7 +35,11 @@ def record(factory: Callable[[], Any], seed: int) -> tuple[Any, InitTrace]:
 def allocate(
     shape: tuple[int, ...], spec: ParameterSpec, context: ParallelContext, dtype: torch.dtype | None
 ) -> Tensor:
-    """The buffer of a layer's parameter: on meta while a model is built, else drawn at once.
+    """The buffer of a layer's parameter, ``shape`` on this rank: on meta while a model is built, else drawn at once.
+
+    Args:
+        shape: local: the shards of ``spec`` below each other.
+        dtype: None for torch's default.
 
     Raises:
         ValueError: for a parameter that is split over ranks outside of a build: it has no name to draw from.
@@ -47,7 +47,7 @@ def allocate(
     if _traces:
         with _disable_current_modes():
             buffer = torch.empty(shape, dtype=dtype, device="meta")
-        _traces[-1].protect(buffer, spec)
+        _traces[-1].mark_sharded(buffer, spec)
         return buffer
     if context.world_size > 1:
         raise ValueError(
@@ -55,7 +55,7 @@ def allocate(
             f"the model as a class or function to colossus.initialize(model=...) or colossus.build(...)"
         )
     key = int(torch.randint(2**62, ()).item())
-    return draw(spec, shape, context, key_of=lambda part: hash_key(key, part), dtype=dtype, device=context.device)
+    return draw(spec, shape, context, key_of=lambda name: hash_key(key, name), dtype=dtype, device=context.device)
 
 
 def draw(
@@ -67,12 +67,16 @@ def draw(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Tensor:
-    """The rank's buffer of a spec: every piece drawn by its own key, zeros where a box is uneven."""
+    """This rank's buffer of a spec, ``shape``: every shard drawn by its own key, zeros behind a box that is not full.
+
+    Args:
+        key_of: from the name of a shard within its module to the key of its logical parameter.
+    """
     dtype = dtype or torch.get_default_dtype()
     out = torch.zeros(shape, dtype=dtype)
-    for piece in spec.shards:
-        box = piece.layout.box(piece.shape, context.grid.sizes, context.coordinates)
-        value = torch.from_numpy(piece.init(key_of(piece.part), piece.shape, box))
-        part = out[piece.rows[0] : piece.rows[1]]
-        part[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
+    for shard in spec.shards:
+        box = shard.layout.box(shard.shape, context.grid.sizes, context.coordinates)
+        value = torch.from_numpy(shard.init(key_of(shard.name), shard.shape, box))
+        rows = out[shard.rows[0] : shard.rows[1]]
+        rows[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
     return out.to(device)

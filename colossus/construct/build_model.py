@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,6 +15,7 @@ from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.random import GLOBAL_RNG
 
 
 def build(
@@ -31,25 +29,27 @@ def build(
     """The model that ``factory`` makes, with this rank's shards only.
 
     Initial values depend on the context's seed, the full name and the full shape of each parameter, not on the plan.
-    So do those of tensors that the constructor computes from others, but to have one of them all are computed once.
+    That holds for tensors that the constructor computes from other tensors too; for one of these, all that it is
+    computed from are materialised once. Inside the factory Python's, numpy's and torch's global generators give the
+    same numbers on every rank; they are put back afterwards.
 
     Args:
         factory: a class or function without arguments.
         context: by default the current one.
         dtype: of all floating-point parameters and buffers; by default what the constructor chose.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
-        prepare: gets the whole model on the meta device, and may set parameters and buffers of it to None: these are
-            never brought to life, and the values of the others are what they are without it. See also `leave_on_meta`.
-            A build inside of a build ignores it.
+        prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
+            None: these are never materialised, and the values of the others are what they are without it. See also
+            `keep_attributes_on_meta`. A build inside of a build ignores it.
 
     Raises:
         ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
     """
-    if allocate.is_recording():
+    if allocate.is_building():
         return factory()  # the build around this one does the rest
     context = context or current_context()
-    with context, _seeded_globals(context.rng.key("init", "numpy")):
-        model, trace = allocate.record(factory, context.rng.key("init", "constructor"))
+    with context, GLOBAL_RNG.preserved(context.rng.key("init", "numpy")):
+        model, trace = allocate.trace_constructor(factory, context.rng.key("init", "constructor"))
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
     for name, module in model.named_modules():
@@ -61,19 +61,19 @@ def build(
             spec.name = name
     dropped: dict[int, Tensor] = {}
     if prepare is not None:
-        _Walk(partial(_reserve, trace, context)).run(model)
+        _TensorReplacer(partial(_fix_seed, trace, context)).run(model)
         before = _registered(model)
         with context:
             prepare(model)
         after = _registered(model)
         dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        _Walk(_Materializer(trace, context, dtype).make, dropped).run(model)
+        _TensorReplacer(_Materializer(trace, context, dtype).materialize, dropped).run(model)
     return model
 
 
-def leave_on_meta(module: nn.Module) -> None:
-    """For ``prepare``: what this module holds as plain attributes is not brought to life."""
+def keep_attributes_on_meta(module: nn.Module) -> None:
+    """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
     vars(module)["_colossus_on_meta"] = True
 
 
@@ -81,82 +81,84 @@ def _registered(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
-class _Walk:
-    """Puts what ``act`` makes of each tensor in its place: once for each tensor, so that ties stay.
+class _TensorReplacer:
+    """Replaces every tensor of a model by ``replace`` of it: once for each tensor, so that tied ones stay tied.
 
     Args:
-        act: takes a tensor, the name of the module that holds it first, and its name there.
-        dropped: by id, tensors that are left as they are where attributes still refer to them.
+        replace: takes a tensor, the name of the module that holds it first, and its name there.
+        dropped: by id, tensors that are left as they are where plain attributes still refer to them.
     """
 
-    def __init__(self, act: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None) -> None:
-        self._act = act
+    def __init__(
+        self, replace: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None
+    ) -> None:
+        self._replace = replace
         self._dropped = dropped or {}
-        self._made: dict[int, Tensor] = {}
-        self._entered: set[int] = set()
-        self._made_from: list[Tensor] = []  # keeps the ids above from being used again
+        self._replacements: dict[int, Tensor] = {}
+        self._containers: set[int] = set()
+        self._originals: list[Tensor] = []  # keeps the ids above from being used again
 
     def run(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    module._parameters[leaf] = self._of(parameter, path, leaf)
+                    module._parameters[leaf] = self._replacement(parameter, path, leaf)
             for leaf, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[leaf] = self._of(buffer, path, leaf)
+                    module._buffers[leaf] = self._replacement(buffer, path, leaf)
         for path, module in model.named_modules():  # RNNs, for one, keep a list of their parameters
-            own = vars(module)
-            if "_colossus_on_meta" in own:
+            attributes = vars(module)
+            if "_colossus_on_meta" in attributes:
                 continue
-            for leaf in [leaf for leaf in own if leaf not in ("_parameters", "_buffers", "_modules")]:
-                own[leaf] = self._inside(own[leaf], path, leaf)
+            for leaf in [leaf for leaf in attributes if leaf not in ("_parameters", "_buffers", "_modules")]:
+                attributes[leaf] = self._replace_in(attributes[leaf], path, leaf)
 
-    def _inside(self, value: Any, path: str, leaf: str) -> Any:
-        """``value`` with the tensors in it, as far as lists, tuples and dicts go."""
+    def _replace_in(self, value: Any, path: str, leaf: str) -> Any:
+        """``value`` with its tensors replaced. Lists and dicts change in place: others may refer to them."""
         if isinstance(value, Tensor):
-            is_left = not value.is_meta or id(value) in self._dropped
-            return value if is_left else self._of(value, path, leaf)
+            stays = not value.is_meta or id(value) in self._dropped
+            return value if stays else self._replacement(value, path, leaf)
         if type(value) is tuple:
-            return tuple(self._inside(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
-        if type(value) in (list, dict) and id(value) not in self._entered:
-            self._entered.add(id(value))
+            return tuple(self._replace_in(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
+        if type(value) in (list, dict) and id(value) not in self._containers:
+            self._containers.add(id(value))
             for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-                value[key] = self._inside(item, path, f"{leaf}.{key}")
+                value[key] = self._replace_in(item, path, f"{leaf}.{key}")
         return value
 
-    def _of(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        if id(tensor) not in self._made:
-            self._made_from.append(tensor)
+    def _replacement(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+        if id(tensor) not in self._replacements:
+            self._originals.append(tensor)
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ValueError(
                     f"{_join(path, leaf)} gets its shape at the first forward pass (a lazy module): give it its sizes"
                 )
-            self._made[id(tensor)] = self._act(tensor, path, leaf)
-        return self._made[id(tensor)]
+            self._replacements[id(tensor)] = self._replace(tensor, path, leaf)
+        return self._replacements[id(tensor)]
 
 
-def _reserve(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
+def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
     """Give a recorded tensor the seed that it has in the whole model."""
     if tensor.is_meta and spec_of(tensor) is None:
-        trace.reserve(tensor, context.rng.key("init", _join(path, leaf)))
+        trace.fix_seed(tensor, context.rng.key("init", _join(path, leaf)))
     return tensor
 
 
 class _Materializer:
-    """Makes the real tensor in the place of one that a constructor left on the meta device."""
+    """Makes the tensor with values in the place of one that a constructor left on the meta device."""
 
     def __init__(self, trace: InitTrace, context: ParallelContext, dtype: torch.dtype | None) -> None:
         self.trace, self.context, self.dtype = trace, context, dtype
 
-    def make(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
+    def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         name = _join(path, leaf)
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._plain(tensor, name))
+            return self._cast(self._traced_value(tensor, name))
         spec = spec_of(tensor)
         if spec is not None and tensor.is_meta:
-            value = self._drawn(tensor, path, leaf, spec)
+            value = self._draw_shards(tensor, path, leaf, spec)
         else:
-            value = self._cast(self._plain(tensor, name))
+            value = self._cast(self._traced_value(tensor, name))
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -165,40 +167,27 @@ class _Materializer:
             real._backward_hooks = tensor._backward_hooks
         return real
 
-    def _drawn(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
-        if not self.trace.protects(tensor):
+    def _draw_shards(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
+        if not self.trace.is_sharded(tensor):
             raise ValueError(
                 f"{_join(path, leaf)} was given other values (.data = ...) while the model was built, but a sharded "
                 f"parameter draws them from its name and full shape: pass init=... to the layer (see "
                 f"colossus.layers.init)"
             )
 
-        def key_of(part: str) -> int:
-            return self.context.rng.key("init", _join(path, part, leaf))
+        def key_of(shard_name: str) -> int:
+            return self.context.rng.key("init", _join(path, shard_name, leaf))
 
-        kind = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
         return allocate.draw(
-            spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=kind, device=self.context.device
+            spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=dtype, device=self.context.device
         )
 
-    def _plain(self, tensor: Tensor, name: str) -> Tensor:
+    def _traced_value(self, tensor: Tensor, name: str) -> Tensor:
         return self.trace.value(tensor, self.context.rng.key("init", name)) if tensor.is_meta else tensor
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.context.device, self.dtype if value.is_floating_point() else None)
-
-
-@contextmanager
-def _seeded_globals(seed: int) -> Iterator[None]:
-    """Python's and numpy's generators give a constructor the same numbers on every rank, and are put back after it."""
-    python, arrays = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)
 
 
 def _join(*parts: str) -> str:

@@ -25,7 +25,7 @@ _SHORT_ROW = 2048  # words that take as long to draw as one call
 
 
 def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """``count`` words of the stream of ``key`` from word ``start``, a multiple of four."""
+    """``count`` 64-bit words of the Philox stream of ``key`` from word ``start``, a multiple of four."""
     assert start % _WORDS == 0
     generator = np.random.Philox(key=key)
     generator.advance(start // _WORDS)
@@ -33,7 +33,13 @@ def _raw(key: int, start: int, count: int) -> np.ndarray[Any, np.dtype[np.uint64
 
 
 def uniform_box(key: int, shape: tuple[int, ...], box: Box) -> Array:
-    """Uniforms in (0, 1), the box of a tensor of ``shape``. The midpoints of 2^52 cells: never 0 or 1."""
+    """Uniforms in (0, 1): a box of the tensor of full ``shape`` that belongs to ``key``.
+
+    They are midpoints of 2^52 cells, so never 0 or 1.
+
+    Returns:
+        ``[stop - start for each dim of the box]``.
+    """
     if not shape:
         return uniform_box(key, (1,), ((0, 1),)).reshape(())
     out = np.empty([stop - start for start, stop in box])
@@ -71,6 +77,8 @@ def _to_unit(words: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
 
 @dataclass(frozen=True)
 class Constant:
+    """The same value everywhere."""
+
     value: float = 0.0
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
@@ -79,7 +87,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class ZeroRow:
-    """As another initializer draws, but one row of dim 0 zero."""
+    """What another initializer draws, but for one row of dim 0, which is zero (the padding of an embedding)."""
 
     draw: Callable[[int, tuple[int, ...], Box], Array]
     row: int

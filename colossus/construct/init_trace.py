@@ -1,14 +1,14 @@
-"""Recording what a constructor does to its tensors, and doing it later. (The idea is that of torchdistX.)
+"""Deferred initialisation: record what a constructor does to its tensors, and do it later. (As torchdistX does.)
 
-While a model is built under `InitTrace`, nothing is allocated: tensors are made on the meta device and the operations
-on them are recorded by storage. A value is had afterwards by running the operations that touch it, each once and in the
-order in which they were written, so that copies, views and weights computed from weights come out as in plain torch.
+While a model is built under `InitTrace` nothing is allocated. Tensors are made on the meta device, and operations on
+them are recorded by the storages that they read or write. A value is computed afterwards by running the operations
+connected with its storage, each once and in the recorded order: copies, views and weights computed from other weights
+come out as in plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossus.context.rng import hash_key
 from colossus.layout.parameter import ParameterSpec
+from colossus.random import GlobalRng, hash_key
 
 _aten = torch.ops.aten
+_TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 #: operation -> what gives the same tensor on meta
 _ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
 
 
 class HideMeta(TorchFunctionMode):
-    """Lets a constructor take recorded tensors for real ones: some of `torch.nn.init` does nothing on a meta tensor."""
+    """Hides from a constructor that its tensors are on meta, where some of `torch.nn.init` would do nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,48 +44,51 @@ class HideMeta(TorchFunctionMode):
 class InitTrace(TorchDispatchMode):
     """Makes every new tensor a meta tensor and records the operations on it.
 
+    Where the constructor needs a value at once (``.item()``, a shape that depends on values, a copy to a device), what
+    it depends on is run there and then.
+
     Args:
-        seed: of random numbers that the constructor wants to see (``torch.rand(()).item()``).
+        seed: of random numbers whose values are needed at once (``torch.rand(()).item()``).
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
-        self._looks = 0
-        self._operations: list[_Operation] = []
-        self._touching: dict[int, list[_Operation]] = {}
-        self._real: dict[int, torch.UntypedStorage] = {}
-        self._seeds: dict[int, int] = {}
+        self._num_seeds_drawn = 0
+        self._num_ops = 0
+        self._ops_by_storage: dict[int, list[_RecordedOp]] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._fixed_seeds: dict[int, int] = {}
         self._sharded: dict[int, ParameterSpec] = {}
-        self._keep: list[torch.UntypedStorage] = []
+        self._alive: list[torch.UntypedStorage] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first call (1.6 s a rank)."""
+        """False: else torch wraps `__torch_dispatch__` and imports torch._dynamo at its first op (1.6 s a rank)."""
         return False
 
-    def protect(self, buffer: Tensor, spec: ParameterSpec) -> None:
-        """Operations that write to this buffer raise: its values come from its spec."""
-        self._sharded[_key(buffer)] = spec
-        self._keep.append(buffer.untyped_storage())
+    def mark_sharded(self, buffer: Tensor, spec: ParameterSpec) -> None:
+        """Remember that this buffer is drawn from its spec: operations that write to it raise."""
+        self._sharded[_storage_id(buffer)] = spec
+        self._alive.append(buffer.untyped_storage())
 
-    def protects(self, buffer: Tensor) -> bool:
-        return _key(buffer) in self._sharded
+    def is_sharded(self, buffer: Tensor) -> bool:
+        return _storage_id(buffer) in self._sharded
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            return self._handle(func, args, kwargs or {})
+            return self._record_or_run(func, args, kwargs or {})
 
-    def _handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         metas = [leaf for leaf in inputs if leaf.is_meta]
         makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
         written = list(_written(func, args, kwargs))
         for leaf in written:
-            if _key(leaf) in self._sharded:
-                raise ValueError(_write_refusal(func, self._sharded[_key(leaf)]))
+            if _storage_id(leaf) in self._sharded:
+                raise ValueError(_write_refusal(func, self._sharded[_storage_id(leaf)]))
         only_real = not metas and not (makes_tensor and not inputs)
         if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
             return self._run_now(func, args, kwargs, written)
@@ -92,88 +96,92 @@ class InitTrace(TorchDispatchMode):
         if makes_tensor:
             meta_kwargs["device"] = _META
         meta_kwargs.pop("generator", None)
-        operation = _Operation(func, tree_map(_snapshot, args), tree_map(_snapshot, kwargs), [])
+        op = _RecordedOp(func, tree_map(_as_ref, args), tree_map(_as_ref, kwargs))
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
             out = args[0] if _keeps_its_shape(func) else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
-        operation.outputs = [_snapshot(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self._note(operation)
-        if func is _aten._to_copy.default and self.protects(args[0]):
-            self.protect(out, self._sharded[_key(args[0])])
+        op.outputs = [_as_ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._append(op)
+        if func is _aten._to_copy.default and self.is_sharded(args[0]):
+            self.mark_sharded(out, self._sharded[_storage_id(args[0])])
         return out
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
-        args, kwargs = tree_map(self._look, (args, kwargs))
-        for leaf in written:  # who read the old value reads it now
-            self._run_all(_key(leaf), self._next_seed())
+        args, kwargs = tree_map(self._read_now, (args, kwargs))
+        for leaf in written:  # recorded operations that read the old value must run before it is overwritten
+            self._run_connected(_storage_id(leaf), self._next_seed())
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        with _seeded(self._next_seed()):
+        with _TORCH_RNG.preserved(self._next_seed()):
             return func(*args, **kwargs)
 
-    def _look(self, leaf: Any) -> Any:
-        """The value of a meta tensor that the constructor needs at once."""
+    def _read_now(self, leaf: Any) -> Any:
+        """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.value(leaf, self._next_seed())
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
 
     def _next_seed(self) -> int:
-        self._looks += 1
-        return hash_key(self._seed, self._looks)
+        self._num_seeds_drawn += 1
+        return hash_key(self._seed, self._num_seeds_drawn)
 
-    def _note(self, operation: _Operation) -> None:
-        self._operations.append(operation)
-        operation.index = len(self._operations)
-        for storage in operation.storages():
-            self._keep.append(storage)
-            self._touching.setdefault(storage._cdata, []).append(operation)
+    def _append(self, op: _RecordedOp) -> None:
+        op.index = self._num_ops
+        self._num_ops += 1
+        for storage in op.storages():
+            self._alive.append(storage)
+            self._ops_by_storage.setdefault(storage._cdata, []).append(op)
 
-    def reserve(self, tensor: Tensor, seed: int) -> None:
-        """Fix the seed of all operations that the value of a recorded meta tensor takes, unless it is fixed already.
+    def fix_seed(self, tensor: Tensor, seed: int) -> None:
+        """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed.
 
-        With one reservation for every tensor, values do not depend on which of them are asked for.
+        With the seed of every tensor fixed, in an order that does not depend on the plan, values do not depend on which
+        tensors are asked for.
         """
-        if _key(tensor) not in self._seeds:
-            _, connected = self._connected(_key(tensor))
-            self._seeds.update(dict.fromkeys(connected, seed))
+        if _storage_id(tensor) not in self._fixed_seeds:
+            _, connected = self._connected(_storage_id(tensor))
+            self._fixed_seeds.update(dict.fromkeys(connected, seed))
 
     def value(self, tensor: Tensor, seed: int) -> Tensor:
         """The real value of a recorded meta tensor; it shares the memory of whatever it shared it with when recorded.
 
         Args:
-            seed: of torch's generator for what has not been run before, and has no seed reserved.
+            seed: of torch's generator, for operations that have not run yet and have no fixed seed.
         """
-        self._run_all(_key(tensor), seed)
+        self._run_connected(_storage_id(tensor), seed)
         with _disable_current_modes(), torch.no_grad():
-            return self._lower(_snapshot(tensor))
+            return self._to_real(_as_ref(tensor))
 
-    def _run_all(self, key: int, seed: int) -> None:
-        """Run all operations connected with a storage in their order: each sees what it saw in the constructor."""
+    def _run_connected(self, key: int, seed: int) -> None:
+        """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
         pending, _ = self._connected(key)
         if pending:
-            with _disable_current_modes(), _seeded(self._seeds.get(key, seed)), torch.no_grad():
+            with _disable_current_modes(), _TORCH_RNG.preserved(self._fixed_seeds.get(key, seed)), torch.no_grad():
                 for index in sorted(pending):
-                    pending[index].run(self._lower, self._real)
+                    pending[index].run(self._to_real, self._storages)
 
-    def _connected(self, key: int) -> tuple[dict[int, _Operation], set[int]]:
-        """What has not been run of the operations connected with a storage, and all storages that these touch."""
-        pending: dict[int, _Operation] = {}
+    def _connected(self, key: int) -> tuple[dict[int, _RecordedOp], set[int]]:
+        """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
+
+        Two storages are connected when one operation touches both.
+        """
+        pending: dict[int, _RecordedOp] = {}
         todo, seen = [key], set[int]()
         while todo:
             key = todo.pop()
             if key in seen:
                 continue
             seen.add(key)
-            for operation in self._touching.get(key, ()):
-                if not operation.is_done and operation.index not in pending:
-                    pending[operation.index] = operation
-                    todo.extend(storage._cdata for storage in operation.storages())
+            for op in self._ops_by_storage.get(key, ()):
+                if not op.has_run and op.index not in pending:
+                    pending[op.index] = op
+                    todo.extend(storage._cdata for storage in op.storages())
         return pending, seen
 
-    def _lower(self, leaf: Any) -> Any:
-        if not isinstance(leaf, _Ref):
+    def _to_real(self, leaf: Any) -> Any:
+        if not isinstance(leaf, _TensorRef):
             return _CPU if isinstance(leaf, torch.device) else leaf
         if leaf.key in self._sharded:
             raise ValueError(
@@ -181,17 +189,17 @@ class InitTrace(TorchDispatchMode):
                 f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
                 f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the build"
             )
-        if leaf.key not in self._real:
+        if leaf.key not in self._storages:
             raise ValueError("a tensor made while the model was built has no value: it was made on the meta device")
         real = torch.empty(0, dtype=leaf.dtype)
-        real.set_(self._real[leaf.key], leaf.offset, leaf.size, leaf.stride)
+        real.set_(self._storages[leaf.key], leaf.offset, leaf.size, leaf.stride)
         if leaf.is_conj:
             real = real.conj()
         return real._neg_view() if leaf.is_neg else real
 
 
 @dataclass(frozen=True)
-class _Ref:
+class _TensorRef:
     """A meta tensor as it was when an operation met it (``t_()`` and the like change it later)."""
 
     storage: torch.UntypedStorage
@@ -207,28 +215,31 @@ class _Ref:
         return self.storage._cdata
 
 
-class _Operation:
-    def __init__(self, func: Any, args: Any, kwargs: Any, outputs: list[_Ref]) -> None:
-        self.func, self.args, self.kwargs, self.outputs = func, args, kwargs, outputs
+class _RecordedOp:
+    """One operation with its arguments as they were; meta tensors among them are `_TensorRef`."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.outputs: list[_TensorRef] = []
         self.index = 0
-        self.is_done = False
+        self.has_run = False
 
     def storages(self) -> list[torch.UntypedStorage]:
         leaves = (*tree_leaves((self.args, self.kwargs)), *self.outputs)
-        refs = [leaf.storage for leaf in leaves if isinstance(leaf, _Ref)]
+        refs = [leaf.storage for leaf in leaves if isinstance(leaf, _TensorRef)]
         return refs + [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def run(self, lower: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = tree_map(lower, (self.args, self.kwargs))
+    def run(self, to_real: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
+        args, kwargs = tree_map(to_real, (self.args, self.kwargs))
         results = [leaf for leaf in tree_leaves(self.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
         for ref, real in zip(self.outputs, results, strict=True):
             if ref.key not in storages:
                 storages[ref.key] = _storage_like(real, ref)
-        self.is_done = True
+        self.has_run = True
         self.args, self.kwargs, self.outputs = (), {}, []
 
 
-def _storage_like(real: Tensor, ref: _Ref) -> torch.UntypedStorage:
+def _storage_like(real: Tensor, ref: _TensorRef) -> torch.UntypedStorage:
     """A storage in which ``ref`` is ``real``, whatever strides the operation chose on this device."""
     if (real.storage_offset(), real.size(), real.stride()) == (ref.offset, ref.size, ref.stride):
         return real.untyped_storage()
@@ -238,14 +249,14 @@ def _storage_like(real: Tensor, ref: _Ref) -> torch.UntypedStorage:
     return buffer.untyped_storage()
 
 
-def _snapshot(leaf: Any) -> Any:
+def _as_ref(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_meta:
         return leaf
     place = int(leaf.storage_offset()), leaf.size(), leaf.stride()
-    return _Ref(leaf.untyped_storage(), leaf.dtype, *place, leaf.is_conj(), leaf.is_neg())
+    return _TensorRef(leaf.untyped_storage(), leaf.dtype, *place, leaf.is_conj(), leaf.is_neg())
 
 
-def _key(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -281,10 +292,3 @@ def _write_refusal(func: Any, spec: ParameterSpec) -> str:
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "
         f"colossus.layers.init) instead of using torch.nn.init on it"
     )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        yield

@@ -1,4 +1,4 @@
-"""A module that is told its place in the model."""
+"""A module that knows its full name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class NamedModule(nn.Module):
-    """Base of modules whose random streams and errors need their full name.
+    """Base of modules whose random streams and error messages need their full name.
 
     Attributes:
         full_name: name in the whole model, set by `colossus.build`; empty before, and for the model itself.

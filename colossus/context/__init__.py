@@ -1,4 +1,4 @@
-"""Processes, axes and groups: only this package knows global ranks."""
+"""Ranks, axes and process groups. Only this package knows global ranks."""
 
 from typing import TYPE_CHECKING
 
@@ -7,10 +7,11 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.context.grid import RankGrid, build_grid
     from colossus.context.groups import AxisGroup
+    from colossus.context.layer_options import LayerOptions
     from colossus.context.parallel_context import ParallelContext, current_context
-    from colossus.context.rng import RngStreams
+    from colossus.context.rng_streams import RngStreams
 
-__all__ = ["AxisGroup", "ParallelContext", "RankGrid", "RngStreams", "build_grid", "current_context"]
+__all__ = ["AxisGroup", "LayerOptions", "ParallelContext", "RankGrid", "RngStreams", "build_grid", "current_context"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -18,8 +19,9 @@ __getattr__, __dir__ = lazy_names(
         "RankGrid": "grid",
         "build_grid": "grid",
         "AxisGroup": "groups",
+        "LayerOptions": "layer_options",
         "ParallelContext": "parallel_context",
         "current_context": "parallel_context",
-        "RngStreams": "rng",
+        "RngStreams": "rng_streams",
     },
 )

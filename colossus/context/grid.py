@@ -1,8 +1,8 @@
-"""Who is where: rank <-> coordinates on named axes. Pure arithmetic, no torch, no process.
+"""Ranks and their coordinates on named axes. Pure arithmetic, no torch, no process.
 
 Ranks are numbered row-major over the axes, outermost first, so the last axis varies fastest and its ranks
 are neighbours. By default the order is pipeline, data, sequence, tensor: the tensor axes move most bytes
-per second and therefore sit on neighbouring ranks (the same node); pipeline moves the fewest and goes outside.
+per second and therefore go to ranks next to each other (on one node); pipeline moves the fewest and goes outermost.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ Axes = str | Iterable[str]
 class RankGrid:
     """A grid of ranks with named axes.
 
+    An *axis* below is an atomic one (``row``). Methods take atomic axes, public names (``tensor``), or tuples of them.
+
     Args:
         sizes: atomic axis -> number of ranks along it, outermost first.
         public: public name -> the atomic axes it stands for, outermost first (``tensor`` -> ``row``, ``col``).
@@ -42,7 +44,11 @@ class RankGrid:
         return math.prod(self.sizes.values())
 
     def axes(self, axes: Axes) -> tuple[str, ...]:
-        """Atomic axes of an axis name, a public name, or a tuple of either, in the order given."""
+        """The atomic axes that these stand for, in the order given.
+
+        Raises:
+            ValueError: for an unknown name, and for an axis named twice.
+        """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         out: list[str] = []
         for name in names:
@@ -58,16 +64,21 @@ class RankGrid:
         return tuple(out)
 
     def size(self, axes: Axes) -> int:
+        """Number of ranks of a group over these axes."""
         return math.prod(self.sizes[axis] for axis in self.axes(axes))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinate of ``rank`` on every atomic axis."""
+        """Coordinate of ``rank`` on every atomic axis, outermost first.
+
+        Raises:
+            ValueError: for a rank outside of the grid.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside 0..{self.world_size - 1}")
-        out = {}
+        coordinates = {}
         for name in reversed(self.names):
-            rank, out[name] = divmod(rank, self.sizes[name])
-        return {name: out[name] for name in self.names}
+            rank, coordinates[name] = divmod(rank, self.sizes[name])
+        return {name: coordinates[name] for name in self.names}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at these coordinates (all atomic axes)."""
@@ -88,16 +99,8 @@ class RankGrid:
         """Ranks that share every coordinate of ``rank`` but those on ``axes``, ordered by ``axes``."""
         at = self.coordinates(rank)
         names = self.axes(axes)
-        spans = [range(self.sizes[name]) for name in names]
-        return [self.rank({**at, **dict(zip(names, point, strict=True))}) for point in itertools.product(*spans)]
-
-    def neighbour(self, rank: int, axis: str, offset: int = 1, *, wrap: bool = True) -> int | None:
-        """The rank ``offset`` steps along one axis (or tuple of axes as one); None past the edge without wrap."""
-        group = self.group(rank, axis)
-        target = self.index(rank, axis) + offset
-        if not wrap and not 0 <= target < len(group):
-            return None
-        return group[target % len(group)]
+        ranges = [range(self.sizes[name]) for name in names]
+        return [self.rank({**at, **dict(zip(names, point, strict=True))}) for point in itertools.product(*ranges)]
 
 
 def build_grid(parallel: Any) -> RankGrid:

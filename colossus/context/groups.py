@@ -38,10 +38,6 @@ class AxisGroup:
         assert self.process_group is not None
         return self.process_group.group_name
 
-    def neighbour(self, offset: int = 1) -> int:
-        """Global rank ``offset`` places further round the group."""
-        return self.ranks[(self.index + offset) % self.size]
-
     def __deepcopy__(self, memo: dict[int, object]) -> AxisGroup:
         return self
 
@@ -49,31 +45,32 @@ class AxisGroup:
         return "x".join(self.axes) if self.axes else "self"
 
 
+#: by address and port of the launcher: its store, and numbers for the worlds made from it
 _stores: dict[tuple[str | None, str | None], tuple[dist.Store, Iterator[int]]] = {}
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """A part of the launcher's store that no earlier world of this process has written to.
+    """The launcher's store under a prefix that no earlier world of this process has written to.
 
-    Without it a world made after another finds the addresses of the one destroyed ("Connection refused").
+    Without it a world made after another reads the addresses of the destroyed one ("Connection refused").
     """
-    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if place not in _stores:
+    master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if master not in _stores:
         store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-        _stores[place] = store, itertools.count()
-    store, worlds = _stores[place]
+        _stores[master] = store, itertools.count()
+    store, worlds = _stores[master]
     return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
 
 
 def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group whose members are in the order of ``ranks``; only they need to call.
+    """A process group whose members are in the order of ``ranks``. All of them must call, and nobody else.
 
-    ``dist.new_group`` would number it by the groups this process made before, so that ranks with another history wait
-    for each other for ever, and a group made again finds the addresses of the one destroyed before.
+    ``dist.new_group`` names a group by how many this process made before. Ranks that made other numbers of groups would
+    then wait for each other for ever, and a group made again would read the addresses of the one destroyed before.
 
     Args:
         ranks: global ranks.
-        index: place of this process in them.
+        index: of this process among them.
         name: the same on all of them, and never used before in this world.
     """
     world = dist.group.WORLD
@@ -83,11 +80,11 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
         len(ranks), index, list(ranks), backend, store, c10d.GroupName(name), timeout=timeout, group_desc=name
     )
     assert isinstance(group, dist.ProcessGroup)
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Collectives of this group fail after ``timeout``."""
+    """Let collectives of this group fail after ``timeout``. Backends without time-outs (fake) are left alone."""
     if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
         c10d._set_pg_timeout(timeout, group)

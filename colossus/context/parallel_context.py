@@ -14,9 +14,11 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
-from colossus.context.rng import RngStreams
+from colossus.context.layer_options import LayerOptions
+from colossus.context.rng_streams import RngStreams
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
@@ -30,20 +32,17 @@ class ParallelContext:
     that layers built inside take their axes from.
 
     Args:
-        grid: who is where.
+        grid: the axes and their sizes.
         rank: this process's global rank.
         device: where this rank computes.
         seed: of the random streams.
-        timeout_seconds: of every collective.
+        timeout_seconds: after which a collective fails.
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
-        tensor_mode: name of the tensor mode whose layers are built under this context.
-        sequence_mode: name of the way in which attention is split over the sequence axis.
-        sequence_sharded: whether 1D shards activations between blocks by tokens.
-        keep_gathered: whether layers keep inputs as gathered in forward for backward, instead of gathering them again.
-        weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
-        panels: whether matmuls stream what they gather and reduce.
-        coalesce: whether weights used one after the other move in one collective.
-        connect: False joins nobody: sizes and coordinates are known, groups are not (to check a plan before it runs).
+        options: of the layers built under this context.
+        connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
+
+    Raises:
+        ValueError: when the processes that run are not those of the grid, or none were launched.
     """
 
     def __init__(
@@ -55,30 +54,18 @@ class ParallelContext:
         seed: int = 0,
         timeout_seconds: float = 120.0,
         backend: str | None = None,
-        tensor_mode: str = "1d",
-        sequence_mode: str = "ring",
-        sequence_sharded: bool = False,
-        keep_gathered: bool = False,
-        weight_scope: str = "matmul",
-        panels: bool = False,
-        coalesce: bool = False,
+        options: LayerOptions | None = None,
         connect: bool = True,
     ) -> None:
         self.grid = grid
         self.rank = rank
         self.device = torch.device(device)
-        self.tensor_mode = tensor_mode
-        self.sequence_mode = sequence_mode
-        self.sequence_sharded = sequence_sharded
-        self.keep_gathered = keep_gathered
-        self.weight_scope = weight_scope
-        self.panels = panels
-        self.coalesce = coalesce
+        self.options = options or LayerOptions()
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
         self._groups: dict[tuple[str | int, ...], AxisGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
+        self._own_groups: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         self._serial = next(_serial)
         self._owns_world = False
@@ -90,20 +77,13 @@ class ParallelContext:
     @classmethod
     def from_config(cls, config: Any, *, device: torch.device | str = "cpu", connect: bool = True) -> ParallelContext:
         """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
-        parallel = config.parallel
         return cls(
-            build_grid(parallel),
+            build_grid(config.parallel),
             int(os.environ.get("RANK", "0")) if connect else 0,
             device=device,
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
-            tensor_mode=parallel.tensor.mode,
-            sequence_mode=parallel.sequence.mode or "ring",
-            sequence_sharded=parallel.tensor.sequence_sharded,
-            keep_gathered=parallel.tensor.gathered == "keep",
-            weight_scope=parallel.tensor.weights,
-            panels=parallel.tensor.panels,
-            coalesce=parallel.tensor.coalesce,
+            options=LayerOptions.from_config(config.parallel),
             connect=connect,
         )
 
@@ -119,7 +99,7 @@ class ParallelContext:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
-            sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
+            sizes = factors(self.grid.sizes)
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
@@ -154,16 +134,16 @@ class ParallelContext:
         """Position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
 
-    def neighbour(self, axes: Axes, offset: int = 1, *, wrap: bool = True) -> int | None:
-        return self.grid.neighbour(self.rank, self.grid.axes(axes), offset, wrap=wrap)  # type: ignore[arg-type]
-
     def group(self, axes: Axes) -> AxisGroup:
-        """The group over these axes. The first call for a tuple of axes creates it: all of its ranks must ask."""
+        """The group of this rank over these axes; axes of one rank do not count.
+
+        The first call for a tuple of axes creates the group: all of its ranks must make it.
+        """
         names = tuple(name for name in self.grid.axes(axes) if self.grid.sizes[name] > 1)
-        held = self._groups.get(names)
-        if held is None:
-            held = self._groups[names] = self._make_group(names)
-        return held
+        group = self._groups.get(names)
+        if group is None:
+            group = self._groups[names] = self._make_group(names)
+        return group
 
     def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
         if self.closed:
@@ -180,20 +160,20 @@ class ParallelContext:
         return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
 
     def subgroup(self, axis: str, indices: Sequence[int]) -> AxisGroup:
-        """Some ranks of this rank's group along one axis, this one among them, in this order. All of them must ask."""
+        """A group of some ranks along one axis, by their indices on it, this rank among them. All of them must ask."""
         key: tuple[str | int, ...] = (axis, *indices)
-        held = self._groups.get(key)
-        if held is None:
-            whole = self.grid.group(self.rank, axis)
-            ranks = tuple(whole[index] for index in indices)
+        group = self._groups.get(key)
+        if group is None:
+            along_axis = self.grid.group(self.rank, axis)
+            ranks = tuple(along_axis[index] for index in indices)
             process_group = self._connect((axis,), ranks) if len(ranks) > 1 else None
-            held = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
-        return held
+            group = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
+        return group
 
     def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
-        self._made.append(process_group)
+        self._own_groups.append(process_group)
         return process_group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
@@ -203,7 +183,7 @@ class ParallelContext:
         groups = [self._mesh.get_group(name) for name in self.grid.names]
         return [group for group in groups if group is not dist.group.WORLD]
 
-    # -- life ---------------------------------------------------------------------------------------------
+    # -- lifetime ---------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Destroy every group this context made. Safe to call twice."""
@@ -217,10 +197,10 @@ class ParallelContext:
             if self._owns_world:
                 dist.destroy_process_group()
             else:
-                for group in (*self._made, *self._axis_groups()):
+                for group in (*self._own_groups, *self._axis_groups()):
                     dist.destroy_process_group(group)
         self._groups.clear()
-        self._made.clear()
+        self._own_groups.clear()
         self._mesh = None
 
     def __enter__(self) -> ParallelContext:
@@ -242,7 +222,7 @@ class ParallelContext:
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
 
 
-_ALONE = RankGrid(
+_ONE_RANK = RankGrid(
     {"pipeline": 1, "data": 1, "sequence": 1, "tensor": 1},
     {"pipeline": ("pipeline",), "data": ("data",), "sequence": ("sequence",), "tensor": ("tensor",)},
 )
@@ -259,4 +239,4 @@ def current_context() -> ParallelContext:
         context = reference()
         if context is not None and not context.closed:
             return context
-    return ParallelContext(_ALONE)
+    return ParallelContext(_ONE_RANK)

@@ -1,37 +1,39 @@
 """What a batch is: any nest of dicts, tuples and lists of tensors whose dim 0 counts the samples.
 
 Beside tensors a batch may hold lists of other things with one entry per sample (file names, say), which are split as
-the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every part.
+the tensors are; tensors without dims, numbers, strings and the like belong to the whole batch and go into every slice.
 numpy arrays count as tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from colossus.nest import leaves, map_leaves
+
 Batch = Any
 
 
 def map_batch(fn: Callable[[torch.Tensor], Any], batch: Batch) -> Batch:
-    """The same nest with ``fn`` applied to each tensor; mappings become dicts, named tuples stay what they are."""
-    return _map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    """The same nest with ``fn`` of each tensor; mappings become dicts, named tuples keep their class."""
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def to_tensors(batch: Batch, device: torch.device | None = None) -> Batch:
-    """The batch with numpy arrays made tensors and everything on ``device`` (None: stay)."""
+    """The batch with numpy arrays of numbers made tensors, and all tensors on ``device`` (None: where they are)."""
 
-    def place(leaf: Any) -> Any:
+    def convert(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
             leaf = torch.from_numpy(leaf)
         if device is not None and isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
         return leaf
 
-    return _map(place, batch)
+    return map_leaves(convert, batch)
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -83,12 +85,15 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
         )
     if n == 1:
         return [batch]
-    part = size // n
-    return [_slice(batch, start, start + part, size) for start in range(0, size, part)]
+    step = size // n
+    return [_slice(batch, start, start + step, size) for start in range(0, size, step)]
 
 
-def share_of_batch(batch: Batch, index: int, count: int) -> Batch:
-    """Part ``index`` of ``count`` equal parts of the samples, as views.
+def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
+    """Shard ``index`` of ``count`` equal shards of the samples, as views.
+
+    Returns:
+        ``b / count`` samples of a batch of ``b``.
 
     Raises:
         ValueError: when the samples do not divide by ``count``.
@@ -101,48 +106,26 @@ def share_of_batch(batch: Batch, index: int, count: int) -> Batch:
             f"{size} samples do not divide over the {count} ranks that split the batch of a model; change "
             f"train.global_batch_size, schedule.microbatches or parallel.tensor"
         )
-    part = size // count
-    return _slice(batch, index * part, (index + 1) * part, size)
-
-
-def _map(fn: Callable[[Any], Any], batch: Batch) -> Batch:
-    if isinstance(batch, Mapping):
-        return {key: _map(fn, value) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return _tuple_like(batch, [_map(fn, value) for value in batch])
-    if isinstance(batch, list):
-        return [_map(fn, value) for value in batch]
-    return fn(batch)
+    rows = size // count
+    return _slice(batch, index * rows, (index + 1) * rows, size)
 
 
 def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return batch[start:stop] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return {key: _slice(value, start, stop, size) for key, value in batch.items()}
-    if isinstance(batch, list) and len(batch) == size and next(_arrays(batch), None) is None:
-        return batch[start:stop]
-    if isinstance(batch, tuple):
-        return _tuple_like(batch, [_slice(value, start, stop, size) for value in batch])
-    if isinstance(batch, list):
-        return [_slice(value, start, stop, size) for value in batch]
-    return batch
+    def has_one_per_sample(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == size and next(_arrays(value), None) is None
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            return leaf[start:stop] if leaf.ndim else leaf
+        return leaf[start:stop] if isinstance(leaf, list) else leaf
+
+    return map_leaves(cut, batch, is_leaf=has_one_per_sample)
 
 
-def _tuple_like(original: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
-    if hasattr(original, "_fields"):
-        return type(original)(*values)
-    return tuple(values)
-
-
-def _arrays(batch: Batch, path: str = "batch") -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
+def _arrays(batch: Batch) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:
     """Every tensor that has a dim 0, with the path that leads to it."""
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        if batch.ndim:
-            yield path, batch
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _arrays(value, f"{path}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for number, value in enumerate(batch):
-            yield from _arrays(value, f"{path}[{number}]")
+    return (
+        (path, leaf)
+        for path, leaf in leaves(batch, "batch")
+        if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim
+    )

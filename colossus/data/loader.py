@@ -13,23 +13,24 @@ from typing import Any
 import torch
 
 from colossus.data.batch import Batch, to_tensors
-from colossus.data.from_config import Spec, make_source, parse
+from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.passes import ONE_PASS, EndOfPass
-from colossus.data.sampler import check_seed, local_batch_size
-from colossus.data.sources import MapSource, Part, Source
+from colossus.data.sampler import local_batch_size
+from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.streams import StreamSource
 from colossus.data.windows import TooLittleData
+from colossus.random import check_seed
 
 log = logging.getLogger("colossus.data")
 
 
 @dataclass(frozen=True)
 class _Peeked:
-    """A batch that was read and not taken, its number, and the place in the data before it."""
+    """A batch that was read and not taken, its step, and the state of the source before it was read."""
 
     batch: Batch
     step: int
-    place: dict[str, Any]
+    state: dict[str, Any]
 
 
 class Loader:
@@ -39,9 +40,9 @@ class Loader:
     `set_step` (or `load_state_dict`) continues a run exactly; data that cannot seek is read up to there.
     """
 
-    def __init__(self, source: Source, *, part: Part, device: torch.device) -> None:
+    def __init__(self, source: Source, *, shard: BatchShard, device: torch.device) -> None:
         self.source = source
-        self.part = part
+        self.shard = shard
         self.device = device
         self._peeked: _Peeked | None = None
 
@@ -90,12 +91,12 @@ class Loader:
 
         It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
         """
-        place = self.source.state_dict() if self._peeked is None else self._peeked.place
-        return {**place, **self._facts()}
+        state = self.source.state_dict() if self._peeked is None else self._peeked.state
+        return {**state, **self._order_settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
-        for key, now in self._facts().items():
+        for key, now in self._order_settings().items():
             if state.get(key, now) != now:
                 log.warning(
                     "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
@@ -104,11 +105,12 @@ class Loader:
         self._peeked = None
         self.source.load_state_dict(state)
 
-    def _facts(self) -> dict[str, int]:
-        facts = {"seed": self.part.seed, "global_batch_size": self.part.global_batch_size}
+    def _order_settings(self) -> dict[str, int]:
+        """What the order of samples follows from, beside the step."""
+        settings = {"seed": self.shard.seed, "global_batch_size": self.shard.global_batch_size}
         if isinstance(self.source, MapSource):
-            facts["num_samples"] = self.source.num_samples
-        return facts
+            settings["num_samples"] = self.source.num_samples
+        return settings
 
 
 class ValidationLoader:
@@ -118,9 +120,9 @@ class ValidationLoader:
     batches of the same size, none is empty, and the validation loss is over the same samples under every plan.
     """
 
-    def __init__(self, source: Source, *, part: Part, device: torch.device) -> None:
+    def __init__(self, source: Source, *, shard: BatchShard, device: torch.device) -> None:
         self.source = source
-        self.part = part
+        self.shard = shard
         self.device = device
 
     @property
@@ -136,7 +138,7 @@ class ValidationLoader:
             except EndOfPass:
                 if not self.source.step:
                     raise ValueError(
-                        f"data.validation gave less than one whole batch of {self.part.global_batch_size} samples; "
+                        f"data.validation gave less than one whole batch of {self.shard.global_batch_size} samples; "
                         f"give more, or lower the batch size"
                     ) from None
                 return
@@ -179,7 +181,7 @@ def build_loaders(
 
             * ``dict(type=name or callable, **options)`` or a name of `colossus.registry.DATASETS`;
             * a map-style dataset (``__getitem__`` and ``__len__``; lists too), read in the order of `sample_indices`;
-            * an IterableDataset: every rank must see the same stream; each data rank keeps its part of each batch;
+            * an IterableDataset: every rank must see the same stream; each data rank keeps its shard of each batch;
             * a DataLoader, or any iterable of ready batches: taken as it is. Its batches hold ``global_batch_size``
               samples (each data rank takes its slice), or that over ``data_size`` when its sampler is per rank;
             * a callable that gives one of these. It gets those of the arguments below, and ``split``, that
@@ -200,7 +202,7 @@ def build_loaders(
     if not 0 <= data_rank < data_size:
         raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
     device = torch.device(device)
-    facts = {
+    defaults = {
         "seed": seed,
         "global_batch_size": global_batch_size,
         "data_rank": data_rank,
@@ -208,64 +210,64 @@ def build_loaders(
         "seq_len": seq_len,
         "vocab_size": vocab_size,
     }
-    spec = parse(data)
-    train_part = Part(seed, global_batch_size, data_rank, data_size, endless=True)
-    train_data = spec.build({**facts, "split": "train"} if spec.takes_split else facts)
+    spec = parse_data(data)
+    train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
+    train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
-    train = Loader(make_source(train_data, train_part, spec.reading), part=train_part, device=device)
+    train = Loader(make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
 
-    eval_part = Part(seed, eval_size, data_rank, data_size, endless=False)
-    source, held, missing = _validation(spec, {**facts, "split": "validation"}, eval_part)
-    _check_vocabulary(held, vocab_size)
-    description = f"train: {_describe(train_data)}; validation: {missing or _describe(held)}"
+    eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
+    source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
+    _check_vocabulary(eval_data, vocab_size)
+    description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     if source is None:
         return Loaders(train, None, description, missing)
-    return Loaders(train, ValidationLoader(source, part=eval_part, device=device), description)
+    return Loaders(train, ValidationLoader(source, shard=eval_shard, device=device), description)
 
 
-def _validation(spec: Spec, facts: dict[str, Any], part: Part) -> tuple[Source | None, Any, str | None]:
+def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> tuple[Source | None, Any, str | None]:
     """Source and data for validation, or the reason why there is none.
 
     Held-out data that the config did not ask for by name may turn out too small, then there is none;
     data that it names must do.
     """
-    said = spec.validation
-    if said is None or said is False:
+    wanted = spec.validation
+    if wanted is None or wanted is False:
         return None, None, "none (data.validation says so)"
-    if said is not Spec.UNSAID:
-        chosen = _validation_spec(spec, said)
-        data = chosen.build(facts if chosen.takes_split else {**facts, "split": None})
-        source, missing = _whole_batches(data, part, chosen.reading)
+    if wanted is not DataSpec.UNSET:
+        chosen = _validation_spec(spec, wanted)
+        data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
+        source, missing = _whole_batches(data, shard, chosen.reading_options)
         if source is None:
             raise ValueError(f"data.validation: {missing}")
         return source, data, None
     if not spec.takes_split:
         return None, None, "none (give data.validation, or a type that takes split='validation')"
     try:
-        data = spec.build(facts)
+        data = spec.build(defaults)
     except TooLittleData as error:
         return None, None, f"none ({error})"
-    source, missing = _whole_batches(data, part, spec.reading)
+    source, missing = _whole_batches(data, shard, spec.reading_options)
     return source, data, f"none ({missing})" if missing else None
 
 
-def _validation_spec(spec: Spec, said: Any) -> Spec:
+def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
     """``validation=dict(...)`` without a type: the training data's type and options, with these in their place."""
-    if isinstance(said, dict) and "type" not in said:
+    if isinstance(wanted, dict) and "type" not in wanted:
         if spec.factory is None:
             raise ValueError("data.validation needs a 'type': the training data was made by the config itself")
-        return parse({"type": spec.factory, **spec.options, **spec.reading, **said})
-    return parse(said)
+        return parse_data({"type": spec.factory, **spec.options, **spec.reading_options, **wanted})
+    return parse_data(wanted)
 
 
-def _whole_batches(data: Any, part: Part, reading: dict[str, Any]) -> tuple[Source | None, str | None]:
-    source = make_source(data, part, reading)
+def _whole_batches(data: Any, shard: BatchShard, reading_options: dict[str, Any]) -> tuple[Source | None, str | None]:
+    source = make_source(data, shard, reading_options)
     if isinstance(source, MapSource) and not source.num_steps:
         return None, (
-            f"{source.num_samples} samples do not fill one validation batch of {part.global_batch_size}; hold out more "
-            f"or lower the batch size"
+            f"{source.num_samples} samples do not fill one validation batch of {shard.global_batch_size}; hold out "
+            f"more or lower the batch size"
         )
-    if isinstance(source, StreamSource) and source.passes.once:
+    if isinstance(source, StreamSource) and source.passes.is_one_pass:
         raise ValueError(f"data.validation: {source.passes.name} {ONE_PASS}, because every evaluation reads it anew")
     return source, None
 

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from colossus.data.rng import preserved_rng, seed_global_rng
-from colossus.data.sampler import derive_seeds
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
 
@@ -22,7 +21,7 @@ class EndOfPass(Exception):
 
 
 class Passes:
-    """Items of an iterable, pass after pass.
+    """Items of an iterable, pass after pass, for data that cannot seek.
 
     Each item is read under global random generators seeded by (seed, epoch, place in the pass), which makes the shuffle
     of a plain DataLoader the same on all ranks and after a resume. ``set_epoch`` of the iterable, its sampler or its
@@ -43,8 +42,8 @@ class Passes:
         self._seed = seed
         self._stateful = stateful if _has_state(stateful) else None
         self._iterator: Iterator[Any] | None = None
-        #: certainly of one pass only; a class of one's own may start over in its __iter__, which shows at the end
-        self.once = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
+        #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
+        self.is_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
         self.ended = False
 
     def read(self, *, wrap: bool = True) -> Any:
@@ -52,15 +51,14 @@ class Passes:
         while True:
             if self.ended:
                 raise EndOfPass
-            with preserved_rng():
-                seed_global_rng(derive_seeds(self._seed, (self.epoch, self.offset))[0])
+            with GLOBAL_RNG.preserved(derive_seeds(self._seed, (self.epoch, self.offset))[0]):
                 if self._iterator is None:
                     self._set_epoch()
                     self._iterator = iter(self._iterable)
                 try:
                     item = next(self._iterator)
                 except StopIteration:
-                    self._turn()
+                    self._end_pass()
                     if not wrap:
                         raise EndOfPass from None
                     continue
@@ -69,9 +67,9 @@ class Passes:
 
     def rewind(self) -> None:
         """Back to the first item of the first pass."""
-        if self.once and (self.epoch or self.offset):
+        if self.is_one_pass and (self.epoch or self.offset):
             raise ValueError(f"{self.name} {ONE_PASS}")
-        if self.once:
+        if self.is_one_pass:
             return
         self.epoch = self.offset = 0
         self.ended = False
@@ -101,12 +99,12 @@ class Passes:
         while self.offset < state["offset"]:
             self.read(wrap=False)
 
-    def _turn(self) -> None:
+    def _end_pass(self) -> None:
         if not self.offset and not self.epoch:
             raise ValueError(
                 f"{self.name} gave nothing: the data is empty, or it is an iterator already read to its end"
             )
-        self.ended = not self.offset  # an iterator that is not to be had again
+        self.ended = not self.offset  # a second pass without items: an iterator that cannot start over
         self.epoch += 1
         self.offset = 0
         self._iterator = None
@@ -121,12 +119,12 @@ class Passes:
             getattr(batch_sampler, "sampler", None),
             getattr(loader, "dataset", None),
         )
-        done: list[Any] = []
+        called: list[Any] = []
         for candidate in candidates:
             set_epoch = getattr(candidate, "set_epoch", None)
-            if callable(set_epoch) and not any(candidate is other for other in done):
+            if callable(set_epoch) and not any(candidate is other for other in called):
                 set_epoch(self.epoch)
-                done.append(candidate)
+                called.append(candidate)
 
 
 def _has_state(candidate: Any) -> bool:

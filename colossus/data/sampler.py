@@ -17,8 +17,10 @@ import math
 
 import numpy as np
 
+from colossus.arithmetic import either, nearest_multiples
+from colossus.random import seed_words
+
 _ROUNDS = 8
-_STREAM = 0x64617461  # "data": keeps these keys apart from whatever else is derived from the run's seed
 _MULTIPLIERS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
@@ -31,7 +33,7 @@ def sample_indices(
     """The samples that data rank ``data_rank`` of ``data_size`` reads at ``step``.
 
     Returns:
-        ``[global_batch_size / data_size]`` int64, a contiguous part of the global batch: the parts of all data ranks
+        ``[global_batch_size / data_size]`` int64, a contiguous slice of the global batch. The slices of all data ranks
         in order are the global batch, which does not depend on ``data_size``.
 
     Raises:
@@ -48,9 +50,9 @@ def sample_indices(
     positions = first % num_samples + np.arange(size, dtype=np.int64)
     epochs, offsets = np.divmod(positions, num_samples)
     out = np.empty(size, dtype=np.int64)
-    for turn in range(int(epochs[-1]) + 1):
-        here = epochs == turn
-        out[here] = permute(offsets[here], num_samples, seed, first // num_samples + turn)
+    for epoch in range(int(epochs[-1]) + 1):
+        here = epochs == epoch
+        out[here] = permute(offsets[here], num_samples, seed, first // num_samples + epoch)
     return out
 
 
@@ -63,8 +65,7 @@ def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.
     if global_batch_size < 1:
         raise ValueError(f"{what} = {global_batch_size}: a batch needs at least one sample")
     if global_batch_size % data_size:
-        below = global_batch_size // data_size * data_size
-        near = " or ".join(str(size) for size in (below, below + data_size) if size)
+        near = either(nearest_multiples(global_batch_size, data_size))
         raise ValueError(
             f"{what} = {global_batch_size} does not divide over {data_size} data ranks "
             f"({global_batch_size} / {data_size} = {global_batch_size / data_size:.2f}); use {near}"
@@ -73,7 +74,7 @@ def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.
 
 
 def permute(numbers: IndexArray, n: int, seed: int, epoch: int) -> IndexArray:
-    """Where the permutation of 0..n-1 that belongs to (seed, epoch) sends ``numbers`` (any shape)."""
+    """The image of ``numbers`` (any shape, within 0..n-1) under the permutation of 0..n-1 of (seed, epoch)."""
     keys = _round_keys(seed, epoch)
     high = math.isqrt(n - 1) + 1
     radices = np.uint64(high), np.uint64(-(-n // high))
@@ -85,23 +86,9 @@ def permute(numbers: IndexArray, n: int, seed: int, epoch: int) -> IndexArray:
     return out.astype(np.int64)
 
 
-def derive_seeds(seed: int, key: tuple[int, ...], count: int = 1) -> list[int]:
-    """``count`` 63-bit seeds, a pure function of ``seed`` and ``key``."""
-    check_seed(seed)
-    words = np.random.SeedSequence(seed, spawn_key=(_STREAM, 1, *key)).generate_state(count, np.uint64)
-    return [int(word) >> 1 for word in words]
-
-
-def check_seed(seed: int) -> None:
-    if seed < 0:
-        raise ValueError(f"seed = {seed} is negative; train.seed must be 0 or more")
-
-
 @functools.lru_cache(maxsize=8)
 def _round_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
-    check_seed(seed)
-    words = np.random.SeedSequence(seed, spawn_key=(_STREAM, 0, epoch)).generate_state(_ROUNDS, np.uint64)
-    return tuple(words)
+    return tuple(seed_words(seed, (0, epoch), _ROUNDS))  # 0: apart from the keys of `derive_seeds`
 
 
 def _feistel(numbers: np.ndarray, radices: tuple[np.uint64, np.uint64], keys: tuple[np.uint64, ...]) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Sources that are read from the front: an iterable of samples (`SampleStream`) or of ready batches (`BatchStream`).
 
-Every rank reads the same stream and keeps its part, except where the batches are said to be per data rank.
+Every rank reads the same stream and keeps its shard of each batch, except where batches are per data rank already.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
-from colossus.data.rng import preserved_rng, seed_global_rng
-from colossus.data.sampler import derive_seeds
-from colossus.data.sources import Part, Source
+from colossus.data.sources import BatchShard, Source
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
 
@@ -24,9 +23,9 @@ log = logging.getLogger("colossus.data")
 class StreamSource(Source):
     """What `SampleStream` and `BatchStream` share: they reach a step by reading up to it."""
 
-    def __init__(self, passes: Passes, part: Part) -> None:
+    def __init__(self, passes: Passes, shard: BatchShard) -> None:
         self.passes = passes
-        self.part = part
+        self.shard = shard
 
     def seek(self, step: int) -> None:
         if step < self.step:
@@ -57,7 +56,7 @@ class SampleStream(StreamSource):
     def __init__(
         self,
         dataset: IterableDataset[Any],
-        part: Part,
+        shard: BatchShard,
         *,
         collate_fn: Callable[[list[Any]], Batch] | None = None,
         num_workers: int = 0,
@@ -66,18 +65,17 @@ class SampleStream(StreamSource):
         if num_workers:
             samples = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, num_workers=num_workers)
         stateful = None if num_workers else dataset
-        super().__init__(Passes(samples, part.seed, name=type(dataset).__name__, stateful=stateful), part)
+        super().__init__(Passes(samples, shard.seed, name=type(dataset).__name__, stateful=stateful), shard)
         self._collate = collate_fn or torch_collate
 
     def read(self) -> Batch:
-        mine = range(self.part.start, self.part.start + self.part.size)
+        own = range(self.shard.start, self.shard.start + self.shard.size)
         samples = []
-        for number in range(self.part.global_batch_size):
-            sample = self.passes.read(wrap=self.part.endless)
-            if number in mine:
+        for number in range(self.shard.global_batch_size):
+            sample = self.passes.read(wrap=self.shard.endless)
+            if number in own:
                 samples.append(sample)
-        with preserved_rng():
-            seed_global_rng(derive_seeds(self.part.seed, (self.step,))[0])
+        with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.step,))[0]):
             batch = self._collate(samples)
         self.step += 1
         return batch
@@ -88,46 +86,48 @@ def _unchanged(sample: Any) -> Any:
 
 
 class BatchStream(StreamSource):
-    """Ready batches. The first one tells what they are: of ``global_batch_size`` samples, then each data rank takes its
-    slice; or of that over the data ranks, then the user's sampler already gave this rank its own.
+    """Ready batches, global or per data rank, which the size of the first one tells.
+
+    With ``global_batch_size`` samples each data rank takes its slice; with ``global_batch_size / data_size`` the user's
+    sampler already gave this rank its own.
 
     A shorter batch at the end of a pass is dropped (as ``drop_last=True`` does); anywhere else it is an error.
     """
 
-    def __init__(self, batches: Any, part: Part, *, stateful: Any = None, per_rank: bool | None = None) -> None:
+    def __init__(self, batches: Any, shard: BatchShard, *, stateful: Any = None, per_rank: bool | None = None) -> None:
         self.name = type(batches).__name__
         stateful = batches if stateful is None else stateful
-        super().__init__(Passes(batches, part.seed, name=self.name, stateful=stateful), part)
-        self._per_rank = False if part.data_size == 1 else per_rank
-        self._told_of_short = False
+        super().__init__(Passes(batches, shard.seed, name=self.name, stateful=stateful), shard)
+        self._per_rank = False if shard.data_size == 1 else per_rank
+        self._logged_short_batch = False
 
     def read(self) -> Batch:
         while True:
-            batch = self.passes.read(wrap=self.part.endless)
+            batch = self.passes.read(wrap=self.shard.endless)
             size = batch_size_of(batch)
             if self._per_rank is None:
                 self._per_rank = self._decide(size)
-            if size == (self.part.size if self._per_rank else self.part.global_batch_size):
+            if size == (self.shard.size if self._per_rank else self.shard.global_batch_size):
                 break
             self._drop_or_raise(size)
         self.step += 1
-        if self._per_rank or self.part.data_size == 1:
+        if self._per_rank or self.shard.data_size == 1:
             return batch
-        return slice_batch(batch, self.part.start, self.part.start + self.part.size)
+        return slice_batch(batch, self.shard.start, self.shard.start + self.shard.size)
 
     def state_dict(self) -> dict[str, Any]:
-        # The first batch after a resume may be the short last one of a pass, which tells nothing.
-        return {**super().state_dict(), "per_rank": self._per_rank, "data_size": self.part.data_size}
+        # saved, because the first batch after a resume may be the short last one of a pass, whose size tells nothing
+        return {**super().state_dict(), "per_rank": self._per_rank, "data_size": self.shard.data_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._per_rank is None and state.get("data_size") == self.part.data_size:
+        if self._per_rank is None and state.get("data_size") == self.shard.data_size:
             self._per_rank = state["per_rank"]
         super().load_state_dict(state)
 
     def _decide(self, size: int) -> bool:
-        if size == self.part.global_batch_size:
+        if size == self.shard.global_batch_size:
             return False
-        if size == self.part.size:
+        if size == self.shard.size:
             return True
         raise ValueError(self._wrong_size(size))
 
@@ -138,24 +138,24 @@ class BatchStream(StreamSource):
         try:
             self.passes.read(wrap=False)
         except EndOfPass:
-            if not self._told_of_short:
+            if not self._logged_short_batch:
                 log.info("%s: the last batch of a pass has %d samples and is dropped", self.name, size)
-                self._told_of_short = True
-            if not self.part.endless:
+                self._logged_short_batch = True
+            if not self.shard.endless:
                 raise
             return
         raise ValueError(self._wrong_size(size))
 
     def _wrong_size(self, size: int) -> str:
-        part = self.part
-        if part.data_size == 1:
+        shard = self.shard
+        if shard.data_size == 1:
             return (
-                f"{self.name} gave a batch of {size} samples, but {part.batch_key} = {part.global_batch_size}: "
+                f"{self.name} gave a batch of {size} samples, but {shard.batch_size_name} = {shard.global_batch_size}: "
                 f"set one of them to the other"
             )
         return (
-            f"{self.name} gave a batch of {size} samples, but {part.batch_key} = {part.global_batch_size} over "
-            f"{part.data_size} data ranks needs batches of {part.global_batch_size} (each data rank then takes its "
-            f"{part.global_batch_size} / {part.data_size} = {part.size}), or of {part.size} when the sampler already "
-            f"gives each data rank its own"
+            f"{self.name} gave a batch of {size} samples, but {shard.batch_size_name} = {shard.global_batch_size} over "
+            f"{shard.data_size} data ranks needs batches of {shard.global_batch_size} (each data rank then takes its "
+            f"{shard.global_batch_size} / {shard.data_size} = {shard.size}), or of {shard.size} when the sampler "
+            f"already gives each data rank its own"
         )

@@ -1,4 +1,4 @@
-"""What is where: layouts of tensors over mesh axes, and the algebra on them. `Layout` itself needs no torch."""
+"""Layouts: how tensors are sharded over mesh axes, and the moves between layouts. `Layout` itself needs no torch."""
 
 from typing import TYPE_CHECKING
 

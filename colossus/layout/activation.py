@@ -15,7 +15,12 @@ from colossus.layout.layout import Layout
 
 @dataclass(frozen=True)
 class Activation:
-    """Mesh axes that shard the batch, the tokens and the features of an activation. See `Layout` for the states."""
+    """The layout of an activation by roles: `at` gives the `Layout` for a number of dims.
+
+    Args:
+        batch: axes that shard the samples, outermost first; so for ``tokens`` and ``features``.
+        partial: as of `Layout`; so ``grad_partial``.
+    """
 
     batch: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
@@ -33,7 +38,7 @@ class Activation:
         return Activation(*kept)
 
     def rows(self) -> Activation:
-        """What shards batch and tokens alone."""
+        """The sharding of batch and tokens alone, of a tensor without features (labels, a mask)."""
         return Activation(batch=self.batch, tokens=self.tokens)
 
     @property
@@ -41,16 +46,16 @@ class Activation:
         return self.batch + self.tokens + self.features
 
     def __str__(self) -> str:
-        parts = [
+        phrases = [
             f"{role} over {','.join(axes)}"
             for role, axes in (("batch", self.batch), ("tokens", self.tokens), ("features", self.features))
             if axes
         ]
         if self.partial:
-            parts.append(f"partial over {','.join(self.partial)}")
+            phrases.append(f"partial over {','.join(self.partial)}")
         if self.grad_partial:
-            parts.append(f"gradient partial over {','.join(self.grad_partial)}")
-        return "; ".join(parts) or "whole"
+            phrases.append(f"gradient partial over {','.join(self.grad_partial)}")
+        return "; ".join(phrases) or "whole"
 
 
 @lru_cache(maxsize=1024)

@@ -75,18 +75,21 @@ class Layout:
     # -- boxes --------------------------------------------------------------------------------------------
 
     def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Number of parts of each dim."""
+        """Into how many shards each dim is split."""
         return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
 
     def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the buffer a rank holds: ceil(dim / parts). Ranks at the end may fill it in part or not at all."""
+        """Shape of the buffer a rank holds, from the full shape: ceil(dim / shards).
+
+        The boxes of the last ranks may fill less of it, or nothing.
+        """
         self._check(shape)
-        return tuple(-(-size // parts) for size, parts in zip(shape, self.num_shards(sizes), strict=True))
+        return tuple(-(-size // shards) for size, shards in zip(shape, self.num_shards(sizes), strict=True))
 
     def box(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Box:
-        """(start, stop) of every dim held at coordinates ``at``. Boxes may be uneven or empty.
+        """The box of the full tensor held at coordinates ``at``: (start, stop) of every dim. It may be small or empty.
 
-        All boxes of a layout are disjoint up to replication and cover the whole tensor.
+        Boxes at different coordinates are the same or disjoint, and together they cover the tensor.
         """
         box = []
         for dim, size, chunk in zip(self.dims, shape, self.chunk(shape, sizes), strict=True):
@@ -99,10 +102,10 @@ class Layout:
     def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
         """Whether every box is full."""
         self._check(shape)
-        return all(size % parts == 0 for size, parts in zip(shape, self.num_shards(sizes), strict=True))
+        return all(size % shards == 0 for size, shards in zip(shape, self.num_shards(sizes), strict=True))
 
     def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Whether this rank counts its box in a sum over ``axes``: the first of those that hold the same one."""
+        """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
         return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
 
     def _check(self, shape: Sequence[int]) -> None:
@@ -120,7 +123,7 @@ class Layout:
 
 
 class Use(Protocol):
-    """A `Layout`, or an activation by role."""
+    """Of an activation that meets a parameter: a `Layout`, or an activation by role."""
 
     @property
     def shard_axes(self) -> tuple[str, ...]: ...
@@ -132,8 +135,8 @@ class Use(Protocol):
 def gradient_axes(parameter: Layout, *uses: Use) -> tuple[str, ...]:
     """Axes over which a parameter's local gradient is a partial sum, given the activations it meets.
 
-    The gradient is a sum over everything the activations are split or partial over; where the parameter itself is
-    split along an axis, the rank's part of the sum is already all of it.
+    The gradient sums over everything that the activations are sharded or partial over. Along an axis that shards the
+    parameter itself the rank's gradient is complete: other ranks hold other rows or columns.
     """
     axes: list[str] = []
     for use in uses:

@@ -1,4 +1,4 @@
-"""The moves that turn one layout into another, with the moves their gradients need. No torch."""
+"""The collectives that turn one layout into another, each with its conjugate in backward. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Move:
         return f"{self.forward}/{self.backward} over {','.join(self.axes)}{where}"
 
 
-def _common(a: tuple[str, ...], b: tuple[str, ...]) -> int:
+def _common_prefix(a: tuple[str, ...], b: tuple[str, ...]) -> int:
     count = 0
     while count < min(len(a), len(b)) and a[count] == b[count]:
         count += 1
@@ -46,13 +46,13 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     partial, grad_partial = set(source.partial), set(source.grad_partial)
     out: list[Move] = []
 
-    goal = {axis: index for index, axes in enumerate(target.dims) for axis in axes}
+    target_dim = {axis: index for index, axes in enumerate(target.dims) for axis in axes}
 
     def exchange() -> None:
-        """One axis, innermost here and next in order there: exchange the sharded dim."""
+        """All-to-all over an axis that is innermost in its dim and next in order in the dim where it must go."""
         for index, axes in enumerate(dims):
-            while len(axes) > _common(tuple(axes), target.dims[index]):
-                axis, to_dim = axes[-1], goal.get(axes[-1])
+            while len(axes) > _common_prefix(tuple(axes), target.dims[index]):
+                axis, to_dim = axes[-1], target_dim.get(axes[-1])
                 if to_dim is None or to_dim == index:
                     break
                 if target.dims[to_dim][: len(dims[to_dim]) + 1] != (*dims[to_dim], axis):
@@ -62,9 +62,9 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
                 dims[to_dim].append(axis)
 
     def gather(leaving: Callable[[str], bool]) -> None:
-        """Gather what is sharded and shall not be, or not in this order."""
+        """Gather over axes that the target does not shard, or not in this order."""
         for index, axes in enumerate(dims):
-            keep = _common(tuple(axes), target.dims[index])
+            keep = _common_prefix(tuple(axes), target.dims[index])
             while len(axes) > keep and leaving(axes[-1]):
                 complete = axes[-1] not in target.grad_partial
                 run = [axes.pop()]
@@ -76,7 +76,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
 
     # 1. exchange what can be, gather what may stand in the way of another exchange, and only then the rest
     exchange()
-    gather(lambda axis: axis not in goal)
+    gather(lambda axis: axis not in target_dim)
     exchange()
     gather(lambda axis: True)
     # 2. reduce partial sums, straight into a shard where the target has one

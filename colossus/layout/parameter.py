@@ -1,6 +1,7 @@
-"""What a parameter's local buffer means: its logical shards, their full shapes, layouts and initial values.
+"""What a parameter of a layer stands for: logical parameters with full shapes, layouts and initial values.
 
-One buffer may hold several logical parameters (fused query, key and value); they follow each other in dim 0.
+A rank holds one local buffer per parameter. Fused layers keep several logical parameters in it (query, key and value),
+one after the other in dim 0; everywhere else there is one.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from colossus.layout.layout import Box, Layout
 
 
 class Initializer(Protocol):
-    """Draws the values of a box of a tensor from a key, the tensor's full shape and the box alone."""
+    """Draws the values of a box of a tensor, float64 ``[stop - start for each dim]``.
+
+    They depend on the key, the full shape and the box alone, and where two boxes overlap both have the same values.
+    """
 
     def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> np.ndarray[Any, np.dtype[np.float64]]: ...
 
 
 @dataclass(frozen=True)
 class LogicalShard:
-    """One logical parameter inside a buffer.
+    """This rank's shard of one logical parameter: a slice of the local buffer in dim 0.
 
     Attributes:
-        part: name of the shard within its module, empty when the buffer has one shard.
-        shape: full logical shape.
+        name: within the module (``query``), empty when the buffer has one shard.
+        shape: full shape of the logical parameter.
         layout: how the full shape is sharded.
         init: draws the initial value.
         rows: rows of dim 0 of the local buffer, (start, stop).
     """
 
-    part: str
+    name: str
     shape: tuple[int, ...]
     layout: Layout
     init: Initializer
@@ -42,7 +46,16 @@ class LogicalShard:
 
 
 class ParameterSpec:
-    """Attached to every parameter a layer makes. ``gradient_axes`` is recorded at the first use."""
+    """Attached to every parameter a layer makes (`spec_of`).
+
+    Attributes:
+        shards: what the local buffer holds, in the order of its rows.
+        description: what errors call the parameter before it has a name.
+        layout: of the first shard; all of one buffer are sharded alike.
+        name: full name in the model, set by `colossus.build`.
+        gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
+        is_decided: whether ``gradient_axes`` is known before the first use.
+    """
 
     def __init__(self, shards: tuple[LogicalShard, ...], description: str) -> None:
         self.shards = shards
@@ -50,7 +63,6 @@ class ParameterSpec:
         self.layout = shards[0].layout
         self.name = ""
         self.gradient_axes: tuple[str, ...] | None = None
-        #: whether ``gradient_axes`` is known before the first use
         self.is_decided = False
 
     @property
@@ -69,12 +81,12 @@ class ParameterSpec:
         elif self.gradient_axes != axes and set(self.gradient_axes) != set(axes):
             raise ValueError(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
-                f"{_words(self.gradient_axes)} at one use and over {_words(axes)} at another. Use it in one region "
+                f"{_listed(self.gradient_axes)} at one use and over {_listed(axes)} at another. Use it in one region "
                 f"only, or give each region its own parameter."
             )
 
 
-def _words(axes: tuple[str, ...]) -> str:
+def _listed(axes: tuple[str, ...]) -> str:
     return "(" + ", ".join(axes) + ")" if axes else "no axis"
 
 
@@ -96,48 +108,58 @@ def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Logical:
-    """A logical parameter of a module: its name, full shape, layout, and where its local part lives.
+class LogicalParameter:
+    """A logical parameter of a model and where this rank's shard of it lives.
 
     Attributes:
-        held_as: name of the parameter that holds it.
+        name: full logical name (``blocks.0.attention.query.weight``).
+        parameter_name: full name of the torch parameter that holds it (``blocks.0.attention.qkv.weight``).
+        shape: full shape.
+        layout: how the full shape is sharded.
+        parameter: the torch parameter; its shape is the rank's.
+        rows: of the parameter's dim 0, (start, stop); None for all of it.
     """
 
     name: str
-    held_as: str
+    parameter_name: str
     shape: tuple[int, ...]
     layout: Layout
     parameter: nn.Parameter
     rows: tuple[int, int] | None
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
-        """The rank's part of the parameter, or of any tensor of the parameter's buffer shape (its gradient)."""
-        held = self.parameter if buffer is None else buffer
-        return held if self.rows is None else held[self.rows[0] : self.rows[1]]
+        """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
+        source = self.parameter if buffer is None else buffer
+        return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
 
-def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator[Logical]:
-    """Every logical parameter of a model by full name, in the order of ``named_parameters``."""
+def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator[LogicalParameter]:
+    """Every logical parameter of a model, in the order of ``named_parameters``.
+
+    Args:
+        keep_ties: give a parameter once under each of its names.
+    """
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
         if spec is None:
-            yield Logical(name, name, tuple(parameter.shape), Layout.whole(parameter.dim()), parameter, None)
+            layout = Layout.whole(parameter.dim())
+            yield LogicalParameter(name, name, tuple(parameter.shape), layout, parameter, None)
             continue
         module, _, leaf = name.rpartition(".")
         for shard in spec.shards:
-            path = ".".join(filter(None, (module, shard.part, leaf)))
+            path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield Logical(path, name, shard.shape, shard.layout, parameter, rows)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows)
 
 
-def remember_order(model: nn.Module) -> None:
-    """Before a part of a model is dropped: note its parameters and buffers in the order of the whole."""
+def record_full_order(model: nn.Module) -> None:
+    """Keep the order of the parameters and buffers of a whole model, before a stage drops those of other stages."""
     vars(model)["_colossus_order"] = _names_in_order(model)
 
 
-def places(model: nn.Module) -> dict[str, int]:
-    """Place of every parameter and buffer in the whole model, by full name; parameters come first."""
-    return {name: place for place, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
+def full_model_order(model: nn.Module) -> dict[str, int]:
+    """Number of every parameter and buffer in the whole model, by full name; parameters come first."""
+    return {name: number for number, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
 
 
 def _names_in_order(model: nn.Module) -> tuple[str, ...]:
@@ -150,7 +172,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def local_rows(shapes: list[tuple[int, ...]], layouts: list[Layout], sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Rows of each shard in a fused local buffer."""
+    """Rows (start, stop) of each logical parameter in a fused local buffer, from full shapes and layouts."""
     rows, start = [], 0
     for shape, layout in zip(shapes, layouts, strict=True):
         stop = start + layout.chunk(shape, sizes)[0]

@@ -18,10 +18,13 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
     """``x`` moved from one layout to another; differentiable, the gradient makes the conjugate moves.
 
     Args:
-        x: the rank's part, [box of ``source``].
+        x: on each rank its box under ``source``, without padding. Every dim that a move splits or gathers must divide.
 
     Returns:
-        The rank's part, [box of ``target``]. Every dim that moves must divide.
+        On each rank its box under ``target``.
+
+    Raises:
+        ValueError: for layouts between which there is no way (see `moves`), and for a dim that does not divide.
     """
     sizes = context.grid.sizes
     for move in moves(source.drop_trivial_axes(sizes), target.drop_trivial_axes(sizes)):
@@ -30,32 +33,32 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
 
 
 def shard(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
-    """The rank's buffer of a whole tensor: its box, zeros behind it where the box is uneven.
+    """This rank's buffer of a whole tensor: its box, followed by zeros where the box is smaller than the buffer.
 
     No communication and no autograd. [shape] -> [layout.chunk(shape)].
     """
     sizes = context.grid.sizes
     shape = tuple(x.shape)
     box = layout.box(shape, sizes, context.coordinates)
-    part = x.detach()[tuple(slice(*span) for span in box)]
+    values = x.detach()[tuple(slice(*span) for span in box)]
     chunk = layout.chunk(shape, sizes)
-    if tuple(part.shape) == chunk:
-        return part.clone()
+    if tuple(values.shape) == chunk:
+        return values.clone()
     out = x.new_zeros(chunk)
-    out[tuple(slice(0, stop - start) for start, stop in box)] = part
+    out[tuple(slice(0, stop - start) for start, stop in box)] = values
     return out
 
 
 def gather(x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelContext) -> Tensor:
-    """The whole tensor on every rank from the ranks' buffers; padding of uneven boxes is dropped. No autograd.
+    """The whole tensor, on every rank, from the ranks' buffers; the padding of uneven boxes is dropped. No autograd.
 
     [layout.chunk(shape)] -> [shape]
     """
     x = x.detach()
-    live = layout.drop_trivial_axes(context.grid.sizes)
-    if live.partial:
-        x = collectives.all_reduce(x, context.group(live.partial)).wait()
-    for dim, axes in enumerate(live.dims):
+    layout = layout.drop_trivial_axes(context.grid.sizes)
+    if layout.partial:
+        x = collectives.all_reduce(x, context.group(layout.partial)).wait()
+    for dim, axes in enumerate(layout.dims):
         if axes:
             x = collectives.all_gather(x, context.group(axes), dim).wait()
     x = x[tuple(slice(0, size) for size in shape)]

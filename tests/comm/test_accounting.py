@@ -136,7 +136,7 @@ ELEMENTS = BATCH * TOKENS * HIDDEN  # S h, of the whole activation
 def _block(context: ParallelContext, options: dict[str, Any]) -> dict[str, Any]:
     block = build(lambda: layers.TransformerBlock(HIDDEN, 4, **options), context)
     parallel = block.parallel
-    tokens = TOKENS // context.size("tensor") if context.sequence_sharded else TOKENS
+    tokens = TOKENS // context.size("tensor") if context.options.sequence_sharded else TOKENS
     outer = parallel.regions.outer
     x = torch.randn(BATCH, tokens, HIDDEN, requires_grad=True)
     with accounting.count() as there:

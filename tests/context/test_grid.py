@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -64,18 +63,6 @@ def test_index_is_the_place_in_the_group(case: tuple[RankGrid, tuple[str, ...]])
         assert grid.group(group[-1], axes) == group
         others = [axis for axis in grid.names if axis not in axes]
         assert len({tuple(grid.coordinates(other)[axis] for axis in others) for other in group}) == 1
-
-
-@given(grid_and_axes(), st.integers(-5, 5))
-def test_neighbours_go_there_and_back(case: tuple[RankGrid, Any], offset: int) -> None:
-    grid, axes = case
-    for rank in range(grid.world_size):
-        there = grid.neighbour(rank, axes, offset)
-        assert there is not None
-        assert grid.neighbour(there, axes, -offset) == rank
-        edge = grid.neighbour(rank, axes, offset, wrap=False)
-        inside = 0 <= grid.index(rank, axes) + offset < grid.size(axes)
-        assert edge == (there if inside else None)
 
 
 def test_order_of_axes_is_the_order_of_the_group() -> None:

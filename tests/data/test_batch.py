@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches, to_tensors
+from colossus.nest import leaves
 
 
 class Pair(NamedTuple):
@@ -83,3 +85,17 @@ def test_slice_and_numpy() -> None:
     out = to_tensors(piece, torch.device("cpu"))
     assert isinstance(out["x"], torch.Tensor)
     assert out["x"].tolist() == out["y"].tolist() == [2, 3]
+
+
+class Encoding(UserDict[str, Any]):
+    """As the BatchEncoding of transformers: a mapping that is no dict."""
+
+
+def test_mappings_of_any_class_become_dicts() -> None:
+    batch = Encoding({"ids": torch.arange(4), "more": OrderedDict(mask=torch.ones(4)), "names": [*"abcd"]})
+    for piece in (slice_batch(batch, 1, 3), map_batch(lambda t: t[1:3], batch)):
+        assert (type(piece), type(piece["more"])) == (dict, dict)
+        assert piece["ids"].tolist() == [1, 2]
+        assert piece["more"]["mask"].tolist() == [1.0, 1.0]
+    assert slice_batch(batch, 1, 3)["names"] == ["b", "c"]
+    assert [path for path, _ in leaves(batch, "batch")][:2] == ["batch['ids']", "batch['more']['mask']"]

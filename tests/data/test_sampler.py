@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.data.sampler import derive_seeds, permute, sample_indices
+from colossus.data.sampler import permute, sample_indices
+from colossus.random import derive_seeds
 
 SEEDS = st.integers(0, 2**40)
 

@@ -13,6 +13,7 @@ import torch
 
 from colossus.comm import log
 from colossus.context.grid import RankGrid
+from colossus.context.layer_options import LayerOptions
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.context.parallel_context import ParallelContext
 
@@ -47,16 +48,18 @@ def run_ranks(
     """``body(context, *args)`` on every rank of ``plan`` (by default 1D tensor over all); the ranks' results.
 
     With ``with_context=False`` the body gets its rank and finds the environment of a launcher set. ``options`` are of
-    the context. ``timeout`` is of silence: ranks that still use the processor are slow, and may be.
+    the context or of its layers. ``timeout`` is of silence: ranks that still use the processor are slow, and may be.
     """
     plan = plan or grid(tensor=world)
     assert plan.world_size == world
+    of_layers = {name: options.pop(name) for name in LayerOptions.__dataclass_fields__ if name in options}
+    layer_options = LayerOptions(tensor_mode=mode, **of_layers)
 
     def run(rank: int) -> Any:
         log.clear()
         try:
             if with_context:
-                return body(ParallelContext(plan, rank, tensor_mode=mode, **options), *args)
+                return body(ParallelContext(plan, rank, options=layer_options, **options), *args)
             return body(rank, *args)
         except Exception as error:
             lines = "\n".join(log.recent()[-6:])

@@ -1,4 +1,4 @@
-"""What stages of a pipeline run in: random numbers of their own, and no tensors that have no values here."""
+"""The contexts in which a pipeline runs a stage: its own random state, and a guard against other ranks' tensors."""
 
 from __future__ import annotations
 
@@ -10,45 +10,39 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from colossus.random import GlobalRng
+
 
 class StageRng:
-    """Inside, torch's generators are this stage's own, and go on where they stopped; outside they are as they were.
+    """Inside, torch's generators have a state of their own, which goes on where it stopped; outside they are untouched.
 
-    A plain dropout then draws other masks on each stage, and what the ranks draw outside (the order of a user's
+    A plain dropout then draws other masks on each pipeline rank, and what ranks draw outside (the order of a user's
     DataLoader, say) stays the same on all of them, however much their stages draw.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        devices = {torch.device("cpu"), device}
-        self._own = {place: torch.Generator(place).manual_seed(seed).get_state() for place in devices}
-        self._outside: dict[torch.device, Tensor] = {}
+        self._rng = GlobalRng(tuple({torch.device("cpu"), device}), torch_only=True)
+        with self._rng.preserved(seed):
+            self._own = self._outside = self._rng.get_state()
 
     def __enter__(self) -> None:
-        for device, state in self._own.items():
-            generator = _generator(device)
-            self._outside[device] = generator.get_state()
-            generator.set_state(state)
+        self._outside = self._rng.get_state()
+        self._rng.set_state(self._own)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for device, state in self._outside.items():
-            generator = _generator(device)
-            self._own[device] = generator.get_state()
-            generator.set_state(state)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index or 0]
+        self._own = self._rng.get_state()
+        self._rng.set_state(self._outside)
 
 
 class MetaTensorGuard(TorchFunctionMode):
-    """Inside, computing with what has no values on this rank is an error; torch on CPU would give any numbers.
+    """Inside, an operation on a tensor of the meta device is an error: it belongs to a stage of another rank.
+
+    Without it, some operations on CPU would return any numbers (uninitialized memory).
 
     Raises:
-        ValueError: for a tensor on the meta device, and for a parameter or buffer that is on another stage.
+        ValueError: naming the stage, the operation, and the shape of the tensor.
     """
 
     def __init__(self, stage: int) -> None:
@@ -66,11 +60,11 @@ class MetaTensorGuard(TorchFunctionMode):
                     raise ValueError(
                         f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
                         f"here. It belongs to another stage, or somebody took hold of it while the model was built "
-                        f"(w = self.head.weight in pipeline_blocks, say). {NAME_IT}"
+                        f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"
                     )
         return func(*args, **kwargs)
 
 
-NAME_IT = (
+MUST_NAME_ALL = (
     "A PipelineBlock must name every module, parameter and buffer that it uses, and look them up when it is called"
 )

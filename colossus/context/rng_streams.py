@@ -7,26 +7,23 @@ name the same key and therefore draw the same numbers again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-
-def hash_key(*parts: object) -> int:
-    """A 63-bit integer that depends on every part and on their order."""
-    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-
+from colossus.random import hash_key
 
 #: step, microbatch, draws so far by (microbatch, name)
 Position = tuple[int, int, dict[tuple[int, str], int]]
 
 
 class RngStreams:
-    """All random numbers of a run. The only state is the position (step, microbatch) and the named generators."""
+    """All random numbers of a run, as functions of its seed.
+
+    Its state is the position (step, microbatch), how many draws each name has made there, and the named generators.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -57,10 +54,12 @@ class RngStreams:
         self.microbatch = microbatch
 
     def next_call(self, name: str) -> int:
-        """How many times ``name`` has asked at this position. A recomputation must stand in `replay`.
+        """How many times ``name`` has asked at this position: modules that are called twice in one forward draw twice.
+
+        A recomputation must be wrapped in `replay`, which counts again from where the forward was.
 
         Raises:
-            ValueError: in a recomputation that does not, when the answer would be a guess.
+            ValueError: in a recomputation without `replay` of a name that has asked more than once.
         """
         key = self.microbatch, name
         if torch._C._current_graph_task_id() == -1 or self._replaying:
@@ -76,20 +75,20 @@ class RngStreams:
         return 0
 
     def snapshot(self) -> Position:
-        """The position, with what was drawn up to it."""
+        """The position, and how many draws were made up to it."""
         return self.step, self.microbatch, dict(self._calls)
 
     @contextmanager
     def replay(self, position: Position) -> Iterator[None]:
-        """Repeat what was drawn from ``position`` (a snapshot) on: for recomputation."""
-        held, was = self.snapshot(), self._replaying
+        """For recomputation: inside, draws from ``position`` (a snapshot) on are repeated."""
+        current, was_replaying = self.snapshot(), self._replaying
         self.step, self.microbatch, self._calls = position[0], position[1], dict(position[2])
         self._replaying = True
         try:
             yield
         finally:
-            self.step, self.microbatch, self._calls = held
-            self._replaying = was
+            self.step, self.microbatch, self._calls = current
+            self._replaying = was_replaying
 
     def named(self, name: str, *coordinates: object, device: torch.device | str = "cpu") -> torch.Generator:
         """A stateful generator kept under ``name``: the same on ranks that give the same coordinates."""

@@ -1,0 +1,43 @@
+"""Small pickled objects between the ranks of a group: sent once rather than in every step, and not counted."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from colossus.context.groups import AxisGroup
+
+T = TypeVar("T")
+
+
+def all_gather_object(value: T, group: AxisGroup) -> list[T]:
+    """The values of all ranks of the group, in group order, on each of them."""
+    out = [value] * group.size
+    if group.process_group is not None:
+        dist.all_gather_object(out, value, group=group.process_group)
+    return out
+
+
+def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
+    """The value of the rank at index ``source`` of the group; what the others pass is not looked at."""
+    out = [value]
+    if group.process_group is not None:
+        dist.broadcast_object_list(out, src=group.ranks[source], group=group.process_group)
+    return out[0]
+
+
+def to_bytes(value: Any) -> Tensor:
+    """The pickled object, uint8 ``[number of bytes]``."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Any:
+    """The object of `to_bytes`. Only for what a rank of this run has sent: unpickling runs code."""
+    with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(bytes(data.cpu().numpy()))

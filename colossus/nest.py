@@ -1,0 +1,45 @@
+"""Walking nests: mappings, lists and tuples of anything, as batches and the outputs of models are.
+
+torch's pytree is the tool where the structure itself is sent or where torch calls us with it. It takes mappings and
+lists of a user's own class (the BatchEncoding of transformers, say) for leaves, so batches are walked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def map_leaves(fn: Callable[[Any], Any], nest: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """The same nest with ``fn`` of each leaf. Mappings become dicts, named tuples stay what they are.
+
+    Args:
+        is_leaf: of a container: whether to hand it to ``fn`` as it is.
+    """
+    if not isinstance(nest, Mapping | list | tuple) or is_leaf(nest):
+        return fn(nest)
+    if isinstance(nest, Mapping):
+        return {key: map_leaves(fn, value, is_leaf) for key, value in nest.items()}
+    values = [map_leaves(fn, value, is_leaf) for value in nest]
+    if isinstance(nest, list):
+        return values
+    return type(nest)(*values) if hasattr(nest, "_fields") else tuple(values)
+
+
+def leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with the path that leads to it, as one would write it: ``path['inputs'][0]``."""
+    if isinstance(nest, Mapping):
+        for key, value in nest.items():
+            yield from leaves(value, f"{path}[{key!r}]")
+    elif isinstance(nest, list | tuple):
+        for number, value in enumerate(nest):
+            yield from leaves(value, f"{path}[{number}]")
+    else:
+        yield path, nest
+
+
+def tensors(nest: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nest with the path that leads to it."""
+    return ((where, leaf) for where, leaf in leaves(nest, path) if isinstance(leaf, Tensor))

@@ -1,0 +1,108 @@
+"""Keys of random numbers, and the global generators of this process. Importing it loads no torch.
+
+Two key schemes stand here. `hash_key` makes one key of anything that can be printed. `seed_words` makes many at once of
+integers alone: the order of samples needs one per sample and per epoch, where hashing text one by one would be slow.
+Uniting them would change the order in which existing runs read their data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_DATA = 0x64617461  # "data": keeps the words apart from other users of numpy's SeedSequence with the run's seed
+
+
+def hash_key(*parts: object) -> int:
+    """A 63-bit key that depends on the type and text of every part and on their order."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_words(seed: int, key: Sequence[int], count: int) -> np.ndarray:
+    """``[count]`` uint64 words, a pure function of ``seed`` and ``key``; the first ones do not depend on ``count``.
+
+    Raises:
+        ValueError: a negative seed.
+    """
+    check_seed(seed)
+    return np.random.SeedSequence(seed, spawn_key=(_DATA, *key)).generate_state(count, np.uint64)
+
+
+def derive_seeds(seed: int, key: Sequence[int], count: int = 1) -> list[int]:
+    """``count`` 63-bit seeds, a pure function of ``seed`` and ``key``, for what is seeded by its place in the data."""
+    return [int(word) >> 1 for word in seed_words(seed, (1, *key), count)]
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError for a negative run seed."""
+    if seed < 0:
+        raise ValueError(f"seed = {seed} is negative; train.seed must be 0 or more")
+
+
+#: of torch's generators on each device, then of Python's and numpy's (None where these are left alone)
+RngState = tuple[list["torch.Tensor"], Any, Any]
+
+
+class GlobalRng:
+    """The global generators of this process: those that code draws from without naming one.
+
+    Args:
+        devices: whose torch generators; those of other devices are left alone.
+        torch_only: leave Python's `random` and numpy's legacy generator alone.
+    """
+
+    def __init__(self, devices: Sequence[torch.device | str] = ("cpu",), *, torch_only: bool = False) -> None:
+        self.devices = tuple(devices)
+        self.torch_only = torch_only
+
+    def get_state(self) -> RngState:
+        states = [_torch_generator(device).get_state() for device in self.devices]
+        return (states, None, None) if self.torch_only else (states, random.getstate(), np.random.get_state())
+
+    def set_state(self, state: RngState) -> None:
+        of_torch, of_python, of_numpy = state
+        for device, value in zip(self.devices, of_torch, strict=True):
+            _torch_generator(device).set_state(value)
+        if not self.torch_only:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+    def seed(self, seed: int) -> None:
+        for device in self.devices:
+            _torch_generator(device).manual_seed(seed)
+        if not self.torch_only:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+
+    @contextmanager
+    def preserved(self, seed: int | None = None) -> Iterator[None]:
+        """Put the states back at the end. Inside, start from ``seed`` (None: from the states as they are)."""
+        state = self.get_state()
+        try:
+            if seed is not None:
+                self.seed(seed)
+            yield
+        finally:
+            self.set_state(state)
+
+
+def _torch_generator(device: torch.device | str) -> torch.Generator:
+    import torch  # here, because the order of samples is computed without torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+#: all that a process has on the CPU; an accelerator's generators are left alone
+GLOBAL_RNG = GlobalRng()
