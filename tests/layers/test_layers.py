@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.models.options import GPTOptions
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
 SHARDED = [False, True]
@@ -55,26 +57,30 @@ def expected(twin: nn.Module, found: dict[str, Tensor], *inputs: Tensor) -> dict
     return want
 
 
-def check(
-    ranks: int,
-    factory: Callable[[], nn.Module],
-    twin: Callable[[], nn.Module],
-    *inputs: Tensor,
-    sharded: bool = False,
-    dtype: torch.dtype = torch.float64,
-) -> None:
-    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+#: ours, torch's own, inputs, and the type of all numbers
+Case = tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[Tensor, ...], torch.dtype]
 
-    def body(context: ParallelContext) -> dict[str, Tensor]:
-        return run(context, colossus.build(factory, context, dtype=dtype), *inputs)
 
-    for rank, found in enumerate(run_ranks(ranks, body, sequence_sharded=sharded)):
-        want = expected(twin(), found, *inputs)
-        assert {key for key in found if not key.startswith("parameter")} == set(want)
-        for key, value in want.items():
-            torch.testing.assert_close(
-                found[key], value, **TOLERANCE[dtype], msg=lambda m, k=key: f"rank {rank}, {k}: {m}"
-            )
+def case(
+    ours: Callable[[], nn.Module], plain: Callable[[], nn.Module], *inputs: Tensor, dtype: torch.dtype = torch.float64
+) -> Case:
+    return ours, plain, tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs), dtype
+
+
+def check(ranks: int, cases: list[Case], sharded: bool = False) -> None:
+    """All cases in one fork."""
+
+    def body(context: ParallelContext) -> list[dict[str, Tensor]]:
+        return [run(context, colossus.build(ours, context, dtype=dtype), *inputs) for ours, _, inputs, dtype in cases]
+
+    for rank, results in enumerate(run_ranks(ranks, body, sequence_sharded=sharded)):
+        for (_, plain, inputs, dtype), found in zip(cases, results, strict=True):
+            want = expected(plain(), found, *inputs)
+            assert {key for key in found if not key.startswith("parameter")} == set(want)
+            for key, value in want.items():
+                torch.testing.assert_close(
+                    found[key], value, **TOLERANCE[dtype], msg=lambda m, k=key: f"rank {rank}, {k}: {m}"
+                )
 
 
 class Wrapped(nn.Module):
@@ -99,44 +105,20 @@ class Pair(nn.Module):
 
 @pytest.mark.parametrize("sharded", SHARDED)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_linear_alone_and_in_pairs(ranks: int, dtype: torch.dtype, sharded: bool) -> None:
+def test_linear_alone_and_in_pairs(ranks: int, sharded: bool) -> None:
     """2-D, 3-D and 4-D inputs, with and without bias, sizes that split by output, by input, or not at all."""
     shapes = [(8, 1), (3, 8, 1), (2, 3, 4, 1)]
-    for index, (inner, outer) in enumerate([(6, 12), (12, 6), (12, 7), (7, 12), (7, 5)]):
-        shape = (*shapes[index % 3][:-1], inner)
-        bias = index % 2 == 0
-        check(ranks, lambda: layers.Linear(inner, outer, bias), lambda: nn.Linear(inner, outer, bias),
-              numbers(*shape), sharded=sharded, dtype=dtype)  # fmt: skip
-    for shape in shapes:
-        for bias in (True, False):
-            check(ranks, lambda: Pair(layers.Linear, bias, split=True), lambda: Pair(nn.Linear, bias),
-                  numbers(*shape[:-1], 6), sharded=sharded, dtype=dtype)  # fmt: skip
-
-
-class Fused(nn.Module):
-    def __init__(self, split: str | None) -> None:
-        super().__init__()
-        self.many = layers.Linear(6, {"a": 4, "b": 8, "c": 12}, split=split)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([layers.to_user(part) for part in self.many(x)], dim=-1)
-
-
-class PlainFused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.many = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.Linear(6, 8), "c": nn.Linear(6, 12)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.many[name](x) for name in "abc"], dim=-1)
-
-
-@pytest.mark.parametrize("sharded", SHARDED)
-@pytest.mark.parametrize("split", [None, "column"])
-def test_several_outputs_from_one_input(split: str | None, sharded: bool) -> None:
-    for ranks in (1, 2, 4):
-        check(ranks, lambda: Fused(split), PlainFused, numbers(2, 3, 6), sharded=sharded)
+    cases = []
+    for dtype in (torch.float32, torch.float64):
+        for index, (inner, outer) in enumerate([(6, 12), (12, 6), (12, 7), (7, 12), (7, 5)]):
+            sizes = (inner, outer, index % 2 == 0)
+            x = numbers(*shapes[index % 3][:-1], inner)
+            cases.append(case(partial(layers.Linear, *sizes), partial(nn.Linear, *sizes), x, dtype=dtype))
+        for shape in shapes:
+            for bias in (True, False):
+                ours, plain = partial(Pair, layers.Linear, bias, split=True), partial(Pair, nn.Linear, bias)
+                cases.append(case(ours, plain, numbers(*shape[:-1], 6), dtype=dtype))
+    check(ranks, cases, sharded)
 
 
 class UsedTwice(nn.Module):
@@ -150,7 +132,7 @@ class UsedTwice(nn.Module):
 
 
 def test_a_layer_used_twice_and_a_frozen_one() -> None:
-    check(2, lambda: UsedTwice(layers.Linear), lambda: UsedTwice(nn.Linear), numbers(3, 5, 8))
+    check(2, [case(partial(UsedTwice, layers.Linear), partial(UsedTwice, nn.Linear), numbers(3, 5, 8))])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -158,10 +140,8 @@ def test_a_layer_used_twice_and_a_frozen_one() -> None:
 def test_embedding(ranks: int, vocabulary: int) -> None:
     """13 over 4 leaves an uneven box, 5 over 4 an empty one."""
     ids = torch.randint(0, vocabulary, (3, 7), generator=torch.Generator().manual_seed(1))
-    for padding in (None, 2, -1):
-        check(
-            ranks, lambda: layers.Embedding(vocabulary, 6, padding), lambda: nn.Embedding(vocabulary, 6, padding), ids
-        )
+    sizes = [(vocabulary, 6, padding) for padding in (None, 2, -1)]
+    check(ranks, [case(partial(layers.Embedding, *each), partial(nn.Embedding, *each), ids) for each in sizes])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -177,70 +157,39 @@ def test_norms_between_blocks(ranks: int, sharded: bool) -> None:
                 return self.norm(x)
             return layers.to_user(self.norm(layers.to_outer(x)))
 
-    for name, options in (("LayerNorm", {}), ("LayerNorm", {"bias": False}), ("RMSNorm", {"eps": 1e-6}),
-                          ("LayerNorm", {"elementwise_affine": False})):  # fmt: skip
-        ours, plain = getattr(layers, name), getattr(nn, name)
-        check(ranks, lambda: Both(ours, **options), lambda: Both(plain, **options), numbers(3, 4, 6), sharded=sharded)
+    kinds = [("LayerNorm", {}), ("LayerNorm", {"bias": False}), ("RMSNorm", {"eps": 1e-6}),
+             ("LayerNorm", {"elementwise_affine": False})]  # fmt: skip
+    pairs = [(partial(Both, getattr(layers, n), **o), partial(Both, getattr(nn, n), **o)) for n, o in kinds]
+    check(ranks, [case(ours, plain, numbers(3, 4, 6)) for ours, plain in pairs], sharded)
 
 
 @pytest.mark.parametrize("sharded", SHARDED)
-@pytest.mark.parametrize("kind", ["plain", "grouped", "rotary"])
-def test_attention_and_block(kind: str, sharded: bool) -> None:
-    from colossus.models.options import GPTOptions
-
-    o = GPTOptions(hidden_size=24, num_heads=4, num_kv_heads=2 if kind == "grouped" else 4, seq_len=8,
-                   positions="rotary" if kind == "rotary" else "learned",
-                   mlp="swiglu" if kind == "rotary" else "gelu", ffn_hidden_size=20)  # fmt: skip
-    options = dict(rotary=kind == "rotary")
-    for ranks in (1, 2) if kind == "grouped" else (1, 4):
-        check(ranks, lambda: layers.Attention(24, 4, o.num_kv_heads, **options), lambda: PlainAttention(o),
-              numbers(3, 8, 24), sharded=sharded)  # fmt: skip
-        check(ranks, lambda: layers.TransformerBlock(24, 4, o.num_kv_heads, 20, mlp=o.mlp, **options),
-              lambda: PlainBlock(o), numbers(3, 8, 24), sharded=sharded)  # fmt: skip
-
-
-def test_attention_masks() -> None:
-    mask = torch.rand(2, 4, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
-    mask |= torch.eye(5, dtype=torch.bool)
-
-    def body(context: ParallelContext, causal: bool, which: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        attention = colossus.build(lambda: layers.Attention(8, 4, causal=causal), context, dtype=torch.float64)
-        return attention(numbers(2, 5, 8), which).detach(), full_state_dict(attention, context)
-
-    for causal in (True, False):
-        for which in (
-            mask,
-            mask[:, :1],
-            mask[0, 0],
-            torch.zeros(5, 5, dtype=torch.float64).masked_fill(~mask[0, 0], -1e30),
-        ):
-            reference, _ = run_ranks(1, body, causal, which)[0]
-            for found, _ in run_ranks(2, body, causal, which):
-                torch.testing.assert_close(found, reference, rtol=1e-10, atol=1e-10)
-            _, state = run_ranks(1, body, causal, which)[0]
-            x = numbers(2, 5, 8)
-            q, k, v = (
-                F.linear(x, state[f"qkv.{n}.weight"], state[f"qkv.{n}.bias"]).view(2, 5, 4, 2).transpose(1, 2)
-                for n in ("query", "key", "value")
-            )
-            scores = q @ k.mT / 2**0.5
-            scores = scores.masked_fill(~which, -torch.inf) if which.dtype == torch.bool else scores + which
-            if causal:
-                scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
-            mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(2, 5, 8)
-            want = F.linear(mixed, state["out.weight"], state["out.bias"])
-            torch.testing.assert_close(reference, want, rtol=1e-8, atol=1e-8)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_attention_and_block_of_grouped_heads(ranks: int, sharded: bool) -> None:
+    o = GPTOptions(hidden_size=24, num_heads=4, num_kv_heads=2, seq_len=8, ffn_hidden_size=20)
+    x = numbers(3, 8, 24)
+    check(
+        ranks,
+        [
+            case(partial(layers.Attention, 24, 4, 2), partial(PlainAttention, o), x),
+            case(partial(layers.TransformerBlock, 24, 4, 2, 20, mlp=o.mlp), partial(PlainBlock, o), x),
+        ],
+        sharded,
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("vocabulary", [12, 13, 5])
-@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.02)])
-def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int, smoothing: float, z_loss: float) -> None:
+def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> None:
     labels = torch.randint(0, vocabulary, (3, 7), generator=torch.Generator().manual_seed(2))
     labels[0, :4] = -100
     x = numbers(3, 7, 6) * 5.0
+    terms = [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.1, 0.02)]
 
-    def body(context: ParallelContext) -> tuple[Tensor, ...]:
+    def body(context: ParallelContext) -> list[tuple[Tensor, ...]]:
+        return [one(context, *term) for term in terms]
+
+    def one(context: ParallelContext, smoothing: float, z_loss: float) -> tuple[Tensor, ...]:
         head = colossus.build(lambda: layers.LMHead(6, vocabulary), context, dtype=torch.float64)
         held = x.clone().requires_grad_()
         logits = head(held)
@@ -250,7 +199,9 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int, smooth
         gradient = full_state_dict(head, context, gradients=True)["weight"]
         return loss.detach(), count, held.grad, state, gradient, layers.to_user(logits).detach()
 
-    for loss, count, dx, weight, dw, whole in run_ranks(ranks, body):
+    for (smoothing, z_loss), (loss, count, dx, weight, dw, whole) in (
+        pair for found in run_ranks(ranks, body) for pair in zip(terms, found, strict=True)
+    ):
         held, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
         logits = held @ leaf.t()
         valid = labels != -100

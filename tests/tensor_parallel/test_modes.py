@@ -349,25 +349,26 @@ FEW = ("1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth1", "2.5d_depth2", "3d", 
 BY_MODE = [mode if mode in FEW else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
 
 
-def check(mode: str, chosen: list[Case], dtype: torch.dtype) -> None:
-    for rank, found in enumerate(MODES[mode].run(compare_all, chosen, [dtype], timeout=300)):
+def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
+    """All cases in one fork."""
+
+    def body(context: ParallelContext) -> list[str]:
+        return [words for dtype, cases in chosen.items() for words in compare_all(context, cases, [dtype])]
+
+    for rank, found in enumerate(MODES[mode].run(body, timeout=300)):
         assert not found, f"rank {rank}: " + "\n".join(found[:20])
 
 
 @pytest.mark.parametrize("mode", BY_MODE)
 def test_every_layer_in_every_mode(mode: str) -> None:
-    check(mode, ALL, torch.float64)
-
-
-@pytest.mark.parametrize("mode", BY_MODE)
-def test_layers_in_single_precision(mode: str) -> None:
-    check(mode, ALL[::4], torch.float32)
+    """All in double precision, a quarter in single precision too."""
+    check(mode, {torch.float64: ALL, torch.float32: ALL[::4]})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(MODES))
 def test_every_layer_in_single_precision(mode: str) -> None:
-    check(mode, ALL, torch.float32)
+    check(mode, {torch.float32: ALL})
 
 
 SOME = [case for case in ALL if "bias True" in case.title or case.title.startswith("block")][::7]
