@@ -1,0 +1,61 @@
+"""Ranks forked on this machine: results, tracebacks, and what counts as a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from colossus.context.local_ranks import LocalRanks, RanksFailed, processor_seconds, run_local_ranks
+
+
+def test_ranks_are_joined_and_answer_in_order() -> None:
+    def body(rank: int) -> float:
+        x = torch.tensor([float(rank)])
+        dist.all_reduce(x)
+        return rank * 10 + x.item()
+
+    assert run_local_ranks(3, body) == [3.0, 13.0, 23.0]
+
+
+def test_an_object_stays_between_calls() -> None:
+    class Counter:
+        def __init__(self, rank: int) -> None:
+            self.total = rank
+
+        def add(self, number: int) -> int:
+            self.total += number
+            return self.total
+
+    with LocalRanks(2, Counter) as ranks:
+        assert ranks.call("add", 5) == [5, 6]
+        assert ranks.call("add", 1) == [6, 7]
+
+
+def test_the_first_traceback_is_shown_and_codes_are_kept() -> None:
+    def body(rank: int) -> None:
+        if rank == 1:
+            raise ValueError("rank one has failed")
+        if rank == 2:
+            os._exit(7)
+
+    with pytest.raises(RanksFailed, match=r"rank 1 failed(?s:.*)ValueError: rank one has failed") as caught:
+        run_local_ranks(3, body)
+    assert (list(caught.value.tracebacks), caught.value.exit_codes, caught.value.silent) == ([1], {2: 7}, [])
+
+
+@pytest.mark.skipif(not processor_seconds([os.getpid()]), reason="needs /proc")
+def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
+    def works(rank: int) -> int:
+        until = time.process_time() + 1.6
+        while time.process_time() < until:
+            pass
+        return rank
+
+    assert run_local_ranks(2, works, patience=1.0) == [0, 1]
+    with pytest.raises(RanksFailed) as caught:
+        run_local_ranks(2, lambda rank: time.sleep(60 * rank), patience=1.0)
+    assert caught.value.silent == [1]
