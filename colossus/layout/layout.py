@@ -105,7 +105,7 @@ class Layout:
         return all(size % shards == 0 for size, shards in zip(shape, self.num_shards(sizes), strict=True))
 
     def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
-        """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first rank of those with the same box."""
+        """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
         return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
 
     def _check(self, shape: Sequence[int]) -> None:
