@@ -2,14 +2,14 @@
 
     python -m benchmarks.bubble
 
-The stages of the model sleep: on each rank a forward takes 100 ms and so does each half of a backward, whatever the
+The stages of the model sleep: on each rank a forward takes 100 ms and so do dgrad and wgrad, whatever the
 number of stages on it (``--milliseconds``). Sleeping needs no processor, so ranks may outnumber cores. The bubble of a
 rank is the share of the step (from the first action of any rank to the end of the last) in which it does not have
 one of these known sleeps to do: what actions wait for is in the bubble, and so is all that the executor adds.
 
-*simulated* is told the known sleeps and nothing else. *with overhead* is told what actions took in this run that had
-nothing to wait for (forwards of the first stage, backwards of the last, weight halves), and the transfers beside them:
-how late a loaded machine wakes who sleeps is in there.
+*simulated* knows the sleeps and nothing else. *with overhead* takes the durations of those actions of this run that had
+nothing to wait for (forwards of the first stage, backwards of the last, weight gradients), and of the transfers beside
+them. That includes how long after its time a loaded machine wakes a sleeping process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Result:
     Attributes:
         bubbles: mean over the ranks.
         peaks: activations in flight at most, by rank.
-        with_overhead: the bubble when the simulator is told what actions took.
+        with_overhead: the simulated bubble with durations of actions as measured.
     """
 
     task: Task
@@ -55,8 +55,8 @@ class Result:
     with_overhead: float
 
     @property
-    def off(self) -> float:
-        """How far the measured bubble is from the simulated one, relative to it."""
+    def deviation(self) -> float:
+        """The relative difference of the measured bubble from the simulated one."""
         return Spread.of(self.bubbles).median / self.predicted.bubble - 1.0
 
 
@@ -64,17 +64,17 @@ def measure(task: Task, repetitions: int) -> Result:
     """Run it.
 
     Raises:
-        RuntimeError: when a rank does not play all of its list, or its gradients are not those of the model.
+        RuntimeError: when a rank does not run all of its list, or its gradients are not those of the model.
     """
     name = f"{task.schedule} on {task.ranks} ranks"
     actions = make_schedule(task.schedule, task.ranks, task.microbatches)
     with RankGroup(name, task.ranks, partial(Worker, task)) as group:
-        group.call("play")  # stages tell each other what they send
+        group.call("play")  # stages send the specs of their values
         check_gradients(task, group.call("gradients"))
         runs: list[list[Played]] = [group.call("play") for _ in range(repetitions)]
     for rank, own in enumerate(actions):
         if any([span[0] for span in run[rank].spans] != own for run in runs):
-            raise RuntimeError(f"{name}: rank {rank} did not play its list")
+            raise RuntimeError(f"{name}: rank {rank} did not run its list")
     played = [_bubble_of(task, run) for run in runs]
     return Result(
         task,
@@ -87,7 +87,7 @@ def measure(task: Task, repetitions: int) -> Result:
 
 
 def check_gradients(task: Task, found: Sequence[dict[str, Any]]) -> None:
-    """That every stage has the gradient of its weight, also where that was made late.
+    """That every stage has the gradient of its weight, also where that was deferred.
 
     Raises:
         RuntimeError: naming the stages that have not.
@@ -114,8 +114,8 @@ def _with_overhead(task: Task, runs: Sequence[Sequence[Played]]) -> float:
     typical = {kind: median(values) for kind, values in took.items()}
     known = asdict(task.times)
     transfers = sum(typical.get(kind, 0.0) for kind in ("send_activation", "receive_activation"))
-    told = {kind: typical.get(kind, known[kind]) + (transfers if kind in ends else 0.0) for kind in COMPUTE}
-    makespan = simulate(actions, replace(task.times, **told)).makespan
+    durations = {kind: typical.get(kind, known[kind]) + (transfers if kind in ends else 0.0) for kind in COMPUTE}
+    makespan = simulate(actions, replace(task.times, **durations)).makespan
     return mean(1.0 - sum(map(task.times.of, (a for a in own if a.kind in COMPUTE))) / makespan for own in actions)
 
 
@@ -143,7 +143,7 @@ def report(results: Sequence[Result]) -> None:
                 r.task.schedule,
                 Spread.of(r.bubbles),
                 f"{r.predicted.bubble:.3f}",
-                f"{100 * r.off:+.1f} %",
+                f"{100 * r.deviation:+.1f} %",
                 f"{r.with_overhead:.3f}",
                 f"{Spread.of(r.makespans).median:.3f}",
                 f"{r.predicted.makespan:.3f}",
@@ -167,24 +167,24 @@ def _listed(counts: Sequence[int]) -> str:
 
 
 def misses(results: Sequence[Result]) -> list[str]:
-    """What is not as it should be, in words."""
+    """The goals that were missed, one line each."""
     found = []
     for r in results:
         where = f"{r.task.schedule}, {r.task.ranks} ranks, {r.task.microbatches} microbatches"
-        if abs(r.off) > GOAL:
-            found.append(f"{where}: the bubble is {100 * r.off:+.1f} % off the simulated one")
+        if abs(r.deviation) > GOAL:
+            found.append(f"{where}: the bubble is {100 * r.deviation:+.1f} % off the simulated one")
         if r.peaks != r.predicted.peaks:
             found.append(f"{where}: {_listed(r.peaks)} in flight, simulated {_listed(r.predicted.peaks)}")
-    plain = {(r.task.ranks, r.task.microbatches): r for r in results if r.task.schedule == "1f1b"}
-    for late in (r for r in results if r.task.schedule == "zb-h1"):
-        ranks, microbatches = late.task.ranks, late.task.microbatches
-        other = plain.get((ranks, microbatches))
+    full = {(r.task.ranks, r.task.microbatches): r for r in results if r.task.schedule == "1f1b"}
+    for split in (r for r in results if r.task.schedule == "zb-h1"):
+        ranks, microbatches = split.task.ranks, split.task.microbatches
+        other = full.get((ranks, microbatches))
         if other is None:
             continue
         where = f"zb-h1, {ranks} ranks, {microbatches} microbatches"
-        if late.predicted.bubble > 0.5 * other.predicted.bubble + 1e-9:
+        if split.predicted.bubble > 0.5 * other.predicted.bubble + 1e-9:
             found.append(f"{where}: the simulated bubble is more than half of that of 1f1b")
-        if Spread.of(late.bubbles).median >= Spread.of(other.bubbles).median:
+        if Spread.of(split.bubbles).median >= Spread.of(other.bubbles).median:
             found.append(f"{where}: the measured bubble is not smaller than that of 1f1b")
     return found
 
@@ -195,7 +195,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "bubbles": result.bubbles,
         "bubble": asdict(Spread.of(result.bubbles)),
         "simulated_bubble": result.predicted.bubble,
-        "off": result.off,
+        "deviation": result.deviation,
         "with_overhead": result.with_overhead,
         "makespans": result.makespans,
         "simulated_makespan": result.predicted.makespan,

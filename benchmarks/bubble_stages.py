@@ -13,7 +13,7 @@ from torch import distributed as dist
 import colossus
 from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
 from colossus.schedule.simulate import Times
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -27,7 +27,7 @@ class Task:
 
     Attributes:
         chunks: stages on each rank.
-        seconds: a rank's forward of one microbatch takes, and so does each half of its backward.
+        seconds: that a rank's forward of one microbatch takes, and so do its dgrad and its wgrad.
     """
 
     schedule: str
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def times(self) -> Times:
-        """What the simulator is told."""
+        """Those of the simulation."""
         own = self.seconds / self.chunks
         return Times(forward=own, backward=2 * own, backward_input=own, backward_weight=own)
 
@@ -70,8 +70,8 @@ class _Sleep(torch.autograd.Function):
 
         time.sleep(seconds)
         dx = dy * weight
-        if ctx.weights.is_deferring:
-            ctx.weights.defer(lambda: ctx.weights.accumulate_grad(weight, gradient()))
+        if ctx.weights.defers_wgrad:
+            ctx.weights.defer_wgrad(lambda: ctx.weights.accumulate_grad(weight, gradient()))
             return dx, None, None, None
         return dx, gradient(), None, None
 
@@ -91,7 +91,7 @@ class Played:
     """One step on one rank.
 
     Attributes:
-        spans: every action, when it began and when it ended, by a clock that all processes share.
+        spans: every action with its start and end, by a clock that all processes share.
         peak: the most activations in flight.
     """
 
@@ -120,7 +120,7 @@ class Worker:
     def play(self) -> Played:
         """The passes of one step; all ranks begin together."""
         spans: list[tuple[Action, float, float]] = []
-        self._engine.executor.watch = lambda *span: spans.append(span)
+        self._engine.executor.timer = lambda *span: spans.append(span)
         dist.barrier()
         peak = engine_passes(self._engine, self._batch).peak_in_flight
         return Played(spans, peak)

@@ -1,7 +1,7 @@
-"""A pipeline of colossus against torch.distributed.pipelining and one process, on the same modules, cut alike.
+"""A pipeline of colossus against torch.distributed.pipelining and one process, on the same modules, split alike.
 
     python -m benchmarks.pipeline                            # all sizes
-    python -m benchmarks.pipeline --hidden 64 --plans 2x4    # 2 stages, 4 microbatches
+    python -m benchmarks.pipeline --hidden 64 --setups 2x4    # 2 stages, 4 microbatches
 
 *passes* are forward and backward of all microbatches, nothing else (torch's ``schedule.step``); *step* is a whole
 training step: also clipping by the global norm, fused AdamW, loss and norm read on every rank. Before the clock starts,
@@ -23,32 +23,32 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.common import Series, Spread
-from benchmarks.pipeline_cases import CASES, SERIAL, TORCH, Plan
+from benchmarks.pipeline_cases import CASES, SERIAL, TORCH, Setup
 from benchmarks.pipeline_worker import Gradients, Worker
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE, STEP_TOLERANCE = 1e-6, 1e-5, 1e-5
 CHECKED_STEPS = 3
-PARTS = ("passes", "step")
-PLANS = ("2x4", "2x8", "4x8")
-MOST_STEPS = 10
+MEASURED = ("passes", "step")
+SETUPS = ("2x4", "2x8", "4x8")
+MAX_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Result:
-    """All that was measured of one plan.
+    """All that was measured of one setup.
 
     Attributes:
         series: "passes" or "step" -> case -> seconds by block.
         processor: the same for processor seconds, summed over the ranks.
-        gaps: case -> the largest relative difference of a gradient from that of one process.
+        differences: case -> the largest relative difference of a gradient from that of one process.
     """
 
-    plan: Plan
+    setup: Setup
     series: dict[str, Series]
     processor: dict[str, Series]
-    gaps: dict[str, float]
+    differences: dict[str, float]
 
 
 # -- refusals -------------------------------------------------------------------------------------------------
@@ -63,20 +63,24 @@ def check_passes(label: str, found: Sequence[tuple[float, Gradients]], reference
     Raises:
         RuntimeError: naming what differs most.
     """
-    loss, wanted = reference
-    mine = sum(part for part, _ in found)
-    if not abs(mine - loss) <= LOSS_TOLERANCE * abs(loss):
-        raise RuntimeError(f"{label}: the sum of losses is {mine!r}, but {SERIAL} has {loss!r}")
+    wanted_loss, wanted = reference
+    total = sum(loss for loss, _ in found)
+    if not abs(total - wanted_loss) <= LOSS_TOLERANCE * abs(wanted_loss):
+        raise RuntimeError(f"{label}: the sum of losses is {total!r}, but {SERIAL} has {wanted_loss!r}")
     gradients = {name: value for _, own in found for name, value in own.items()}
     if gradients.keys() != wanted.keys():
         raise RuntimeError(f"{label}: gradients of other parameters: {sorted(gradients.keys() ^ wanted.keys())}")
-    gaps = {
+    differences = {
         name: float(np.linalg.norm(gradients[name] - value) / np.linalg.norm(value)) for name, value in wanted.items()
     }
-    worst = max(gaps, key=lambda name: gaps[name] if gaps[name] == gaps[name] else float("inf"))
-    if not gaps[worst] <= GRADIENT_TOLERANCE:
-        raise RuntimeError(f"{label}: the gradient of {worst} differs from that of {SERIAL} by {gaps[worst]:.3g}")
-    return gaps[worst]
+    worst = max(
+        differences, key=lambda name: differences[name] if differences[name] == differences[name] else float("inf")
+    )
+    if not differences[worst] <= GRADIENT_TOLERANCE:
+        raise RuntimeError(
+            f"{label}: the gradient of {worst} differs from that of {SERIAL} by {differences[worst]:.3g}"
+        )
+    return differences[worst]
 
 
 def check_steps(label: str, found: Sequence[tuple[float, float]], reference: Sequence[tuple[float, float]]) -> None:
@@ -94,7 +98,7 @@ def check_steps(label: str, found: Sequence[tuple[float, float]], reference: Seq
 # -- measuring ------------------------------------------------------------------------------------------------
 
 
-def measure(plan: Plan, names: Sequence[str], blocks: int, steps: int | None = None) -> Result:
+def measure(setup: Setup, names: Sequence[str], blocks: int, steps: int | None = None) -> Result:
     """Run the named cases, that in one process always.
 
     Args:
@@ -108,27 +112,27 @@ def measure(plan: Plan, names: Sequence[str], blocks: int, steps: int | None = N
         for label, name in labels.items():
             common.progress(f"building {label}")
             case = CASES[name]
-            made = RankGroup(label, case.world(plan), partial(Worker, case, plan))
+            made = RankGroup(label, case.world(setup), partial(Worker, case, setup))
             groups[label] = stack.enter_context(made)
         reference = groups[SERIAL].call("passes")[0]
-        gaps = {label: check_passes(label, group.call("passes"), reference) for label, group in groups.items()}
+        differences = {label: check_passes(label, group.call("passes"), reference) for label, group in groups.items()}
         trajectories = {label: group.call("steps", CHECKED_STEPS) for label, group in groups.items()}
         for label, of_ranks in trajectories.items():
             for trajectory in of_ranks:
                 check_steps(label, trajectory, trajectories[SERIAL][0])
-        steps = steps or max(1, min(MOST_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1, []))))
+        steps = steps or max(1, min(MAX_STEPS, round(1.0 / _block(groups[SERIAL], "passes", 1, []))))
         series, processor = {}, {}
-        for part in PARTS:
+        for what in MEASURED:
             busy: Series = {label: [] for label in groups}
-            runners = {label: partial(_block, group, part, steps, busy[label]) for label, group in groups.items()}
-            series[part] = common.alternate(runners, blocks, label=f"{plan}: {part},")
-            processor[part] = busy
-    return Result(plan, series, processor, gaps)
+            runners = {label: partial(_block, group, what, steps, busy[label]) for label, group in groups.items()}
+            series[what] = common.alternate(runners, blocks, label=f"{setup}: {what},")
+            processor[what] = busy
+    return Result(setup, series, processor, differences)
 
 
-def _block(group: RankGroup, part: str, steps: int, busy: list[float]) -> float:
+def _block(group: RankGroup, what: str, steps: int, busy: list[float]) -> float:
     """Seconds of the slowest rank; processor seconds of all go into the list."""
-    found = group.call("block", part, steps)
+    found = group.call("block", what, steps)
     busy.append(sum(used for _, used in found))
     return max(seconds for seconds, _ in found)
 
@@ -136,45 +140,45 @@ def _block(group: RankGroup, part: str, steps: int, busy: list[float]) -> float:
 # -- results --------------------------------------------------------------------------------------------------
 
 
-def ratios(result: Result, part: str, label: str) -> dict[str, Spread]:
+def ratios(result: Result, what: str, label: str) -> dict[str, Spread]:
     """Time of a case over that of the serial one and of torch's."""
-    series = result.series[part]
+    series = result.series[what]
     return {peer: common.ratio(series, label, peer) for peer in (SERIAL, TORCH) if peer in series and peer != label}
 
 
 def report(result: Result) -> None:
     """A table for passes and one for steps."""
-    for part in PARTS:
+    for what in MEASURED:
         rows = []
-        for label, seconds in result.series[part].items():
-            found = ratios(result, part, label)
+        for label, seconds in result.series[what].items():
+            found = ratios(result, what, label)
             rows.append(
                 (
                     label,
                     f"{Spread.of(seconds).median * 1e3:.1f}",
                     f"{min(seconds) * 1e3:.1f}",
                     *(found.get(peer, "") for peer in (SERIAL, TORCH)),
-                    f"{Spread.of(result.processor[part][label]).median * 1e3:.1f}",
+                    f"{Spread.of(result.processor[what][label]).median * 1e3:.1f}",
                 )
             )
         header = ("case", "ms", "fastest", f"time / {SERIAL}", f"time / {TORCH}", "processor ms")
-        common.print_table(f"{part}: {result.plan}; {len(seconds)} blocks", header, rows)
+        common.print_table(f"{what}: {result.setup}; {len(seconds)} blocks", header, rows)
     print("  median [quartiles] over blocks, ratios within a block; processor time: of all ranks together")
-    print(f"  largest relative gap of a gradient: {max(result.gaps.values()):.1e}")
+    print(f"  largest relative difference of a gradient: {max(result.differences.values()):.1e}")
 
 
 def as_json(result: Result) -> dict[str, Any]:
     return {
-        "plan": asdict(result.plan),
+        "setup": asdict(result.setup),
         "seconds": result.series,
         "processor_seconds": result.processor,
         "ratios": {
-            part: {
-                label: {peer: asdict(spread) for peer, spread in ratios(result, part, label).items()} for label in of
+            what: {
+                label: {peer: asdict(spread) for peer, spread in ratios(result, what, label).items()} for label in of
             }
-            for part, of in result.series.items()
+            for what, of in result.series.items()
         },
-        "gradient_gaps": result.gaps,
+        "gradient_differences": result.differences,
     }
 
 
@@ -190,7 +194,7 @@ def sizes(hidden: int) -> Workload:
     return Workload(hidden=hidden, layers=8, heads=4, tokens=64, batch=2)
 
 
-def plan_of(sample: Workload, words: str) -> Plan:
+def setup_of(sample: Workload, words: str) -> Setup:
     """``2x4``: 2 stages, 4 microbatches.
 
     Raises:
@@ -201,7 +205,7 @@ def plan_of(sample: Workload, words: str) -> Plan:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{words!r} is not STAGESxMICROBATCHES, 2x4 say") from None
     of = Workload(**{**asdict(sample), "batch": sample.batch * microbatches})
-    return Plan(of, stages, microbatches)
+    return Setup(of, stages, microbatches)
 
 
 def load() -> None:
@@ -214,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = common.make_parser(__doc__, blocks=10)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 64], help="hidden sizes (default 512 64)")
     parser.add_argument(
-        "--plans", nargs="+", default=PLANS, metavar="SxM", help=f"stages x microbatches (default {' '.join(PLANS)})"
+        "--setups", nargs="+", default=SETUPS, metavar="SxM", help=f"stages x microbatches (default {' '.join(SETUPS)})"
     )
     parser.add_argument("--steps-per-block", type=int, help="timed steps in a block (default: about a second's)")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="(default: all)")
@@ -225,16 +229,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
     samples = [SMOKE] if arguments.smoke else [sizes(hidden) for hidden in arguments.hidden]
-    words = ("2x3",) if arguments.smoke else arguments.plans
+    words = ("2x3",) if arguments.smoke else arguments.setups
     blocks, steps = (2, 1) if arguments.smoke else (arguments.blocks, arguments.steps_per_block)
     try:
-        plans = [plan_of(sample, word) for sample in samples for word in words]
+        setups = [setup_of(sample, word) for sample in samples for word in words]
     except argparse.ArgumentTypeError as error:
-        parser.error(f"--plans: {error}")
+        parser.error(f"--setups: {error}")
     load()
     results: list[Mapping[str, Any]] = []
-    for plan in plans:
-        result = measure(plan, arguments.cases, blocks, steps)
+    for setup in setups:
+        result = measure(setup, arguments.cases, blocks, steps)
         report(result)
         results.append(as_json(result))
     common.write_json(arguments.json, {"results": results})

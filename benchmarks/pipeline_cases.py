@@ -18,12 +18,12 @@ from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
 from colossus.data.batch import split_microbatches
 from colossus.engine.engine import Engine
-from colossus.schedule.runtime.executor import Totals
+from colossus.schedule.runtime.executor import StepTotals
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is run at one size: ``workload.batch`` samples in so many microbatches, through so many stages."""
+class Setup:
+    """What is run: ``workload.batch`` samples in so many microbatches, through so many stages."""
 
     workload: Workload
     stages: int
@@ -42,7 +42,7 @@ class Run(ABC):
 
     @abstractmethod
     def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward of all microbatches; the sum of their losses where the end of the model is.
+        """Forward and backward of all microbatches; the sum of their losses on the rank of the last stage.
 
         Gradients start from nothing, and are sums, too.
         """
@@ -83,8 +83,8 @@ class Loop(Run):
 class Serial(Loop):
     """One process; gradients are accumulated over the microbatches."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self._model, self._microbatches = filled_chain(plan.workload), plan.microbatches
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self._model, self._microbatches = filled_chain(setup.workload), setup.microbatches
         super().__init__(dict(self._model.named_parameters()))
 
     def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ class Serial(Loop):
 class Torch(Loop):
     """torch.distributed.pipelining: one PipelineStage of the chain's modules on each rank."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        whole, counts = filled_chain(plan.workload), split(plan.workload.layers, plan.stages)
-        modules = nn.Sequential(*list(whole)[sum(counts[:rank]) : sum(counts[: rank + 1])])
-        stage = PipelineStage(modules, rank, plan.stages, torch.device("cpu"))
-        self._schedule = Schedule1F1B(stage, plan.microbatches, loss_fn=loss_sum, scale_grads=False)
-        self._is_first, self._is_last = rank == 0, rank == plan.stages - 1
+    def __init__(self, setup: Setup, rank: int) -> None:
+        model, counts = filled_chain(setup.workload), split(setup.workload.layers, setup.stages)
+        modules = nn.Sequential(*list(model)[sum(counts[:rank]) : sum(counts[: rank + 1])])
+        stage = PipelineStage(modules, rank, setup.stages, torch.device("cpu"))
+        self._schedule = Schedule1F1B(stage, setup.microbatches, loss_fn=loss_sum, scale_grads=False)
+        self._is_first, self._is_last = rank == 0, rank == setup.stages - 1
         own = {id(param) for param in modules.parameters()}
-        super().__init__({name: param for name, param in whole.named_parameters() if id(param) in own})
+        super().__init__({name: param for name, param in model.named_parameters() if id(param) in own})
 
     def passes(self, ids: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -121,13 +121,13 @@ class Torch(Loop):
 
 
 class Ours(Run):
-    """colossus by its public interface; the passes alone by what its engine calls."""
+    """colossus by its public interface; the passes by what its engine calls for them."""
 
-    def __init__(self, plan: Plan, rank: int, schedule: str) -> None:
-        w = plan.workload
+    def __init__(self, setup: Setup, rank: int, schedule: str) -> None:
+        w = setup.workload
         config: dict[str, Any] = {
-            "parallel": {"pipeline": {"size": plan.stages, "split": split(w.layers, plan.stages)}},
-            "schedule": {"type": schedule, "microbatches": plan.microbatches},
+            "parallel": {"pipeline": {"size": setup.stages, "split": split(w.layers, setup.stages)}},
+            "schedule": {"type": schedule, "microbatches": setup.microbatches},
             "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
             "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM},
         }
@@ -149,7 +149,7 @@ def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return loss_sum(outputs, batch["labels"]), torch.tensor(batch["labels"].numel())
 
 
-def engine_passes(engine: Engine, batch: Any) -> Totals:
+def engine_passes(engine: Engine, batch: Any) -> StepTotals:
     """`Engine.train_step` up to where all gradients of this rank are there."""
     microbatches = split_microbatches(batch, engine.config.schedule.microbatches)
     engine.optimizer.zero_grad(set_to_none=True)
@@ -166,26 +166,26 @@ class Case:
     """How to build a case.
 
     Attributes:
-        is_cut: whether it runs on one rank for each stage, rather than on one.
+        is_pipelined: whether it runs on one rank for each stage, rather than on one.
     """
 
     name: str
     maker: Callable[..., Run]
     options: Sequence[str] = ()
-    is_cut: bool = True
+    is_pipelined: bool = True
 
-    def world(self, plan: Plan) -> int:
-        return plan.stages if self.is_cut else 1
+    def world(self, setup: Setup) -> int:
+        return setup.stages if self.is_pipelined else 1
 
-    def build(self, plan: Plan, rank: int) -> Run:
-        return self.maker(plan, rank, *self.options)
+    def build(self, setup: Setup, rank: int) -> Run:
+        return self.maker(setup, rank, *self.options)
 
 
 SERIAL, TORCH = "serial", "torch-1f1b"
 CASES = {
     case.name: case
     for case in (
-        Case(SERIAL, Serial, is_cut=False),
+        Case(SERIAL, Serial, is_pipelined=False),
         Case(TORCH, Torch),
         Case("colossus-1f1b", Ours, ("1f1b",)),
         Case("colossus-zb-h1", Ours, ("zb-h1",)),

@@ -1,4 +1,4 @@
-"""What a rank of the pipeline benchmark is told to do with its case."""
+"""One rank of the pipeline benchmark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from benchmarks.pipeline_cases import Case, Plan, Run
+from benchmarks.pipeline_cases import Case, Run, Setup
 
 #: name -> a parameter's gradient
 Gradients = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -17,9 +17,9 @@ Gradients = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 class Worker:
     """A case on one rank, for a `RankGroup`."""
 
-    def __init__(self, case: Case, plan: Plan, rank: int) -> None:
-        self.run: Run = case.build(plan, rank)
-        self._batches = plan.workload.batches()
+    def __init__(self, case: Case, setup: Setup, rank: int) -> None:
+        self.run: Run = case.build(setup, rank)
+        self._batches = setup.workload.batches()
         self._done = 0
 
     def passes(self) -> tuple[float, Gradients]:

@@ -17,13 +17,13 @@ from typing import Any
 from benchmarks.common import Spread, make_parser, print_table, progress, write_json
 from benchmarks.ranks import RankGroup
 from benchmarks.sequence_cases import AttentionCase, Counted, Shape, TrainWorker
-from colossus.sequence_parallel.traffic import traffic
+from colossus.sequence_parallel.traffic import attention_traffic
 
 MB = 1e6
 
 
-def ways(mode: str, world: int) -> dict[str, int]:
-    """Ranks of the ring and of the exchange."""
+def ring_and_ulysses(mode: str, world: int) -> dict[str, int]:
+    """Number of ring and of Ulysses ranks, as arguments of `attention_traffic`."""
     if mode == "hybrid":
         from colossus.sequence_parallel.modes import Hybrid
 
@@ -33,14 +33,16 @@ def ways(mode: str, world: int) -> dict[str, int]:
 
 def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[dict[str, Any]]:
     """Every mode beside one process, in alternating blocks."""
-    alone = RankGroup("one process", 1, partial(_case, shape, "ring", 1))
+    reference = RankGroup("one process", 1, partial(_case, shape, "ring", 1))
     groups = {(mode, n): RankGroup(f"{mode} x {n}", n, partial(_case, shape, mode, n)) for mode, n in modes}
     try:
-        whole = alone.call("result")[0]
+        whole = reference.call("result")[0]
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for (mode, n), group in groups.items():
             counted: list[Counted] = group.call("count")
-            formula = traffic(shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ways(mode, n))
+            formula = attention_traffic(
+                shape.tokens * shape.batch, shape.heads, shape.kv_heads, shape.head_dim, **ring_and_ulysses(mode, n)
+            )
             gap = max(group.call("gap", whole))
             if gap > 1e-4:
                 raise SystemExit(f"{mode} x {n}: output or gradients differ from one process by {gap:.2g}")
@@ -50,7 +52,7 @@ def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[d
             }  # fmt: skip
         for block in range(blocks):
             progress(f"attention, block {block + 1}/{blocks}")
-            base_cpu, base_wall = alone.call("times", 2)[0]
+            base_cpu, base_wall = reference.call("times", 2)[0]
             for key, group in groups.items():
                 times = group.call("times", 2)
                 used = [cpu for cpu, _ in times]
@@ -60,7 +62,7 @@ def attention(shape: Shape, modes: list[tuple[str, int]], blocks: int) -> list[d
         progress("")
         return list(rows.values())
     finally:
-        for group in (alone, *groups.values()):
+        for group in (reference, *groups.values()):
             group.close()
 
 

@@ -17,7 +17,7 @@ from colossus.comm import accounting
 from colossus.context.grid import RankGrid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.modes import Hybrid
@@ -60,11 +60,13 @@ class AttentionCase:
         whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]
         self.gradient = self._draw(shape.heads, 3)
         if split is not None:
-            ways = self.groups.ring.size, self.groups.ulysses.size
-            mine = torch.tensor(local_indices(shape.tokens, *ways, self.groups.ring.index, self.groups.ulysses.index))
-            whole = [x[:, :, mine].clone() for x in whole]
-            self.gradient = self.gradient[:, :, mine].clone()
-            self.mine = mine
+            ring_group, ulysses_group = self.groups.ring, self.groups.ulysses
+            indices = local_indices(
+                shape.tokens, ring_group.size, ulysses_group.size, ring_group.index, ulysses_group.index
+            )
+            self.local_tokens = torch.tensor(indices)
+            whole = [x[:, :, self.local_tokens].clone() for x in whole]
+            self.gradient = self.gradient[:, :, self.local_tokens].clone()
         self.q, self.k, self.v = (x.requires_grad_() for x in whole)
 
     def _draw(self, heads: int, seed: int) -> Tensor:
@@ -94,7 +96,7 @@ class AttentionCase:
         gaps = []
         for mine, other in zip(self.result(), whole, strict=True):
             wanted = torch.from_numpy(other)
-            here = wanted if self.groups is None else wanted[:, :, self.mine]
+            here = wanted if self.groups is None else wanted[:, :, self.local_tokens]
             gaps.append(((torch.from_numpy(mine) - here).abs().max() / wanted.abs().max()).item())
         return max(gaps)
 

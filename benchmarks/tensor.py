@@ -29,11 +29,11 @@ from benchmarks import common, plot
 from benchmarks.common import Series
 from benchmarks.ranks import RankGroup
 from benchmarks.tensor_block import Counted
-from benchmarks.tensor_cases import CASES, DTENSOR, PLAIN, Case, block_traffic, gathers_weights, misfit
+from benchmarks.tensor_cases import CASES, DTENSOR, PLAIN, Case, block_traffic, gathers_weights, unfit_reason
 from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, draw, report
 from benchmarks.tensor_worker import Values, Worker
 from benchmarks.workload import Workload
-from colossus.tensor_parallel.traffic import Traffic
+from colossus.comm.cost import Traffic
 from colossus.tensor_parallel.weight_store import SCOPES
 
 TOLERANCE = 1e-4
@@ -187,7 +187,7 @@ def choose(arguments: argparse.Namespace, workload: Workload) -> tuple[dict[str,
     names = arguments.cases or (SMOKE_CASES if arguments.smoke else DEFAULT_CASES)
     if arguments.worlds:
         names = [name for name in names if CASES[name].world in (1, *arguments.worlds)]
-    reasons = {name: misfit(CASES[name], workload) for name in dict.fromkeys(names)}
+    reasons = {name: unfit_reason(CASES[name], workload) for name in dict.fromkeys(names)}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     chosen = [name for name in names if name not in skipped]
     if PLAIN not in chosen:

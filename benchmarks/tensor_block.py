@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ from benchmarks.tensor_cases import DTENSOR, PLAIN, Case
 from benchmarks.workload import State, Workload, fuse_qkv
 from colossus import build
 from colossus.checkpoint import full_state_dict, load_full_state_dict
-from colossus.comm import accounting
+from colossus.comm import accounting, cost
 from colossus.comm.accounting import Counter
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers import TransformerBlock
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.layout import Box
 
@@ -69,7 +69,7 @@ class Run:
         self.module = self.make(rank)
         whole = block_inputs(workload)
         self.box = self.outer_box()
-        self.x, self.dy = (cut(held, self.box).clone() for held in whole)
+        self.x, self.dy = (cut(x, self.box).clone() for x in whole)
         self.x.requires_grad_()
 
     def make(self, rank: int) -> nn.Module:
@@ -78,7 +78,7 @@ class Run:
         return module
 
     def outer_box(self) -> Box:
-        """The part of x and y that this rank holds."""
+        """The rank's shard of x and y."""
         return tuple((0, size) for size in (self.workload.batch, self.workload.tokens, self.workload.hidden))
 
     def forward(self) -> Tensor:
@@ -112,8 +112,8 @@ class Run:
     def owed(self) -> Owed:
         return Owed()
 
-    def held(self) -> list[Tensor]:
-        """The stored parts of the parameters."""
+    def shards(self) -> list[Tensor]:
+        """The stored shards of the parameters."""
         return [local_part(param.detach()) for param in self.module.parameters()]
 
 
@@ -151,7 +151,7 @@ class ColossusRun(Run):
             for index in range(microbatches):
                 y = self.forward()
                 if index == microbatches - 1:
-                    weights.arm()
+                    weights.set_last_microbatch()
                 y.backward(self.dy)
             weights.end_step()
         weights.scope = usual
@@ -161,7 +161,7 @@ class ColossusRun(Run):
         sent = [0.0, 0.0]
         for param in self.module.parameters():
             n = self.context.size(gradient_sum_axes(param, self.context))
-            sent[param.dim() == 1] += 2 * (n - 1) / n * param.nbytes
+            sent[param.dim() == 1] += cost.sent("all_reduce", n, param.nbytes)
         return Owed(*sent)
 
 
@@ -200,12 +200,12 @@ class DTensorRun(Run):
 class _FunctionalCounter(TorchDispatchMode):
     """Counts torch's functional collectives as `colossus.comm.accounting` counts ours."""
 
-    #: operation -> share of the bytes of its input that a rank sends among n
-    SHARES: dict[str, Callable[[int], float]] = {
-        "all_reduce": lambda n: 2 * (n - 1) / n,
-        "all_gather_into_tensor": lambda n: n - 1,
-        "reduce_scatter_tensor": lambda n: (n - 1) / n,
-        "all_to_all_single": lambda n: (n - 1) / n,
+    #: torch's operation -> ours
+    OPERATIONS = {
+        "all_reduce": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "all_to_all_single": "all_to_all",
     }
     #: operations of the same namespace that move nothing
     SILENT = ("wait_tensor", "_wrap_tensor_autograd")
@@ -220,8 +220,8 @@ class _FunctionalCounter(TorchDispatchMode):
         namespace, _, name = func.name().partition("::")
         if namespace == "_c10d_functional" and name not in self.SILENT:
             group: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
-            share = self.SHARES[name.rstrip("_")](_resolve_process_group(group).size())
-            self.counter.add(name, "tensor", args[0].dtype, share * args[0].nbytes)
+            operation, ranks = self.OPERATIONS[name.rstrip("_")], _resolve_process_group(group).size()
+            self.counter.add(name, "tensor", args[0].dtype, cost.sent(operation, ranks, args[0].nbytes))
         return func(*args, **(kwargs or {}))
 
 

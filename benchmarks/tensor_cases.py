@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.workload import Workload
+from colossus.comm.cost import Traffic, move_traffic
 from colossus.context.grid import RankGrid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
@@ -19,7 +20,7 @@ from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.tensor_parallel.choice import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.traffic import Traffic, matmul_traffic
+from colossus.tensor_parallel.traffic import matmul_traffic
 
 PLAIN, DTENSOR = "plain", "dtensor"
 
@@ -94,7 +95,7 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def misfit(case: Case, workload: Workload) -> str | None:
+def unfit_reason(case: Case, workload: Workload) -> str | None:
     """Why a block of this size does not divide over the ranks of a case; None when it does."""
     w = workload
     if case.mode == DTENSOR and w.heads % case.world:
@@ -128,27 +129,29 @@ def _ways(case: Case, axes: Sequence[str]) -> int:
 def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traffic:
     """What one rank sends for the block, forward and backward of all microbatches of a step."""
     h = workload.hidden
-    tables = case.shardings()
+    shardings = case.shardings()
     total = Traffic()
-    for split, inner, parts in (
+    for split, inner, outputs in (
         ("column", h, {"query": h, "key": h, "value": h}),
         ("row", h, {"": h}),
         ("column", h, {"": 4 * h}),
         ("row", 4 * h, {"": h}),
     ):
-        table = tables.choose(split, inner, parts)
-        assert isinstance(table, MatmulSharding), table
+        sharding = shardings.choose(split, inner, outputs)
+        assert isinstance(sharding, MatmulSharding), sharding
         shape = (workload.batch, workload.tokens, inner)
-        moved = matmul_traffic(table, *tables.ends(split), shape, sum(parts.values()), tables.sizes)
+        moved = matmul_traffic(
+            sharding, *shardings.default_layouts(split), shape, sum(outputs.values()), shardings.sizes
+        )
         total += moved.step(microbatches, keep=case.keep, weights=case.weights)
     return total + _norms(case, workload) * microbatches
 
 
 def _norms(case: Case, workload: Workload) -> Traffic:
-    """Two LayerNorms: means and squares of the parts of the features gathered, in backward two sums reduced."""
+    """Two LayerNorms: means and squares of the shards of the features gathered, in backward two sums reduced."""
     outer = case.shardings().regions.outer
     n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
-    return Traffic(4, 2 * (2 * (n - 1) * rows + 2 * (n - 1) / n * 2 * rows)) if n > 1 else Traffic()
+    return (move_traffic("gather", n, 2 * rows) + move_traffic("sum", n, 2 * rows)) * 2
 
 
 def gathers_weights(case: Case, workload: Workload) -> bool:

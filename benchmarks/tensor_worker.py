@@ -64,11 +64,11 @@ class Worker:
 
     def num_parameters(self) -> int:
         """Stored on this rank."""
-        return sum(part.numel() for part in self.run.held())
+        return sum(shard.numel() for shard in self.run.shards())
 
     def saved(self) -> int:
         """Bytes that forward keeps for backward, without the parameters as stored: each storage once."""
-        stored = {part.untyped_storage().data_ptr() for part in self.run.held()}
+        stored = {shard.untyped_storage().data_ptr() for shard in self.run.shards()}
         storages: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -91,4 +91,4 @@ class Worker:
         if found is None:
             return None
         run = self.run
-        return 2 * sum(part.nbytes for part in run.held()) + 3 * run.dy.nbytes + found.peak - found.held
+        return 2 * sum(shard.nbytes for shard in run.shards()) + 3 * run.dy.nbytes + found.peak - found.held

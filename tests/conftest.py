@@ -3,6 +3,8 @@
 import torch
 from hypothesis import settings
 
+import colossus.engine.initialize  # noqa: F401  here once, instead of on each forked rank
+
 # workers are forked: the parent must never have run a multi-threaded operation
 torch.set_num_threads(1)
 

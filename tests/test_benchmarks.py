@@ -163,7 +163,7 @@ def test_pipeline(tmp_path: Path) -> None:
     names = ["serial", "torch-1f1b", "colossus-1f1b", "colossus-zb-h1"]
     text, payload = smoke("pipeline", tmp_path)
     (result,) = payload["results"]
-    assert set(result["gradient_gaps"]) == set(names)
+    assert set(result["gradient_differences"]) == set(names)
     assert all(name in text for name in names)
     for part in ("passes", "step"):
         assert all(len(result["seconds"][part][name]) == 2 for name in names)
@@ -210,7 +210,7 @@ def test_sequence(tmp_path: Path) -> None:
     assert one["losses"] == pytest.approx(four["losses"], rel=1e-5)
 
 
-def test_a_stage_without_its_late_gradient_is_refused() -> None:
+def test_a_stage_without_its_deferred_gradient_is_refused() -> None:
     task = Task("zb-h1", 2, 4, 1, 0.0)
     good = {"0.weight": 4 * weight().numpy(), "1.weight": 4 * weight().numpy()}
     bubble.check_gradients(task, [good])

@@ -24,8 +24,8 @@ from colossus.cli.main import main
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.batch import shard_of_batch
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
-from colossus.layers.layer import model_parallel_of
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
 
 ROOT = Path(colossus.__file__).parent.parent
 GUIDE = ROOT / "docs" / "migration.md"
@@ -188,8 +188,8 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs, gradients of images, and whole parameters and gradients, with the rank's place in the batch."""
     config = load_config(dict(parallel=dict(tensor=tensor), device="cpu"))
     context = ParallelContext.from_config(config)
-    door = model_parallel_of(context).regions.user.batch
-    at, count = (context.index(door), context.size(door)) if door else (0, 1)
+    axes = model_parallel_of(context).regions.user.batch
+    at, count = (context.index(axes), context.size(axes)) if axes else (0, 1)
     cases = []
     for case, options in enumerate(PATCHES):
         model: Any = colossus.build(

@@ -44,7 +44,8 @@ LEAVES = {
     "machine": set(),
     "random": set(),
     "nest": set(),
-    "config": {"registry", "_lazy"},
+    "arithmetic": set(),
+    "config": {"registry", "_lazy", "arithmetic"},
 }
 
 
@@ -230,9 +231,12 @@ def test_light_modules_load_no_torch() -> None:
         for path in (PACKAGE / "tensor_parallel" / "modes").glob("[!_]*.py")
     ]
     assert len(modes) >= 4
+    builtin = [f"colossus.schedule.builtin.{path.stem}" for path in (PACKAGE / "schedule" / "builtin").glob("[!_]*.py")]
+    assert len(builtin) >= 5
     light = [
         "colossus",
         "colossus.registry",
+        "colossus.arithmetic",
         "colossus.config",
         "colossus.random",
         "colossus.context.grid",
@@ -240,9 +244,26 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.layout.layout",
         "colossus.layout.activation",
         "colossus.layout.moves",
+        "colossus.comm.cost",
         "colossus.tensor_parallel.mode",
+        "colossus.tensor_parallel.choice",
+        "colossus.tensor_parallel.heads",
+        "colossus.tensor_parallel.traffic",
+        "colossus.sequence_parallel.order",
+        "colossus.sequence_parallel.traffic",
+        "colossus.sequence_parallel.modes",
         *modes,
+        "colossus.models.options",
         "colossus.schedule.actions",
+        "colossus.schedule.simulate",
+        "colossus.schedule.check",
+        "colossus.schedule.build",
+        *builtin,
+        "colossus.schedule.partition.balance",
+        "colossus.schedule.partition.bounds",
+        "colossus.schedule.draw.timeline",
+        "colossus.schedule.draw.picture",
+        "colossus.cli.show",
         "colossus.cli.main",
     ]
     code = f"""

@@ -22,14 +22,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A run that a signal has stopped ends with 128 and the signal's number.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if words else sys.stderr)
-        return 0 if words else 2
-    if words[0] == "--version":
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(SUMMARY + EXIT_CODES, end="", file=sys.stdout if given else sys.stderr)
+        return 0 if given else 2
+    if given[0] == "--version":
         print(f"colossus {__version__}")
         return 0
-    command = words[0]
+    command = given[0]
     if command not in COMMANDS:
         close = nearest(command, list(COMMANDS))
         hint = f"; did you mean {close}?" if close else ";"
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        rest = join_timeline(words[1:]) if command == "show" else words[1:]
+        rest = join_timeline(given[1:]) if command == "show" else given[1:]
         arguments = make_parser(command).parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)

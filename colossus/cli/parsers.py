@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint}\n  see {self.prog} --help\n")
 
 
-def whole(text: str) -> int:
+def positive_integer(text: str) -> int:
     """An argument that is a whole number of at least 1."""
     try:
         value = int(text)
@@ -81,7 +81,7 @@ def whole(text: str) -> int:
     return value
 
 
-def positive(text: str) -> float:
+def positive_number(text: str) -> float:
     """An argument that is a finite number above zero."""
     try:
         value = float(text)
@@ -150,7 +150,7 @@ def _launch() -> Parser:
     _file(parser)
     _nproc(parser, "processes on each node (default: the product of the sizes over the nodes)")
     parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
-    parser.add_argument("--nnodes", type=whole, default=1, metavar="M", help="number of nodes (default: 1)")
+    parser.add_argument("--nnodes", type=positive_integer, default=1, metavar="M", help="number of nodes (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
@@ -188,9 +188,13 @@ def _verify() -> Parser:
     )
     _file(parser)
     _nproc(parser, "processes of the plan (default: the product of the sizes)")
-    parser.add_argument("--steps", type=whole, default=3, metavar="K", help="steps of each run (default: 3)")
+    parser.add_argument("--steps", type=positive_integer, default=3, metavar="K", help="steps of each run (default: 3)")
     parser.add_argument(
-        "--tolerance", type=positive, default=1e-9, metavar="T", help="relative difference allowed (default: 1e-9)"
+        "--tolerance",
+        type=positive_number,
+        default=1e-9,
+        metavar="T",
+        help="relative difference allowed (default: 1e-9)",
     )
     return parser
 
@@ -200,5 +204,5 @@ def _file(parser: Parser) -> None:
     parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="override of a key of the file")
 
 
-def _nproc(parser: Parser, words: str) -> None:
-    parser.add_argument("--nproc", type=whole, metavar="N", help=words)
+def _nproc(parser: Parser, help_text: str) -> None:
+    parser.add_argument("--nproc", type=positive_integer, metavar="N", help=help_text)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import arithmetic, world_size
+from colossus.config.plans import describe_sizes, name_of, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.draw.picture import save
-from colossus.schedule.draw.timeline import draw, figures
+from colossus.schedule.draw.timeline import draw, summary
 from colossus.schedule.simulate import Times, simulate
 
 MANY = 64
@@ -21,14 +22,14 @@ ENDS = (16, 4)  # ranks printed from the start and from the end of a long table
 def render(config: Config, every_rank: bool = False) -> str:
     """The plan of a resolved config: arithmetic, batch, parameters, groups by axis, and a table of the ranks."""
     grid = build_grid(config.parallel)
-    parts = [_head(config, grid), _groups(grid), _table(grid, every_rank)]
-    return "\n\n".join(parts)
+    sections = [_head(config, grid), _groups(grid), _rank_table(grid, every_rank)]
+    return "\n\n".join(sections)
 
 
 def render_timeline(config: Config, width: int, picture: str | None = None) -> str:
     """The pipeline schedule of a resolved config over time, and what it costs; drawn into ``picture``, too, if given.
 
-    Times are in forwards of a rank's whole share of the model: a backward takes 2, each of its halves 1, a transfer 0.
+    Times are in forwards of all stages of a rank: a backward takes 2, its dgrad and wgrad 1 each, a transfer 0.
 
     Raises:
         ConfigError: for a schedule that is wrong, naming its first bad action, and for a picture that cannot be drawn.
@@ -36,10 +37,10 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     stages, schedule = config.parallel.pipeline.size, config.schedule
     try:
         actions = make_schedule(schedule.type, stages, schedule.microbatches, **schedule.options)
-        pieces = len(placement(actions))
-        simulation = simulate(actions, Times(stages=[stages / pieces] * pieces))
-        name = schedule.type if isinstance(schedule.type, str) else getattr(schedule.type, "__name__", "schedule")
-        count = f"{pieces} stages on {_count(stages, 'rank')}" if pieces > 1 else "1 stage"
+        num_stages = len(placement(actions))
+        simulation = simulate(actions, Times(stages=[stages / num_stages] * num_stages))
+        name = name_of(schedule.type)
+        count = f"{num_stages} stages on {_count(stages, 'rank')}" if num_stages > 1 else "1 stage"
         title = f"{name}, {count}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     except ValueError as error:
         raise ConfigError(f"schedule: {error}", config.source) from error
@@ -55,22 +56,22 @@ def render_timeline(config: Config, width: int, picture: str | None = None) -> s
     alike = world_size(config.parallel) // stages
     if alike > 1 and stages > 1:
         head.append(f"rank        of the pipeline axis; each stands for {alike} processes")
-    parts = ["\n".join(head), draw(simulation, width), figures(simulation)]
-    return "\n\n".join([*parts, f"drawn in {picture}"] if picture else parts)
+    sections = ["\n".join(head), draw(simulation, width), summary(simulation)]
+    return "\n\n".join([*sections, f"drawn in {picture}"] if picture else sections)
 
 
-def join_timeline(words: Sequence[str]) -> list[str]:
-    """The words with ``--timeline`` joined to the picture behind it, or to nothing.
+def join_timeline(arguments: Sequence[str]) -> list[str]:
+    """The arguments with ``--timeline`` joined to the picture that follows it, or to nothing.
 
-    Left alone, the parser would take a config file or an override that follows for the picture.
+    Otherwise the parser takes a config file or an override that follows for the picture.
     """
     out: list[str] = []
-    for word in words:
-        other = word.startswith("-") or "=" in word or word.endswith(".py")
+    for argument in arguments:
+        other = argument.startswith("-") or "=" in argument or argument.endswith(".py")
         if out and out[-1] == "--timeline=" and not other:
-            out[-1] += word
+            out[-1] += argument
         else:
-            out.append("--timeline=" if word == "--timeline" else word)
+            out.append("--timeline=" if argument == "--timeline" else argument)
     return out
 
 
@@ -84,14 +85,14 @@ def _head(config: Config, grid: RankGrid) -> str:
     total, tensor = world_size(parallel), parallel.tensor
     kind = ""
     if tensor.size > 1:
-        axes = " x ".join(f"{axis} {grid.sizes[axis]}" for axis in grid.public["tensor"])
+        axes = factors({axis: grid.sizes[axis] for axis in grid.public["tensor"]})
         kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
     if parallel.sequence.size > 1:
         kind += f" (sequence mode {parallel.sequence.mode})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     each = batch // (parallel.data * microbatches)
     lines = [
-        f"plan        {arithmetic(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
+        f"plan        {describe_sizes(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
         f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
@@ -113,8 +114,8 @@ def _model(config: Config) -> str:
     exact = parallel.pipeline.size == 1 and parallel.zero < 3
     if per_rank is not None and exact:
         return f"{text}, {per_rank(parallel):,} on each rank"
-    parts = parallel.tensor.size * parallel.pipeline.size
-    return f"{text}, about {options.num_parameters() // parts:,} on each rank" if parts > 1 else text
+    shards = parallel.tensor.size * parallel.pipeline.size
+    return f"{text}, about {options.num_parameters() // shards:,} on each rank" if shards > 1 else text
 
 
 def _groups(grid: RankGrid) -> str:
@@ -154,7 +155,7 @@ def _ranks(group: Sequence[int]) -> str:
     return f"{group[0]} {group[1]} .. {group[-1]}"
 
 
-def _table(grid: RankGrid, every_rank: bool) -> str:
+def _rank_table(grid: RankGrid, every_rank: bool) -> str:
     ranks: list[int | None] = list(range(grid.world_size))
     note = ""
     if grid.world_size > MANY and not every_rank:

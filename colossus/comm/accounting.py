@@ -1,8 +1,7 @@
 """Counts what every collective and point-to-point send moves.
 
-Bytes are what one rank sends under the ring algorithm, whatever algorithm runs, so that a count can be compared
-with a formula: with n ranks and S bytes of the whole tensor, all-gather and reduce-scatter send (n-1)/n S,
-all-reduce 2 (n-1)/n S, all-to-all (n-1)/n of what the rank holds, a send its own size.
+Bytes are what one rank sends under the ring algorithms, whatever algorithm runs, so that a count can be compared with a
+formula (see `colossus.comm.cost`). A send counts its own size.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ import torch
 
 @dataclass
 class Tally:
+    """How many operations ran, and the bytes that this rank sent in them."""
+
     calls: int = 0
     bytes: float = 0.0
 
@@ -50,19 +51,19 @@ def _matches(key: tuple[str, str, torch.dtype], axes: str | None, operation: str
     return (axes is None or key[1] == axes) and (operation is None or key[0] == operation)
 
 
-#: counters now listening; empty means accounting is off and costs one truth test per call
+#: the counters inside whose `count` this rank is; empty means accounting is off
 listeners: list[Counter] = []
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Nothing is counted inside the block: for a recomputation that takes results from a cache and moves nothing."""
-    held = list(listeners)
+    paused_listeners = list(listeners)
     listeners.clear()
     try:
         yield
     finally:
-        listeners.extend(held)
+        listeners.extend(paused_listeners)
 
 
 @contextmanager

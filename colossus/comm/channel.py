@@ -30,21 +30,21 @@ DTYPES = [
 
 
 class _Operation:
-    """One started collective of a channel: a message to and from every peer says that its slot is filled."""
+    """A collective that was started on a channel. One message to and from every peer says that its slot is filled."""
 
     def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int) -> None:
         self._channel, self._header, self._turn = channel, header, turn
         self._unread = dict(channel.peers)
 
-    def show(self, x: Tensor) -> None:
-        """Fill the own slot and tell everybody."""
-        self.view(self._channel.me, x.shape).copy_(x.detach())
+    def publish(self, x: Tensor) -> None:
+        """Fill this rank's slot and notify all peers."""
+        self.view(self._channel.index, x.shape).copy_(x.detach())
         for rank in self._channel.peers:
-            self.send(rank)
+            self.notify(rank)
 
-    def send(self, rank: int) -> None:
-        """Tell a peer that what it is to read is there."""
-        with self._channel.naming(rank):
+    def notify(self, rank: int) -> None:
+        """Say to a peer that it can read what it needs of this rank's slot."""
+        with self._channel.errors_naming(rank):
             self._channel.peers[rank].sendall(_HEADER.pack(*self._header))
 
     def await_rank(self, rank: int) -> None:
@@ -52,7 +52,7 @@ class _Operation:
         peer = self._unread.pop(rank, None)
         if peer is None:
             return
-        with self._channel.naming(rank):
+        with self._channel.errors_naming(rank):
             theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
         if theirs != self._header:
             raise RuntimeError(self._channel.mismatch(rank, self._header, theirs))
@@ -67,29 +67,29 @@ class _Operation:
         return self._channel.slots[rank][self._turn][:size].view(DTYPES[dtype]).view(shape)
 
     def finish(self) -> None:
-        """Another collective begins: nothing of the slots may be needed after this."""
+        """Called before the next collective starts: nothing of the slots may be needed after this."""
         raise NotImplementedError
 
     def close(self) -> None:
         """All has been read."""
         self.await_all()
-        self._channel.is_done(self)
+        self._channel.release(self)
 
 
-class _Whole(_Operation):
-    """All parts are consumed at once."""
+class _Collective(_Operation):
+    """One function consumes the tensors of all ranks at once."""
 
     def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, x: Tensor, consume: Consume) -> None:
         super().__init__(channel, header, turn)
         self._shape, self._consume = x.shape, consume
         self._result: Tensor | None = None
-        self.show(x)
+        self.publish(x)
 
     def finish(self) -> None:
         if self._result is None:
             self.await_all()
             self._result = self._consume([self.view(rank, self._shape) for rank in range(self._channel.size)])
-            self._channel.is_done(self)
+            self._channel.release(self)
 
     def wait(self) -> Tensor:
         self.finish()
@@ -97,42 +97,42 @@ class _Whole(_Operation):
         return self._result
 
 
-class Parts(_Operation):
-    """The tensors of all ranks, read one by one where they are: valid until `close`."""
+class Gathering(_Operation):
+    """An all-gather whose shards are read one by one where they lie; they are valid until `close`."""
 
     def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, x: Tensor) -> None:
         super().__init__(channel, header, turn)
         self._shape = x.shape
         self._copies: list[Tensor] | None = None
-        self.show(x)
+        self.publish(x)
 
-    def part(self, rank: int) -> Tensor:
+    def shard(self, rank: int) -> Tensor:
         if self._copies is not None:
             return self._copies[rank]
         self.await_rank(rank)
         return self.view(rank, self._shape)
 
-    def finish(self) -> None:  # another collective begins: keep what may still be asked for
+    def finish(self) -> None:  # another collective starts: keep what may still be asked for
         self.await_all()
         self._copies = [self.view(rank, self._shape).clone() for rank in range(self._channel.size)]
-        self._channel.is_done(self)
+        self._channel.release(self)
 
 
-class Exchange(_Operation):
-    """A part for every rank, written in place one by one; then the parts that the others wrote for this rank."""
+class Scattering(_Operation):
+    """An all-to-all: one chunk for every rank is written in place, then the chunks written for this rank are read."""
 
     def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, shape: torch.Size) -> None:
         super().__init__(channel, header, turn)
         self._shape = torch.Size((channel.size, *shape))
 
-    def place(self, rank: int) -> Tensor:
-        """Where to write the part for a rank, before `send`."""
-        return self.view(self._channel.me, self._shape)[rank]
+    def outgoing(self, rank: int) -> Tensor:
+        """Where to write the chunk for a rank, before `notify`."""
+        return self.view(self._channel.index, self._shape)[rank]
 
     def received(self, rank: int) -> Tensor:
-        """What a rank wrote for this one; valid until `close`."""
+        """The chunk that a rank wrote for this one; valid until `close`."""
         self.await_rank(rank)
-        return self.view(rank, self._shape)[self._channel.me]
+        return self.view(rank, self._shape)[self._channel.index]
 
     def finish(self) -> None:
         raise RuntimeError("another collective began before this exchange was closed")
@@ -146,7 +146,7 @@ class Channel:
     """
 
     def __init__(self, group: AxisGroup, slots: list[list[Tensor]], peers: dict[int, socket.socket]) -> None:
-        self.me, self.size, self._ranks = group.index, group.size, group.ranks
+        self.index, self.size, self._ranks = group.index, group.size, group.ranks
         self.peers = peers
         self.slots = slots
         self.slot_bytes = slots[0][0].numel()
@@ -154,26 +154,26 @@ class Channel:
         self._open: _Operation | None = None
 
     def start(self, x: Tensor, consume: Consume) -> Callable[[], Tensor]:
-        """Show ``x`` to the group; the function returned waits for the others and gives ``consume`` of all parts.
+        """Share ``x`` with the group; the function returned waits for the others and gives ``consume`` of all tensors.
 
         Args:
             x: at most ``slot_bytes``; the same shape and dtype on every rank.
-            consume: takes the parts of all ranks in group order, which are valid only during the call.
+            consume: takes the tensors of all ranks in group order, which are valid only during the call.
         """
-        operation = _Whole(self, *self._next(x.nbytes, x.dtype), x, consume)
+        operation = _Collective(self, *self._next(x.nbytes, x.dtype), x, consume)
         self._open = operation
         return operation.wait
 
-    def share(self, x: Tensor) -> Parts:
-        """Show ``x`` to the group, and read the parts of the others one by one."""
-        self._open = parts = Parts(self, *self._next(x.nbytes, x.dtype), x)
-        return parts
+    def gather(self, x: Tensor) -> Gathering:
+        """Share ``x`` with the group, and read the tensors of the others one by one."""
+        self._open = gathering = Gathering(self, *self._next(x.nbytes, x.dtype), x)
+        return gathering
 
-    def exchange(self, shape: torch.Size, dtype: torch.dtype) -> Exchange:
-        """Write a part of ``shape`` for every rank, and read theirs. All parts together: at most ``slot_bytes``."""
+    def scatter(self, shape: torch.Size, dtype: torch.dtype) -> Scattering:
+        """Write a chunk of ``shape`` for every rank, and read theirs. All chunks together: at most ``slot_bytes``."""
         size = self.size * math.prod(shape) * dtype.itemsize
-        self._open = exchange = Exchange(self, *self._next(size, dtype), shape)
-        return exchange
+        self._open = scattering = Scattering(self, *self._next(size, dtype), shape)
+        return scattering
 
     def _next(self, size: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int]:
         """Finish what is open; header and turn of the next collective."""
@@ -182,19 +182,21 @@ class Channel:
         self._sequence += 1
         return (self._sequence, size, DTYPES.index(dtype)), self._sequence & 1
 
-    def is_done(self, operation: _Operation) -> None:
+    def release(self, operation: _Operation) -> None:
+        """This collective is over, its slots are no longer needed."""
         if self._open is operation:
             self._open = None
 
     def mismatch(self, rank: int, mine: tuple[int, int, int], theirs: tuple[int, int, int]) -> str:
         return (
-            f"rank {self._ranks[self.me]} runs collective #{mine[0]} of its group with {mine[1]} bytes of "
+            f"rank {self._ranks[self.index]} runs collective #{mine[0]} of its group with {mine[1]} bytes of "
             f"{DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]} with {theirs[1]} bytes of "
             f"{DTYPES[theirs[2]]}: the ranks do not run the same program"
         )
 
     @contextlib.contextmanager
-    def naming(self, rank: int) -> Iterator[None]:
+    def errors_naming(self, rank: int) -> Iterator[None]:
+        """Errors of a socket inside say which rank it leads to."""
         try:
             yield
         except TimeoutError as error:
@@ -213,8 +215,8 @@ class Channel:
 def read_exactly(peer: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        piece = peer.recv(size - len(data))
-        if not piece:
+        received = peer.recv(size - len(data))
+        if not received:
             raise ConnectionResetError("end of stream")
-        data += piece
+        data += received
     return data

@@ -1,9 +1,9 @@
 """Collectives over an `AxisGroup`: started, then waited for. No autograd here (see `conjugate`).
 
-Three ways to run one. Between processes of one host, on CPU: through shared memory, several times faster than gloo.
-Else through c10d, in place on a tensor the caller owns. And out of place through the functional ops whenever something
-traces or records tensor operations: selective activation checkpointing would otherwise cache a value overwritten
-later, and give silently wrong gradients.
+There are three ways to run one. Between processes of one host, on CPU: through shared memory, several times faster than
+gloo. Otherwise through c10d, in place on a tensor the caller owns. And out of place, through torch's functional ops,
+whenever something traces or records tensor operations: selective activation checkpointing would otherwise cache a value
+that is overwritten later, and give silently wrong gradients.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, log
+from colossus.comm import accounting, cost, log, ring
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 
 _functional = torch.ops._c10d_functional
-#: whole tensors of this size are gathered and scattered by messages on gloo, twice as fast and more
+#: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
 _MESSAGES_BYTES = 1 << 20
 
 
@@ -45,7 +45,7 @@ class Pending:
 
 
 class Ready(Pending):
-    """Nothing to wait for: the value was already here."""
+    """Nothing to wait for: the value is already here."""
 
     __slots__ = ("_value",)
 
@@ -71,14 +71,14 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     n = group.size
     if n == 1:
         return Ready(x)
-    entry = record("all_reduce", x, group, 2 * (n - 1) / n)
+    entry = record("all_reduce", x, group)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
     keep = owned and x.is_contiguous()
     channel = channel_for(x, group)
     if channel is not None:
         into = x if keep else None
-        return Pending(channel.start(x, lambda parts: _combine(parts, op, into)), entry)
+        return Pending(channel.start(x, lambda tensors: _combine(tensors, op, into)), entry)
     if not keep:
         x = x.clone(memory_format=torch.contiguous_format)
     reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -93,10 +93,10 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         return Ready(x)
     flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
-    entry = record("all_gather", x, group, (n - 1))
+    entry = record("all_gather", x, group)
     channel = None if is_recorded() else channel_for(flat, group)
     if channel is not None:
-        return Pending(channel.start(flat, lambda parts: torch.cat(parts, dim)), entry)
+        return Pending(channel.start(flat, lambda shards: torch.cat(shards, dim)), entry)
     flat = flat.contiguous()
     if is_recorded():
         out = _functional.all_gather_into_tensor(flat, n, group.name)
@@ -109,7 +109,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
 
 
 def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
-    """Sum over the group, each rank keeping its part along ``dim``: [.., n s, ..] -> [.., s, ..].
+    """Sum over the group, each rank keeping its shard along ``dim``: [.., n s, ..] -> [.., s, ..].
 
     Raises:
         ValueError: when ``dim`` does not divide by the size of the group.
@@ -117,13 +117,13 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
-    size = _part_size(x, dim, group)
-    entry = record("reduce_scatter", x, group, (n - 1) / n)
+    size = _chunk_size(x, dim, group)
+    entry = record("reduce_scatter", x, group)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = dim, group.index * size, size
-        return Pending(channel.start(x, lambda parts: _combine([p.narrow(*at) for p in parts], "sum", None)), entry)
-    stacked = _stack_parts(x, n, dim, group)
+        return Pending(channel.start(x, lambda tensors: _combine([x.narrow(*at) for x in tensors], "sum", None)), entry)
+    stacked = _stack_chunks(x, n, dim, group)
     if is_recorded():
         out = _functional.reduce_scatter_tensor(stacked.flatten(0, 1), "sum", n, group.name)
         return _functional_pending(out, entry)
@@ -132,14 +132,14 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         work = dist.all_to_all_single(
             received.flatten(0, 1), stacked.flatten(0, 1), group=group.process_group, async_op=True
         )
-        return _work_pending(work, received, entry, lambda parts: parts.sum(0))
-    mine = x.new_empty(stacked.shape[1:])
-    work = dist.reduce_scatter_single(mine, stacked.flatten(0, 1), group=group.process_group, async_op=True)
-    return _work_pending(work, mine, entry)
+        return _work_pending(work, received, entry, lambda addends: addends.sum(0))
+    own = x.new_empty(stacked.shape[1:])
+    work = dist.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
+    return _work_pending(work, own, entry)
 
 
 def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> Pending:
-    """Exchange the dim that is sharded: split along ``split_dim``, receive parts along ``concat_dim``.
+    """Exchange the dim that is sharded: split along ``split_dim``, receive chunks along ``concat_dim``.
 
     Raises:
         ValueError: when ``split_dim`` does not divide by the size of the group.
@@ -148,16 +148,16 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
     if n == 1:
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
-    size = _part_size(x, split_dim, group)
-    entry = record("all_to_all", x, group, (n - 1) / n)
+    size = _chunk_size(x, split_dim, group)
+    entry = record("all_to_all", x, group)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
         at = split_dim, group.index * size, size
-        return Pending(channel.start(x, lambda parts: torch.cat([p.narrow(*at) for p in parts], concat_dim)), entry)
-    flat = _stack_parts(x, n, split_dim, group).flatten(0, 1)
+        return Pending(channel.start(x, lambda tensors: torch.cat([x.narrow(*at) for x in tensors], concat_dim)), entry)
+    flat = _stack_chunks(x, n, split_dim, group).flatten(0, 1)
     if is_recorded():
-        parts = [flat.shape[0] // n] * n
-        out = _functional.all_to_all_single(flat, parts, parts, group.name)
+        splits = [flat.shape[0] // n] * n
+        out = _functional.all_to_all_single(flat, splits, splits, group.name)
         return Pending(lambda: _unstack(_functional.wait_tensor(out), n, concat_dim), entry)
     received = torch.empty_like(flat)
     work = dist.all_to_all_single(received, flat, group=group.process_group, async_op=True)
@@ -165,9 +165,9 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
 
 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
-    """The ``x`` of the rank at place ``source`` of the group, on every rank, in ``x``: contiguous, of one shape."""
+    """Overwrite ``x`` on every rank with that of the group's rank of index ``source``; contiguous, of one shape."""
     if group.size > 1:
-        entry = record("broadcast", x, group, 1.0)
+        entry = record("broadcast", x, group)
         dist.broadcast(x, group.ranks[source], group=group.process_group)
         if entry is not None:
             entry.done = True
@@ -179,24 +179,12 @@ def _is_slow_on_gloo(whole: Tensor) -> bool:
     return whole.device.type == "cpu" and whole.nbytes >= _MESSAGES_BYTES
 
 
-def message_pair(mine: Tensor, theirs: Tensor, group: AxisGroup, *, to: int, source: int) -> list[dist.P2POp]:
-    """``mine`` to one rank of the group and ``theirs`` from another; indices go round."""
-    ranks, n = group.ranks, group.size
-    return [
-        dist.P2POp(dist.isend, mine, ranks[to % n], group.process_group),
-        dist.P2POp(dist.irecv, theirs, ranks[source % n], group.process_group),
-    ]
-
-
 def _gather_by_messages(x: Tensor, gathered: Tensor, group: AxisGroup, dim: int, entry: log.Entry | None) -> Pending:
-    """All-gather in which every rank sends its part to every other."""
+    """All-gather in which every rank sends its shard to every other."""
     n, me = group.size, group.index
-    parts = gathered.unflatten(0, (n, x.shape[0]))
-    parts[me].copy_(x)
-    messages = []
-    for step in range(1, n):
-        messages += message_pair(x, parts[(me - step) % n], group, to=me + step, source=me - step)
-    works = dist.batch_isend_irecv(messages)
+    shards = gathered.unflatten(0, (n, x.shape[0]))
+    shards[me].copy_(x)
+    works = ring.exchange(group, *((step, x, shards[(me - step) % n]) for step in range(1, n)))
 
     def finish() -> Tensor:
         for work in works:
@@ -206,42 +194,42 @@ def _gather_by_messages(x: Tensor, gathered: Tensor, group: AxisGroup, dim: int,
     return Pending(finish, entry)
 
 
-def own_part(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
-    """This rank's slice along ``dim``; no communication."""
+def own_chunk(x: Tensor, group: AxisGroup, dim: int) -> Tensor:
+    """This rank's chunk along ``dim``, a view; no communication."""
     if group.size == 1:
         return x
-    size = _part_size(x, dim, group)
+    size = _chunk_size(x, dim, group)
     return x.narrow(dim, group.index * size, size)
 
 
-def _part_size(x: Tensor, dim: int, group: AxisGroup) -> int:
-    """Elements of each rank's part along ``dim``, which must divide."""
+def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
+    """Elements of each rank's chunk along ``dim``, which must divide."""
     size, rest = divmod(x.shape[_dim(x, dim)], group.size)
     if rest:
         raise ValueError(_indivisible(x, _dim(x, dim), group))
     return size
 
 
-def _combine(parts: list[Tensor], op: str, into: Tensor | None) -> Tensor:
+def _combine(tensors: list[Tensor], op: str, into: Tensor | None) -> Tensor:
     """Sum or maximum of the ranks' tensors, in rank order on every rank: the same to the last bit."""
-    first, second = (torch.add, torch.Tensor.add_) if op == "sum" else (torch.maximum, _maximum_)
-    total = first(parts[0], parts[1]) if into is None else first(parts[0], parts[1], out=into)
-    for part in parts[2:]:
-        second(total, part)
+    first, rest = (torch.add, torch.Tensor.add_) if op == "sum" else (torch.maximum, _maximum_)
+    total = first(tensors[0], tensors[1]) if into is None else first(tensors[0], tensors[1], out=into)
+    for x in tensors[2:]:
+        rest(total, x)
     return total
 
 
-def _maximum_(total: Tensor, part: Tensor) -> Tensor:
-    return torch.maximum(total, part, out=total)
+def _maximum_(total: Tensor, x: Tensor) -> Tensor:
+    return torch.maximum(total, x, out=total)
 
 
-def record(operation: str, x: Tensor, group: AxisGroup, share: float) -> log.Entry | None:
-    """Log and count a collective that sends ``share`` times the bytes of ``x``; compiled code does neither."""
+def record(operation: str, x: Tensor, group: AxisGroup, *, num_chunks: int = 1) -> log.Entry | None:
+    """Log and count a collective of ``num_chunks`` tensors like ``x``; compiled code does neither."""
     if torch.compiler.is_compiling():
         return None
     axes = str(group)
     for counter in accounting.listeners:
-        counter.add(operation, axes, x.dtype, share * x.nbytes)
+        counter.add(operation, axes, x.dtype, cost.sent(operation, group.size, num_chunks * x.nbytes))
     return log.record(operation, axes, tuple(x.shape), x.dtype)
 
 
@@ -259,18 +247,18 @@ def _work_pending(
     return Pending(finish, entry)
 
 
-def _stack_parts(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
+def _stack_chunks(x: Tensor, n: int, dim: int, group: AxisGroup) -> Tensor:
     """[.., n s, ..] -> contiguous [n, .., s, ..]."""
     dim = _dim(x, dim)
-    return x.unflatten(dim, (n, _part_size(x, dim, group))).movedim(dim, 0).contiguous()
+    return x.unflatten(dim, (n, _chunk_size(x, dim, group))).movedim(dim, 0).contiguous()
 
 
 def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
     """[n s0, ..], as gathered along the first dim, to a concatenation along ``dim``."""
     if dim == 0:
         return x
-    parts = x.unflatten(0, (n, x.shape[0] // n))
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    shards = x.unflatten(0, (n, x.shape[0] // n))
+    return shards.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _dim(x: Tensor, dim: int) -> int:

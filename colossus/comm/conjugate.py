@@ -1,4 +1,4 @@
-"""The conjugate collectives: each forward movement with the backward movement its gradient needs.
+"""The conjugate collectives: each forward move with the backward move its gradient needs.
 
 | forward | backward | the value goes from | to |
 |---|---|---|---|
@@ -45,8 +45,8 @@ def _all_to_all(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool)
 
 
 def _slice(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
-    # a copy: a view would keep the whole tensor alive for as long as the part
-    return Ready(collectives.own_part(x, group, dim).clone(memory_format=torch.contiguous_format))
+    # a copy: a view would keep the whole tensor alive for as long as the chunk
+    return Ready(collectives.own_chunk(x, group, dim).clone(memory_format=torch.contiguous_format))
 
 
 def _pad(x: Tensor, group: AxisGroup, dim: int, to_dim: int, owned: bool) -> Pending:
@@ -76,21 +76,31 @@ _OPERATIONS: dict[str, Callable[[Tensor, AxisGroup, int, int, bool], Pending]] =
 def start(
     operation: str, x: Tensor, group: AxisGroup, dim: int = -1, to_dim: int = -1, *, owned: bool = False
 ) -> Pending:
-    """Start one movement by name (see the table above). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
+    """Start one move by name (see the table at the top). ``to_dim`` is for all_to_all: from sharded ``dim`` to it."""
     return _OPERATIONS[operation](x, group, dim, to_dim, owned)
 
 
 class _Conjugate(torch.autograd.Function):
+    """One row of the table: ``forward`` moves x, ``backward`` moves dy back to the layout of x.
+
+        gather, pad             [.., s, ..]         -> [.., n s, ..]        in ``dim``, over n ranks
+        reduce_scatter, slice   [.., n s, ..]       -> [.., s, ..]
+        all_to_all              [.., s, .., n t]    -> [.., n s, .., t]     in ``dim`` and ``to_dim``
+        sum, identity           any shape           -> the same
+
+    There is no weight, and so no wgrad.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int) -> Tensor:
-        ctx.movement = backward, group, dim, to_dim
+        ctx.move = backward, group, dim, to_dim
         out = start(forward, x, group, dim, to_dim).wait()
         return out.view_as(out) if out is x else out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        operation, group, dim, to_dim = ctx.movement
+        operation, group, dim, to_dim = ctx.move
         if operation == "all_to_all":
             dim, to_dim = to_dim, dim
         return start(operation, grads[0], group, dim, to_dim).wait(), None, None, None, None, None

@@ -19,18 +19,18 @@ from torch import distributed as dist
 from colossus.comm import accounting, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
 from colossus.comm.objects import from_bytes, to_bytes
-from colossus.comm.shared_memory import map_together
+from colossus.comm.shared_memory import map_segments
 from colossus.context.groups import AxisGroup
 
-_RING_BYTES = 16 << 20
-#: descriptions do not mix with values that are received ahead of them
-_DESCRIPTION_TAG = 1
+_BUFFER_BYTES = 16 << 20
+#: objects are not mixed up with tensors that are awaited before them
+_OBJECT_TAG = 1
 
 Wait = Callable[[], None]
 
 
-class Like(Protocol):
-    """What is known of a tensor before it is there."""
+class TensorMeta(Protocol):
+    """What the receiver knows of a tensor beforehand."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -41,8 +41,8 @@ class Like(Protocol):
 class Incoming:
     """A message that is awaited. ``wait()`` returns its tensors."""
 
-    def __init__(self, tensors: list[Tensor], what: str, tag: int, entry: log.Entry) -> None:
-        self.tensors, self.what, self.tag, self.entry = tensors, what, tag, entry
+    def __init__(self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry) -> None:
+        self.tensors, self.label, self.tag, self.entry = tensors, label, tag, entry
         self.finish: Wait | None = None
 
     def wait(self) -> list[Tensor]:
@@ -73,7 +73,7 @@ class Links:
         self._receivers: dict[int, Receiver] = {}
         self._posted: dict[int, deque[Incoming]] = {}
         pairs = sorted(set(pairs))
-        mapped = map_together(group, len(pairs), _RING_BYTES) if device.type == "cpu" and pairs else None
+        mapped = map_segments(group, len(pairs), _BUFFER_BYTES) if device.type == "cpu" and pairs else None
         self.takes_early = mapped is None and device.type == "cpu"
         self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
@@ -81,85 +81,85 @@ class Links:
         me = group.index
         for number, (source, to) in enumerate(pairs):
             if source == me:
-                self._senders[to] = Sender(mapped.part(number), mapped.connect(to, me), self._name(to))
+                self._senders[to] = Sender(mapped.segment(number), mapped.connect(to, me), self._name(to))
         incoming = [(number, source) for number, (source, to) in enumerate(pairs) if to == me]
         peers = mapped.accept(len(incoming))
         for number, source in incoming:
-            self._receivers[source] = Receiver(mapped.part(number), peers[source], self._name(source))
+            self._receivers[source] = Receiver(mapped.segment(number), peers[source], self._name(source))
             self._posted[source] = deque()
 
-    def send(self, to: int, tensors: Sequence[Tensor], what: str, mark: object = None) -> Wait:
+    def send(self, to: int, tensors: Sequence[Tensor], label: str, key: object = None) -> Wait:
         """Start sending. The function returned waits until the tensors may be changed.
 
         Args:
-            what: in words, the same at both ends.
-            mark: what sender and receiver have to agree on beside it; compared where messages have a header.
+            label: names the message in the log and in errors, the same at both ends.
+            key: what else sender and receiver have to agree on; compared where messages have a header.
         """
-        entry = self._record("send", tensors, what)
+        entry = self._record("send", tensors, label)
         for counter in accounting.listeners:
             for tensor in tensors:
                 counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
         sender = self._senders.get(to)
         if sender is not None and _size(tensors) <= sender.capacity:
-            sender.send(tensors, what, _tag(what, mark), self._until_readable)
+            sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
-            return _nothing
-        held = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-        works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in held]
+            return _no_wait
+        dense = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in dense]
 
         def wait() -> None:
             for work in works:
-                _wait(work, f"{self._name(to)} did not take the {what}")
-            held.clear()
+                _wait(work, f"{self._name(to)} did not take the {label}")
+            dense.clear()
             entry.done = True
 
         return wait
 
-    def receive(self, source: int, like: Sequence[Like], what: str, mark: object = None) -> Incoming:
+    def receive(self, source: int, expected: Sequence[TensorMeta], label: str, key: object = None) -> Incoming:
         """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
-        tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in like]
-        incoming = Incoming(tensors, what, _tag(what, mark), self._record("receive", tensors, what))
+        tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
+        incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label))
         receiver = self._receivers.get(source)
         if receiver is not None and _size(tensors) <= receiver.capacity:
             self._posted[source].append(incoming)
-            incoming.finish = lambda: self._take(source, incoming)
+            incoming.finish = lambda: self._receive_up_to(source, incoming)
             return incoming
         group = self._group
         works = [dist.irecv(tensor, group.ranks[source], group.process_group) for tensor in tensors]
 
         def finish() -> None:
             for work in works:
-                _wait(work, f"{self._name(source)} did not send the {what}")
+                _wait(work, f"{self._name(source)} did not send the {label}")
 
         incoming.finish = finish
         return incoming
 
-    def send_object(self, to: int, description: Any, what: str) -> None:
+    def send_object(self, to: int, value: Any, label: str) -> None:
         """Send an object, of at most a few KB."""
-        data = to_bytes(description)
+        data = to_bytes(value)
         size = torch.tensor([data.numel()], dtype=torch.int64)
         if to in self._senders:
             for tensor in (size, data):
-                self._senders[to].send([tensor], what, _tag(what, None), self._until_readable)
+                self._senders[to].send([tensor], label, _tag(label, None), self._until_readable)
             return
         for tensor in (size, data):
-            dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_DESCRIPTION_TAG)
+            dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
 
-    def recv_object(self, source: int, what: str) -> Any:
+    def recv_object(self, source: int, label: str) -> Any:
         """Receive an object."""
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._recv_tensor(source, size, what)
+        self._recv_tensor(source, size, label)
         data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
-        self._recv_tensor(source, data, what)
+        self._recv_tensor(source, data, label)
         return from_bytes(data)
 
-    def _recv_tensor(self, source: int, into: Tensor, what: str) -> None:
+    def _recv_tensor(self, source: int, into: Tensor, label: str) -> None:
         if source not in self._receivers:
-            dist.recv(into, self._group.ranks[source], self._group.process_group, tag=_DESCRIPTION_TAG)
+            dist.recv(into, self._group.ranks[source], self._group.process_group, tag=_OBJECT_TAG)
             return
-        incoming = Incoming([into], what, _tag(what, None), self._record("receive", [into], what))
+        incoming = Incoming([into], label, _tag(label, None), self._record("receive", [into], label))
         self._posted[source].append(incoming)
-        incoming.finish = lambda: self._take(source, incoming)
+        incoming.finish = lambda: self._receive_up_to(source, incoming)
         incoming.wait()
 
     def close(self) -> None:
@@ -168,23 +168,23 @@ class Links:
         for receiver in self._receivers.values():
             receiver.close()
 
-    def _take(self, source: int, wanted: Incoming) -> None:
-        """Read messages of a source up to the one that is wanted, and meanwhile what comes from others."""
+    def _receive_up_to(self, source: int, wanted: Incoming) -> None:
+        """Read messages of a source up to the one that is wanted, and meanwhile those that come from others."""
         receiver = self._receivers[source]
         while wanted.finish is not None:
             if len(self._receivers) > 1 and not self._until_readable(receiver.fileno()):
-                raise receiver.late(wanted.what)
+                raise receiver.timeout_error(wanted.label)
             if wanted.finish is not None:
-                self._take_next(source)
+                self._receive_next(source)
 
-    def _take_next(self, source: int) -> None:
+    def _receive_next(self, source: int) -> None:
         incoming = self._posted[source].popleft()
         incoming.finish = None
-        self._receivers[source].receive(incoming.tensors, incoming.what, incoming.tag)
+        self._receivers[source].receive(incoming.tensors, incoming.label, incoming.tag)
         incoming.entry.done = True
 
     def _until_readable(self, descriptor: int) -> bool:
-        """Wait for an answer, and meanwhile take what comes: the peer may be waiting for room itself."""
+        """Wait for an answer, and meanwhile receive what comes: the peer may be waiting for room itself."""
         assert self._timeout is not None
         deadline = time.monotonic() + self._timeout
         while True:
@@ -197,11 +197,11 @@ class Links:
             if not ready or descriptor in ready:
                 return bool(ready)
             for other in ready:
-                self._take_next(sources[other])
+                self._receive_next(sources[other])
 
-    def _record(self, operation: str, tensors: Sequence[Tensor], what: str) -> log.Entry:
+    def _record(self, operation: str, tensors: Sequence[Tensor], label: str) -> log.Entry:
         shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)
-        return log.record(f"{operation} of the {what}", str(self._group), shape, dtype)
+        return log.record(f"{operation} of the {label}", str(self._group), shape, dtype)
 
     def _name(self, index: int) -> str:
         return f"rank {self._group.ranks[index]}"
@@ -211,17 +211,17 @@ def _size(tensors: Sequence[Tensor]) -> int:
     return message_bytes([tensor.nbytes for tensor in tensors])
 
 
-def _tag(what: str, mark: object) -> int:
-    return zlib.crc32(f"{what} {mark}".encode())
+def _tag(label: str, key: object) -> int:
+    return zlib.crc32(f"{label} {key}".encode())
 
 
-def _nothing() -> None:
-    """What was sent through shared memory may be changed at once."""
+def _no_wait() -> None:
+    """Tensors sent through shared memory have been copied: they may be changed at once."""
 
 
-def _wait(work: dist.Work | None, problem: str) -> None:
+def _wait(work: dist.Work | None, failure: str) -> None:
     assert work is not None
     try:
         work.wait()
     except RuntimeError as error:
-        raise RuntimeError(f"{problem}: {error}") from error
+        raise RuntimeError(f"{failure}: {error}") from error

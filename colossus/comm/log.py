@@ -1,4 +1,4 @@
-"""The last collectives of this rank, kept in a bounded ring to be printed when something fails."""
+"""The last collectives of this rank, kept in a bounded buffer to be printed when something fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 _PACKAGE = str(Path(__file__).parent.parent)
-# what lies between whoever wants a collective and here: autograd in torch, and the layers' common machinery
+# frames between the code that wants a collective and here: autograd in torch, and what the layers have in common
 _COMMON = ("comm/", "layout/", "tensor_parallel/", "sequence_parallel/", "layers/linear.py", "layers/sharded.py")
 _BETWEEN = (str(Path(torch.__file__).parent), *(f"{_PACKAGE}/{path}" for path in _COMMON))
 
 
 class Entry:
-    """One collective: what, over which axes, on what, from where, and whether it has finished."""
+    """One collective: its name, axes, shape and dtype, the line that wanted it, and whether it has finished."""
 
     __slots__ = ("axes", "done", "dtype", "operation", "sequence", "shape", "site", "started")
 
@@ -46,7 +46,7 @@ def resize(size: int) -> None:
 
 
 def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> Entry:
-    """Note that a collective starts. The sequence number counts per axis, so ranks can be compared."""
+    """Log that a collective starts. The sequence number counts per axis, so ranks can be compared."""
     number = _sequence[axes] = _sequence.get(axes, 0) + 1
     entry = Entry(operation, axes, number, shape, dtype, _call_site())
     _entries.append(entry)

@@ -1,112 +1,68 @@
-"""All-gather and reduce-scatter part by part, so that a part is computed with while the next one travels.
+"""Messages round a ring: the ranks of a group in the order of their indices, the first following the last.
 
-Parts come in ring order, one's own first. At most two are held beside what the caller keeps: the one that is used and
-the one that is on its way. Through shared memory they are used where they lie, without a copy.
+`exchange` is for ranks any number of steps apart, and is what all-gathers are built from. `rotate` hands tensors on to
+the next rank, again and again; it keeps its links, through shared memory where it can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm.collectives import message_pair, record
-from colossus.comm.shared_memory import channel_for
+from colossus.comm.links import Links
 from colossus.context.groups import AxisGroup
 
-
-def gather_parts(x: Tensor, group: AxisGroup) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its ``x``) for every rank of the group, each valid until the next is asked for.
-
-    Counts as one all-gather. All ranks must read to the end.
-    """
-    entry = record("all_gather", x, group, group.size - 1)
-    channel = channel_for(x, group)
-    order = [(group.index + step) % group.size for step in range(1, group.size)]
-    if channel is not None:
-        parts = channel.share(x)
-        yield group.index, x
-        for rank in order:
-            yield rank, parts.part(rank)
-        parts.close()
-    else:
-        x = x.contiguous()
-        coming = _receive(x, group, 1)
-        yield group.index, x
-        for step, rank in enumerate(order, 2):
-            here, works = coming
-            if step < group.size:
-                coming = _receive(x, group, step)
-            _wait(works)
-            yield rank, here
-    if entry is not None:
-        entry.done = True
+_links: weakref.WeakKeyDictionary[AxisGroup, Links] = weakref.WeakKeyDictionary()
 
 
-def _receive(x: Tensor, group: AxisGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
-    """Start to take the part of the rank ``step`` further on; the rank as far back takes mine."""
-    here = torch.empty_like(x)
-    return here, _start(x, here, group, to=group.index - step, source=group.index + step)
-
-
-def _start(mine: Tensor, theirs: Tensor, group: AxisGroup, *, to: int, source: int) -> list[dist.Work]:
-    return dist.batch_isend_irecv(message_pair(mine, theirs, group, to=to, source=source))
-
-
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-#: writes the part for a rank into a tensor
-Compute = Callable[[int, Tensor], None]
-
-
-def reduce_parts(compute: Compute, like: Tensor, shape: Sequence[int], group: AxisGroup) -> Tensor:
-    """The sum over the group of what its ranks compute for this one: ``compute(rank, out)`` writes the part for a rank.
-
-    One's own is computed last, while the others travel. Counts as one reduce-scatter.
+def exchange(group: AxisGroup, *messages: tuple[int, Tensor, Tensor]) -> list[dist.Work]:
+    """Start to send and receive through c10d; wait for every work that is returned.
 
     Args:
-        like: gives dtype and device.
-        shape: of a part, the same on all ranks.
+        messages: (step, outgoing, incoming): ``outgoing`` goes to the rank ``step`` further on in the ring, while
+            ``incoming``, of the same shape, is filled by the rank as far behind. Steps may be negative.
     """
-    n, me = group.size, group.index
-    own = like.new_empty(tuple(shape))
-    entry = record("reduce_scatter", own, group, n - 1)
-    channel = channel_for(own, group)
-    if channel is not None and own.nbytes * n <= channel.slot_bytes:
-        exchange = channel.exchange(own.shape, own.dtype)
-        for step in range(1, n):
-            rank = (me + step) % n
-            compute(rank, exchange.place(rank))
-            exchange.send(rank)
-        compute(me, own)
-        for step in range(1, n):
-            own.add_(exchange.received((me - step) % n))
-        exchange.close()
+    ranks, n, me = group.ranks, group.size, group.index
+    operations = []
+    for step, outgoing, incoming in messages:
+        operations.append(dist.P2POp(dist.isend, outgoing, ranks[(me + step) % n], group.process_group))
+        operations.append(dist.P2POp(dist.irecv, incoming, ranks[(me - step) % n], group.process_group))
+    return dist.batch_isend_irecv(operations)
+
+
+def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callable[[], list[Tensor]]:
+    """Start to send tensors to the next rank of the ring, and to receive as many of the same shapes from the last one.
+
+    Returns:
+        A function that waits for both, and returns what was received.
+    """
+    links = _links_of(group, tensors[0].device)
+    following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
+    if group.index % 2:  # with NCCL messages between two ranks run one after the other: not both send first
+        incoming = links.receive(preceding, tensors, description)
+        sent = links.send(following, tensors, description)
     else:
-        total: Tensor | None = None
-        travelling: tuple[Tensor, Tensor, list[dist.Work]] | None = None
-        for step in range(1, n):
-            part, theirs = torch.empty_like(own), torch.empty_like(own)
-            compute((me + step) % n, part)
-            if travelling is not None:
-                total = _add(total, travelling)
-            travelling = part, theirs, _start(part, theirs, group, to=me + step, source=me - step)
-        compute(me, own)
-        if travelling is not None:
-            total = _add(total, travelling)
-        if total is not None:
-            own.add_(total)
-    if entry is not None:
-        entry.done = True
-    return own
+        sent = links.send(following, tensors, description)
+        incoming = links.receive(preceding, tensors, description)
+
+    def wait() -> list[Tensor]:
+        received = incoming.wait()
+        sent()
+        return received
+
+    return wait
 
 
-def _add(total: Tensor | None, travelling: tuple[Tensor, Tensor, list[dist.Work]]) -> Tensor:
-    _, theirs, works = travelling
-    _wait(works)
-    return theirs if total is None else total.add_(theirs)
+def _links_of(group: AxisGroup, device: torch.device) -> Links:
+    """The links round this group. All of its ranks make them, at the first call."""
+    if group not in _links:
+        pairs = [(index, (index + 1) % group.size) for index in range(group.size)]
+        # of a copy: links that refer to the group itself would keep their own entry alive
+        _links[group] = links = Links(dataclasses.replace(group), pairs, device)
+        weakref.finalize(group, links.close)
+    return _links[group]

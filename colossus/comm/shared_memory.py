@@ -1,9 +1,9 @@
 """Collectives between processes of one host through shared memory, for CPU tensors.
 
 gloo sends every byte through a TCP connection, even to a neighbour on the same machine. Here each rank copies its
-tensor into a slot that all ranks of the group have mapped, tells its peers through a local socket, and reads theirs:
-about five times faster for the activations of tensor parallelism. A peer that dies closes its socket and is noticed
-at once; a peer that runs another collective is noticed because every message names what it belongs to.
+tensor into a slot that all ranks of the group have mapped, notifies its peers through a local socket, and reads theirs:
+about five times faster for the activations of tensor parallelism. A peer that dies closes its socket and is noticed at
+once; a peer that runs another collective is noticed because every message has a header that says which one it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from colossus.context.groups import AxisGroup
 
 _FOLDER = Path("/dev/shm")
 SLOT_BYTES = 8 << 20
-_SMALLEST_PART = 64 << 10
+_MIN_SEGMENT_BYTES = 64 << 10
 _PAGE = 4096
 
 _channels: WeakKeyDictionary[AxisGroup, Channel | None] = WeakKeyDictionary()
@@ -36,14 +36,14 @@ _maps: WeakSet[mmap.mmap] = WeakSet()
 _enabled = True
 
 
-def enable(wanted: bool) -> None:
+def enable(enabled: bool) -> None:
     """Whether groups made from now on may use shared memory; must agree on all ranks."""
     global _enabled
-    _enabled = wanted
+    _enabled = enabled
 
 
 def mapped_storages() -> set[int]:
-    """Where mapped memory begins, for who counts the memory of tensors: it belongs to all ranks of a group."""
+    """Addresses at which mapped memory begins; it belongs to no single rank, so who counts a rank's memory skips it."""
     return {torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in _maps}
 
 
@@ -58,19 +58,19 @@ def channel_for(x: Tensor, group: AxisGroup) -> Channel | None:
 
 
 @dataclass
-class Mapped:
+class MappedFile:
     """A file that all ranks of a group have mapped, and the way to connect to each of them."""
 
     name: str
     memory: mmap.mmap
-    part_bytes: int
+    segment_bytes: int
     timeout: float
     _listener: socket.socket
 
-    def part(self, number: int) -> Tensor:
-        """The bytes of one of the equal parts."""
+    def segment(self, number: int) -> Tensor:
+        """The bytes of one of the equal segments."""
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        return whole[number * self.part_bytes :][: self.part_bytes]
+        return whole[number * self.segment_bytes :][: self.segment_bytes]
 
     def connect(self, index: int, me: int) -> socket.socket:
         """A stream to a rank of the group, which has to `accept`, now or later."""
@@ -91,8 +91,8 @@ class Mapped:
         return peers
 
 
-def map_together(group: AxisGroup, parts: int, most: int) -> Mapped | None:
-    """Map one file of ``parts`` equal parts, of at most ``most`` bytes each; None, on all ranks, where it cannot be.
+def map_segments(group: AxisGroup, num_segments: int, max_bytes: int) -> MappedFile | None:
+    """Map one file of equal segments, of at most ``max_bytes`` each, on all ranks; None, on all, where it cannot be.
 
     All ranks of the group must call.
     """
@@ -102,12 +102,12 @@ def map_together(group: AxisGroup, parts: int, most: int) -> Mapped | None:
         return None
     timeout = group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     name = f"colossus-{os.getpid()}-{secrets.token_hex(8)}"
-    size = _create(name, parts, most) if group.index == 0 and group.size <= 255 else 0
+    size = _create(name, num_segments, max_bytes) if group.index == 0 and group.size <= 255 else 0
     name, size = all_gather_object((name, size), group)[0]
     memory = listener = None
     if size:
         with contextlib.suppress(OSError):
-            memory = _map(name, size * parts)
+            memory = _map(name, size * num_segments)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(f"\0{name}-{group.index}")
             listener.listen(group.size)
@@ -119,30 +119,30 @@ def map_together(group: AxisGroup, parts: int, most: int) -> Mapped | None:
     if not ready or memory is None or listener is None:
         return None
     _maps.add(memory)
-    return Mapped(name, memory, size, timeout, listener)
+    return MappedFile(name, memory, size, timeout, listener)
 
 
 def _open_channel(group: AxisGroup) -> Channel | None:
     """Every rank has two slots, and a stream to every other."""
-    mapped = map_together(group, 2 * group.size, SLOT_BYTES)
+    mapped = map_segments(group, 2 * group.size, SLOT_BYTES)
     if mapped is None:
         return None
     peers = {rank: mapped.connect(rank, group.index) for rank in range(group.index)}
     peers |= mapped.accept(group.size - 1 - group.index)
-    slots = [[mapped.part(rank * 2 + turn) for turn in (0, 1)] for rank in range(group.size)]
+    slots = [[mapped.segment(rank * 2 + turn) for turn in (0, 1)] for rank in range(group.size)]
     return Channel(group, slots, dict(sorted(peers.items())))
 
 
-def _create(name: str, parts: int, most: int) -> int:
-    """Make the file, really allocated so that no page of it can be missing later. Bytes of a part, 0 without room."""
+def _create(name: str, num_segments: int, max_bytes: int) -> int:
+    """Make the file, really allocated so that no page can be missing later. Bytes of a segment, 0 without room."""
     try:
         space = os.statvfs(_FOLDER)
-        size = min(most, space.f_bavail * space.f_frsize // 4 // parts) // _PAGE * _PAGE
-        if size < _SMALLEST_PART:
+        size = min(max_bytes, space.f_bavail * space.f_frsize // 4 // num_segments) // _PAGE * _PAGE
+        if size < _MIN_SEGMENT_BYTES:
             return 0
         handle = os.open(_FOLDER / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(handle, 0, size * parts)
+            os.posix_fallocate(handle, 0, size * num_segments)
         finally:
             os.close(handle)
     except OSError:

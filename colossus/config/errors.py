@@ -1,4 +1,4 @@
-"""Config errors in words: one short line per problem, never a dump of the validator."""
+"""Config errors as messages: one short line per problem, never a dump of the validator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from colossus.registry import nearest
 
-#: the whole words for the validator's error types; ``{...}`` are filled from the error's context
-WORDS = {
+#: the message for each of the validator's error types; ``{...}`` are filled from the error's context
+MESSAGES = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
@@ -78,9 +78,9 @@ def explain(
         elif item["type"] == "value_error":
             problems[path] = str(item["ctx"]["error"])
         else:
-            words = WORDS.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
+            message = MESSAGES.get(item["type"], item["msg"][:1].lower() + item["msg"][1:])
             limits = {key: f"{x:g}" if isinstance(x, float) else x for key, x in item.get("ctx", {}).items()}
-            problems[path] = f"{words.format(**limits)}, got {brief(item['input'])}"
+            problems[path] = f"{message.format(**limits)}, got {brief(item['input'])}"
     return problems
 
 

@@ -63,9 +63,9 @@ def validate(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Config
     except ValidationError as error:
         given = {text.partition("=")[0] for text in overrides}
         lines = []
-        for path, words in explain(error, Config, elsewhere=paths_elsewhere(Config)).items():
+        for path, message in explain(error, Config, elsewhere=paths_elsewhere(Config)).items():
             typed = any(path == key or path.startswith(f"{key}.") for key in given)
-            lines.append(f"{path}: {words}{' (given on the command line)' if typed else ''}")
+            lines.append(f"{path}: {message}{' (given on the command line)' if typed else ''}")
     raise ConfigError(lines)
 
 
@@ -142,8 +142,8 @@ def _sections(namespace: Mapping[str, Any], tree: ast.Module) -> dict[str, Any]:
         if name in known:
             values[name] = value
         elif not (name.startswith("_") or name in imported or callable(value) or isinstance(value, ModuleType)):
-            words = unknown_key(name, name, known, paths_elsewhere(Config))
-            problems.append(f"{name}: {words} (start the names of helpers with an underscore: _{name})")
+            message = unknown_key(name, name, known, paths_elsewhere(Config))
+            problems.append(f"{name}: {message} (start the names of helpers with an underscore: _{name})")
     if problems:
         raise ConfigError(problems)
     return values

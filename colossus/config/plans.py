@@ -1,4 +1,4 @@
-"""Does the plan fit? Sizes against processes, model and batch, and names against the registries. No torch."""
+"""Whether a plan fits: its sizes against processes, model and batch, its names against the registries. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ValidationError
 
 from colossus import __version__
+from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.errors import ConfigError, explain
 from colossus.config.schema import Config, Named, Parallel
 from colossus.config.signatures import option_problems
@@ -30,7 +31,10 @@ Sizes = tuple[int, int, int, int]
 
 
 class ModelOptions(Protocol):
-    """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys."""
+    """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys.
+
+    A ``flops_per_token()`` is optional: operations of forward and backward, without which no utilisation is shown.
+    """
 
     def check(self, parallel: Parallel) -> list[str]:
         """Problems of the sizes under this plan, one line each."""
@@ -85,7 +89,7 @@ def model_options(config: Config) -> ModelOptions | None:
         built: ModelOptions = options(**model.options)
     except ValidationError as error:
         problems = explain(error, options, "model") if issubclass(options, BaseModel) else {"model": str(error)}
-        raise ConfigError(f"{path}: {words}" for path, words in problems.items()) from None
+        raise ConfigError(f"{path}: {problem}" for path, problem in problems.items()) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model: {error}") from error
     return built
@@ -112,13 +116,13 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         fits = nproc is None or nproc % others == 0
         resolved = parallel.model_copy(update={"data": nproc // others if nproc and fits else 1})
         if not fits:
-            problems.append(f"parallel: {arithmetic(parallel)} = {others} does not divide {_processes(nproc)}")
+            problems.append(f"parallel: {describe_sizes(parallel)} = {others} does not divide {_processes(nproc)}")
     else:
         resolved = parallel
         total = parallel.data * others
         fits = nproc is None or total == nproc
         if not fits:
-            problems.append(f"parallel: {arithmetic(parallel)} = {total}, but {_processes(nproc)}")
+            problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {_processes(nproc)}")
     if options is not None:
         problems += options.check(resolved)
     if fits:  # otherwise the number of replicas is still open
@@ -135,19 +139,25 @@ def world_size(parallel: Parallel) -> int:
     return parallel.data * parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
 
 
-def arithmetic(parallel: Parallel) -> str:
+def describe_sizes(parallel: Parallel) -> str:
     """``data 2 x pipeline 2 x tensor 4``: data when it is given, the others when they are not 1."""
     sizes = {"pipeline": parallel.pipeline.size, "sequence": parallel.sequence.size, "tensor": parallel.tensor.size}
-    factors = [] if parallel.data is None else [f"data {parallel.data}"]
-    return " x ".join(factors + [f"{name} {size}" for name, size in sizes.items() if size > 1]) or "1"
+    data = {} if parallel.data is None else {"data": parallel.data}
+    return factors({**data, **{name: size for name, size in sizes.items() if size > 1}}) or "1"
 
 
-def nearest_plans(config: Config, nproc: int, most: int = 4) -> list[str]:
-    """Plans for ``nproc`` processes that fit model and batch, nearest first, as the overrides to type.
+def describe_plan(config: Config) -> str:
+    """``data 2 x pipeline 2 x tensor 4 (2d), 1f1b, 2 microbatches``."""
+    tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
+    mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
+    schedule = f", {name_of(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
+    split = f", {microbatches} microbatches" if microbatches > 1 else ""
+    return f"{describe_sizes(config.parallel)}{mode}{schedule}{split}"
 
-    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1.
-    """
-    return _plans(config, model_options(config), nproc, most)
+
+def name_of(kind: Any) -> str:
+    """A registered name as it is, or the name of a class or function."""
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
 
 
 def require_available(config: Config) -> None:
@@ -160,11 +170,11 @@ def require_available(config: Config) -> None:
     tail = f"not available in this version (colossus {version})"
     parallel = config.parallel
     problems = []
-    for key, value, unset, words in (
-        ("parallel.zero", parallel.zero, 0, "sharding of optimizer state, gradients or parameters is"),
-    ):
-        if value != unset:
-            problems.append(f"{key} = {value}: {words} {tail}; parallel.data, pipeline, sequence and tensor are")
+    if parallel.zero:
+        problems.append(
+            f"parallel.zero = {parallel.zero}: sharding of optimizer state, gradients or parameters is {tail}; "
+            f"parallel.data, pipeline, sequence and tensor are"
+        )
     checkpoint = config.checkpoint
     for key in type(checkpoint).model_fields:
         value = getattr(checkpoint, key)
@@ -175,10 +185,10 @@ def require_available(config: Config) -> None:
 
 
 def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tuple[Parallel, list[str]]:
-    """The plan with a mode of sequence parallelism: of the model's choice where the config leaves it open."""
+    """The plan with a mode of sequence parallelism, which the model chooses where the config does not."""
     sequence = parallel.sequence
     if sequence.mode is not None and sequence.mode not in SEQUENCE_MODES:
-        return parallel, []  # told with the other names
+        return parallel, []  # check_names refuses it
     if sequence.mode is None and sequence.size > 1:
         choose = getattr(options, "sequence_mode", None)
         mode = choose(parallel) if choose is not None else "ring"
@@ -215,18 +225,14 @@ def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
     divisor = parallel.data * microbatches * ways
     if batch % divisor == 0:
         return []
-    near = {batch // divisor * divisor, -(-batch // divisor) * divisor} - {0}
     by = f"data {parallel.data} x microbatches {microbatches}"
     if ways > 1:
-        by += f" x {ways} (parts into which tensor mode {tensor.mode} splits a batch)"
-    return [
-        f"train.global_batch_size = {batch} is not a multiple of {by} = {divisor}; "
-        f"nearest: {' or '.join(map(str, sorted(near)))}"
-    ]
+        by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
+    return [not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor)]
 
 
 def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:
-    plans = _plans(config, options, nproc, 4)
+    plans = nearest_plans(config, options, nproc)
     if plans:
         out = f"\n  nearest plans that fit {_processes(nproc)}:" + "".join(f"\n    {plan}" for plan in plans)
     else:
@@ -237,7 +243,11 @@ def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits:
     return out
 
 
-def _plans(config: Config, options: ModelOptions | None, nproc: int, most: int) -> list[str]:
+def nearest_plans(config: Config, options: ModelOptions | None, nproc: int, most: int = 4) -> list[str]:
+    """Plans for ``nproc`` processes that fit model and batch, nearest first, as the overrides to type.
+
+    Only axes that the config uses already are varied: data and tensor always, pipeline and sequence when not 1.
+    """
     parallel = config.parallel
     now: Sizes = (parallel.data or 0, parallel.pipeline.size, parallel.sequence.size, parallel.tensor.size)
     keys = ("parallel.data", "parallel.pipeline.size", "parallel.sequence.size", "parallel.tensor.size")

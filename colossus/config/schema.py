@@ -86,7 +86,7 @@ class Named(Section):
 
 
 class Strategy(Named):
-    """How the data axis keeps its replicas together."""
+    """The data-parallel strategy: what replicas exchange, and when."""
 
     type: Annotated[Any, AfterValidator(_type)] = "all_reduce"
 
@@ -134,12 +134,12 @@ def _split(value: Any) -> Any:
     )
 
 
-class Pipeline(SizedSection):
+class PipelineSection(SizedSection):
     #: what stages are equal in, as far as they can be; or the numbers or names of blocks that say where they begin
     split: Annotated[str | tuple[int, ...] | tuple[str, ...], BeforeValidator(_split)] = "parameters"
 
 
-class Tensor(SizedSection):
+class TensorSection(SizedSection):
     mode: Annotated[str, BeforeValidator(_mode)] = "1d"
     #: copies of the grid in 2.5D; None takes the fewest that leave a square
     depth: Count | None = None
@@ -166,8 +166,8 @@ class Tensor(SizedSection):
         return value
 
 
-class Sequence(SizedSection):
-    #: "ring", "ulysses" or "hybrid"; None takes the one of the first two that sends fewer bytes, if the model tells
+class SequenceSection(SizedSection):
+    #: "ring", "ulysses" or "hybrid"; None takes "ring", or for a GPT the one of the first two that sends fewer bytes
     mode: str | None = None
     #: ranks of the inner axis of "hybrid"; None is the largest divisor of the size up to its square root
     ulysses: Count | None = None
@@ -185,9 +185,9 @@ def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
 class Parallel(Section):
     #: replicas; None is derived from the number of processes
     data: Count | None = None
-    pipeline: Pipeline = Pipeline()
-    tensor: Tensor = Tensor()
-    sequence: Sequence = Sequence()
+    pipeline: PipelineSection = PipelineSection()
+    tensor: TensorSection = TensorSection()
+    sequence: SequenceSection = SequenceSection()
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     strategy: Strategy = Strategy()
     #: outermost first: the last axis has neighbouring ranks
@@ -215,7 +215,7 @@ class Train(Section):
 
 
 class Comm(Section):
-    #: count calls and bytes of every collective
+    #: write calls and bytes sent in each step, by axis, into the rows of metrics.jsonl
     accounting: bool = False
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32

@@ -33,7 +33,7 @@ def option_problems(key: str, named: Named, registry: Registry) -> list[str]:
 
 
 def parameters(kind: str | Callable[..., Any], registry: Registry) -> list[str] | None:
-    """Names of the arguments a component can take, or None when it takes any or cannot be told."""
+    """Names of the arguments a component can take, or None when it takes any or they are not known."""
     if not isinstance(kind, str):
         return _inspected(kind)
     if kind in registry._entries:

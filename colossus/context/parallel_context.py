@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
 from colossus.context.layer_options import LayerOptions
@@ -98,7 +99,7 @@ class ParallelContext:
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
-            sizes = " x ".join(f"{name} {size}" for name, size in self.grid.sizes.items())
+            sizes = factors(self.grid.sizes)
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")

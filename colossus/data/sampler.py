@@ -17,6 +17,7 @@ import math
 
 import numpy as np
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.random import seed_words
 
 _ROUNDS = 8
@@ -64,8 +65,7 @@ def local_batch_size(global_batch_size: int, data_size: int, what: str = "train.
     if global_batch_size < 1:
         raise ValueError(f"{what} = {global_batch_size}: a batch needs at least one sample")
     if global_batch_size % data_size:
-        below = global_batch_size // data_size * data_size
-        near = " or ".join(str(size) for size in (below, below + data_size) if size)
+        near = either(nearest_multiples(global_batch_size, data_size))
         raise ValueError(
             f"{what} = {global_batch_size} does not divide over {data_size} data ranks "
             f"({global_batch_size} / {data_size} = {global_batch_size / data_size:.2f}); use {near}"

@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500
 
 
 def run(nproc: int = 2, json: bool = False) -> int:
-    """Print the examination, as words or as one JSON object.
+    """Print what was examined, as text or as one JSON object.
 
     Args:
         nproc: ranks to measure between.

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.queues import SimpleQueue
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 from torch import distributed as dist
+
+from colossus.context.local_ranks import RanksFailed, run_local_ranks
 
 SMALL_BYTES = 4 * 1024
 LARGE_BYTES = 64 * 1024 * 1024
 
 
 def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[str, float]:
-    """Seconds and bytes per second between ``nproc`` ranks on this machine.
+    """Seconds and bytes per second between ``nproc`` ranks, at least 2, on this machine.
 
     Returns:
         ``all_reduce_small_seconds`` (4 KB), ``all_reduce_large_seconds`` (64 MB) and its bus bandwidth
@@ -28,45 +26,27 @@ def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[st
         and ``send_bytes_per_second`` between ranks 0 and 1.
 
     Raises:
-        RuntimeError: when the ranks fail or do not finish within ``timeout`` seconds; says which.
+        RuntimeError: when ranks fail, or when nothing moves for ``timeout`` seconds; says which.
     """
-    # Fork needs no second import of torch, but neither CUDA nor macOS allows it. One thread: a child of a process
-    # that has run a multi-threaded operation hangs in its first one.
-    method = "spawn" if cuda or sys.platform == "darwin" else "fork"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    context: Any = multiprocessing.get_context(method)
-    answers: SimpleQueue[dict[str, float]] = context.SimpleQueue()
+    # Fork needs no second import of torch, but neither CUDA nor macOS allows it.
+    start = "spawn" if cuda or sys.platform == "darwin" else "fork"
+    backend = "nccl" if cuda else "gloo"
     try:
-        with tempfile.TemporaryDirectory(prefix="colossus-doctor-") as folder:
-            store = str(Path(folder) / "store")
-            ranks = [
-                context.Process(target=_rank, args=(rank, nproc, store, cuda, answers), daemon=True)
-                for rank in range(nproc)
-            ]
-            for process in ranks:
-                process.start()
-            deadline = time.monotonic() + timeout
-            for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
-            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-            for process in ranks:
-                process.kill()
-            if late:
-                raise RuntimeError(f"ranks {late} did not answer within {timeout:g} s")
-            failed = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
-            if failed:
-                raise RuntimeError(f"ranks ended with exit codes {failed}")
-            return answers.get()
-    finally:
-        torch.set_num_threads(threads)
+        found = run_local_ranks(nproc, partial(_rank, nproc, cuda), patience=timeout, start=start, backend=backend)
+    except RanksFailed as error:
+        if error.silent:
+            raise RuntimeError(f"ranks {error.silent} did not answer within {timeout:g} s") from None
+        for text in error.tracebacks.values():
+            print(text, file=sys.stderr)
+        failed = {rank: code for rank, code in error.exit_codes.items() if code} | dict.fromkeys(error.tracebacks, 1)
+        raise RuntimeError(f"ranks ended with exit codes {failed}") from None
+    return found[0]
 
 
-def _rank(rank: int, nproc: int, store: str, cuda: bool, answers: SimpleQueue[dict[str, float]]) -> None:
+def _rank(nproc: int, cuda: bool, rank: int) -> dict[str, float]:
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", store=dist.FileStore(store, nproc), rank=rank, world_size=nproc)
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     large = torch.zeros(LARGE_BYTES // 4, device=device)
     found = {
@@ -75,12 +55,9 @@ def _rank(rank: int, nproc: int, store: str, cuda: bool, answers: SimpleQueue[di
     }
     moved = 2 * (nproc - 1) / nproc * LARGE_BYTES
     found["all_reduce_bytes_per_second"] = moved / found["all_reduce_large_seconds"]
-    if nproc > 1:
-        found["send_small_seconds"] = _seconds(lambda: _there_and_back(small, rank), 50, device) / 2
-        found["send_bytes_per_second"] = LARGE_BYTES / (_seconds(lambda: _there_and_back(large, rank), 3, device) / 2)
-    if rank == 0:
-        answers.put(found)
-    dist.destroy_process_group()
+    found["send_small_seconds"] = _seconds(lambda: _there_and_back(small, rank), 50, device) / 2
+    found["send_bytes_per_second"] = LARGE_BYTES / (_seconds(lambda: _there_and_back(large, rank), 3, device) / 2)
+    return found
 
 
 def _there_and_back(tensor: torch.Tensor, rank: int) -> None:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from colossus.comm import collectives
 from colossus.config import Config
-from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, split_microbatches
 from colossus.data.loader import Loaders
+from colossus.engine.evaluation import Evaluation
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
-from colossus.engine.inputs import batch_axes, checked_loss, fingerprint, local_batch, model_input, note_length
-from colossus.engine.pipeline import Pipeline
+from colossus.engine.inputs import Inputs, StepBatch
+from colossus.engine.loss_function import LossFunction
+from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages, parameters_by_stage
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Totals
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+from colossus.schedule.runtime.executor import StepTotals
 
 
 class Engine:
@@ -39,7 +35,9 @@ class Engine:
         loader: training batches of this data rank, without end.
         eval_loader: validation batches, or None.
         context: ranks, axes, groups.
+        inputs: how a batch enters the model.
         pipeline: schedule and partition.
+        strategy: sums gradients over the ranks.
         stages, executor: the stages of this rank, and what runs them; both can be watched.
         completed_steps: optimizer steps done.
     """
@@ -51,62 +49,46 @@ class Engine:
         model: nn.Module,
         loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
-        pipeline: Pipeline,
+        pipeline: PipelineRuntime,
+        inputs: Inputs,
         loaders: Loaders | None,
     ) -> None:
         self.config, self.context, self.model, self.loss_fn = config, context, model, loss_fn
-        self.optimizer, self.loaders = optimizer, loaders
-        self.pipeline = pipeline
+        self.optimizer, self.pipeline, self.inputs, self.loaders = optimizer, pipeline, inputs, loaders
         self.device = context.device
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
-        self._stop = False
-        dtype = DTYPES[config.train.precision]
-        parallel = model_parallel_of(context)
-        self._weights = parallel.weights
-        parts = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
+        self._stop = self._broken = self._closed = False
+        self._num_runs = 0
+        self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
+        self._parallel = model_parallel_of(context)
+        self._weights = self._parallel.weights
+        stage_parameters = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
         self.strategy = STRATEGIES.build(
             config.parallel.strategy.spec(),
             model=model,
             context=context,
             bucket_mb=config.comm.bucket_mb,
-            parts=list(parts.values()),
+            parameters_by_stage=stage_parameters,
         )
-        self._tied = TiedGradients(pipeline.shared(model), context)
-        self._norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
+        self._tied = TiedGradients(pipeline.tied_parameters(model), context)
+        norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
+        self._reduction = StepReduction(context, norm, config.train.clip_grad_norm)
         self.stages = ModelStages(
             context,
-            pipeline.calls(model),
-            pipeline.last,
-            door=lambda batch: local_batch(batch, context, dtype, pad=config.parallel.sequence.pad),
-            enter=model_input,
-            loss=lambda outputs, batch: checked_loss(self.loss_fn(outputs, batch)),
-            weights=parallel.weights,
+            pipeline.stage_forwards(model),
+            pipeline.last_stage,
+            inputs=inputs,
+            loss_fn=lambda outputs, batch: self.loss_fn(outputs, batch),
+            weights=self._weights,
             strategy=self.strategy,
-            parts=parts,
+            parameters_by_stage=stage_parameters,
             splits_backward=pipeline.splits_backward,
-            draws=pipeline.draws(),
+            rng=pipeline.stage_rng(),
         )
-        self.executor = pipeline.executor(self.stages, parallel)
-        # one small all-reduce per step carries loss, token count, gradient norm and the wish to stop; the stages of a
-        # pipeline that do not have the loss, or a parameter, add zeros
-        pipes = ("pipeline",) if context.size("pipeline") > 1 else ()
-        loss_axes, norm_axes, at = (
-            {*parallel.regions.user.shard_axes, *pipes},
-            set(self._norm.axes),
-            context.coordinates,
-        )
-        self._loss_group = self._group_over(loss_axes)
-        self._step_group = self._group_over(loss_axes | norm_axes)
-        self._counts_loss = all(at[axis] == 0 for axis in norm_axes - loss_axes)
-        self._counts_norm = all(at[axis] == 0 for axis in loss_axes - norm_axes)
-        self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
-        self._broken = self._closed = False
-        self._runs = 0
-
-    def _group_over(self, axes: set[str]) -> AxisGroup:
-        return self.context.group(tuple(axis for axis in self.context.grid.names if axis in axes))
+        self.executor = pipeline.make_executor(self.stages, self._parallel)
+        self._evaluation = Evaluation(model, context, self._forward, self._reduction)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -123,7 +105,7 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> StepResult:
-        """One optimizer step on this data rank's part of the global batch.
+        """One optimizer step on this data rank's share of the global batch.
 
         Args:
             batch: a nest of tensors, dim 0 the samples; every rank of a model passes the same one. Split into
@@ -135,52 +117,28 @@ class Engine:
         Raises:
             ValueError: when the batch does not divide, or the loss function does not return (sum, count).
         """
-        microbatches = split_microbatches(batch, self.config.schedule.microbatches)
-        note_length(batch, self.context)
+        step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
         self._weights.begin_step()
         self.stages.step = self.completed_steps
         try:
-            totals = self._run(self.pipeline.actions, microbatches, batch)
+            totals = self._run(self.pipeline.actions, step_batch)
             self._weights.end_step()
             self.strategy.finish()
             self._tied.sum()
-        except BaseException:  # whoever catches it finds no weights and no half of a reduction of this step
+        except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
             raise
-        numbers = self._reduce_numbers(totals.loss_sum, totals.tokens)
+        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop)
         lr = self.lr_at(self.completed_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()
         self.completed_steps += 1
         return StepResult(self.completed_steps, lr, numbers)
-
-    def _reduce_numbers(self, loss_sum: Tensor, tokens: Tensor) -> Tensor:
-        """[loss sum, tokens, gradient norm, stop]; gradients divided by the tokens and clipped."""
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        square = self._norm.local_square(self.device)
-        numbers = torch.stack(
-            [
-                loss_sum if self._counts_loss else zero,
-                tokens if self._counts_loss else zero,
-                square if self._counts_norm else zero,
-                zero + float(self._stop),
-            ]
-        )
-        numbers = collectives.all_reduce(numbers, self._step_group, owned=True).wait()
-        count = torch.where(numbers[1] == 0, 1.0, numbers[1])
-        norm = numbers[2].sqrt() / count
-        scale = 1.0 / count
-        limit = self.config.train.clip_grad_norm
-        if limit is not None:
-            scale = scale * (limit / (norm + 1e-6)).clamp(max=1.0)
-        for grads in self._norm.gradients():
-            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-        return torch.stack([numbers[0], numbers[1], norm, numbers[3]])
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
@@ -192,50 +150,7 @@ class Engine:
         progress = min(1.0, (step - schedule.warmup_steps) / length)
         return peak * self._lr_shape(progress, schedule.min_ratio, **schedule.options)
 
-    # -- evaluation ---------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def eval_step(self, batch: Any) -> EvalResult:
-        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
-        with self._evaluating():
-            return self._reduce_evaluation(*self._evaluate(batch))
-
-    @torch.no_grad()
-    def evaluate(self) -> EvalSummary:
-        """Mean loss over at most ``train.eval_batches`` validation batches.
-
-        Raises:
-            ValueError: without validation data.
-        """
-        if self.eval_loader is None:
-            raise ValueError("there is no validation data to evaluate on")
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        tokens = torch.zeros((), dtype=torch.float64, device=self.device)
-        complete = True
-        with self._evaluating():
-            for index, batch in enumerate(self.eval_loader):
-                if index == self.config.train.eval_batches:
-                    break
-                if self._agree_to_stop():
-                    complete = False
-                    break
-                loss, count = self._evaluate(batch)
-                loss_sum += loss
-                tokens += count
-            result = self._reduce_evaluation(loss_sum, tokens)
-        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
-
-    def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Sum of losses and count of this rank; a pipeline takes as many microbatches as divide the batch."""
-        count = 1
-        note_length(batch, self.context)
-        if self.pipeline.last:
-            size = batch_size_of(batch) // self.context.size(batch_axes(self.context))
-            count = next(n for n in range(self.config.schedule.microbatches, 0, -1) if size % n == 0)
-        totals = self._run(self.pipeline.forwards(count), split_microbatches(batch, count), batch)
-        return totals.loss_sum, totals.tokens
-
-    def _run(self, actions: Sequence[Action], microbatches: Sequence[Any], batch: Any) -> Totals:
+    def _run(self, actions: Sequence[Action], batch: StepBatch) -> StepTotals:
         """Run the stages of this rank.
 
         Raises:
@@ -248,41 +163,47 @@ class Engine:
                 "an earlier step or evaluation failed on this rank while others waited for its values: the ranks of a "
                 "pipeline no longer agree on where they are. Close this engine and make a new one"
             )
-        self._runs += 1
+        self._num_runs += 1
         try:
-            # who observes says himself, and better, where batches differ
-            is_marked = self.pipeline.partition is not None and not self.stages.observers
-            mark = (self._runs, fingerprint(batch)) if is_marked else None
-            return self.executor.run(actions, microbatches, mark)
+            # observers compare batches themselves, and say better where they differ
+            is_identified = self.pipeline.partition is not None and not self.stages.observers
+            step_id = (self._num_runs, batch.fingerprint()) if is_identified else None
+            with self._parallel.batch_scope.enter(batch.info):
+                return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
             raise
 
-    def _agree_to_stop(self) -> bool:
-        wish = torch.full((), float(self._stop), device=self.device)
-        return bool(collectives.all_reduce(wish, self._step_group, owned=True).wait() > 0)
+    # -- evaluation ---------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        was_training = [(module, module.training) for module in self.model.modules()]
+    def eval_step(self, batch: Any) -> EvalResult:
+        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
+        return self._evaluation.one_batch(batch)
+
+    def evaluate(self) -> EvalSummary:
+        """Mean loss over at most ``train.eval_batches`` validation batches.
+
+        Raises:
+            ValueError: without validation data.
+        """
+        if self.eval_loader is None:
+            raise ValueError("there is no validation data to evaluate on")
+        result, complete = self._evaluation.all_batches(
+            self.eval_loader, self.config.train.eval_batches, lambda: self._stop
+        )
+        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
+
+    def _forward(self, batch: Any) -> StepTotals:
+        """Sums of this rank over a batch; a pipeline takes as many microbatches as divide it."""
+        most = self.config.schedule.microbatches
+        step_batch = self.inputs.split_evenly(batch, most) if self.pipeline.last_stage else self.inputs.split(batch, 1)
         self.stages.step = None
-        self.model.eval()
-        try:
-            with self.context:
-                yield
-        finally:
-            for module, mode in was_training:  # one by one: a user may have put some into eval mode
-                module.training = mode
-
-    def _reduce_evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
-        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
-        total, count = numbers.tolist()
-        return EvalResult(total, round(count))
+        return self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
 
     # -- life ---------------------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask for an end after the next step; it travels with that step's all-reduce, so all ranks agree on it."""
+        """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree."""
         self._stop = True
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitSummary:
-    """What a call of ``fit`` did.
+    """How a call of ``fit`` ended.
 
     Attributes:
         steps: optimizer steps completed since the beginning of the run.
@@ -43,8 +43,8 @@ def evaluation_due(engine: Engine, step: int) -> bool:
 def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     """Train until ``train.steps`` or until a stop is requested, and say which it was.
 
-    Every rank calls this. A stop travels with the gradients' all-reduce, so all ranks leave the loop after
-    the same step; the evaluation due at that step is skipped then, because a stop should be quick.
+    Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
+    the same step. The evaluation due at that step is skipped: a stop should be quick.
 
     Raises:
         ValueError: when the loader ends although training has not.
@@ -75,7 +75,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         for hook in hooks:
             hook.on_train_end(engine)
     except BaseException as error:
-        _tell(engine, hooks, error)
+        _report_exception(engine, hooks, error)
         raise
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
     return FitSummary(completed, reason, loss, validation_loss)
@@ -91,9 +91,9 @@ def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:
         ) from None
 
 
-def _tell(engine: Engine, hooks: Sequence[Hook], error: BaseException) -> None:
+def _report_exception(engine: Engine, hooks: Sequence[Hook], error: BaseException) -> None:
     for hook in hooks:
         try:
             hook.on_exception(engine, error)
-        except Exception as second:  # the first error is the one to report
+        except Exception as second:  # the first error is the one to raise
             error.add_note(f"then {type(hook).__name__}.on_exception raised {type(second).__name__}: {second}")

@@ -1,4 +1,4 @@
-"""Hooks: what surrounds the train step (metrics, displays, a user's own probes) without being in it."""
+"""Hooks: code that is called around train steps and evaluations (metrics, displays, a user's own)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Override the moments you need; every method does nothing by default.
+    """Base class: override the methods you need; each does nothing by default.
 
     ``fit`` calls hooks on every rank, in the order they were given. A hook that calls a collective must
-    therefore do so on all ranks, and one that prints should ask ``engine.context.is_logging_rank`` first.
+    therefore do so on all ranks, and one that prints should check ``engine.context.is_logging_rank`` first.
     """
 
     def on_train_start(self, engine: Engine) -> None:
         """Once, before the first batch is read."""
 
     def on_step_start(self, engine: Engine) -> None:
-        """Before each step's batch is read: the time since then includes waiting for data."""
+        """Before each step's batch is read: time measured from here includes waiting for data."""
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values."""
@@ -33,4 +33,4 @@ class Hook:
         """Once, after the last step, also when a stop was requested; not after an error."""
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
-        """When a step, an evaluation or a hook raised on this rank; the error goes on after all hooks ran."""
+        """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""

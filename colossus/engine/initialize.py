@@ -15,16 +15,19 @@ from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import split_microbatches
 from colossus.data.loader import Loaders, build_loaders
-from colossus.engine.engine import DTYPES, Engine, LossFunction
-from colossus.engine.inputs import local_batch, model_input, note_length
-from colossus.engine.pipeline import Pipeline
-from colossus.layers.layer import model_parallel_of
+from colossus.engine.engine import Engine
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.loss_function import LossFunction
+from colossus.engine.pipeline import PipelineRuntime
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
+
+#: by train.precision
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def initialize(
@@ -35,7 +38,7 @@ def initialize(
     *,
     overrides: Sequence[str] = (),
 ) -> Engine:
-    """Join the other ranks, build this rank's part of the model, its optimizer and its data.
+    """Join the other ranks, build this rank's shard of the model, its optimizer and its data.
 
     Args:
         config: a config, a dict of its sections, or the path of a config file.
@@ -57,7 +60,7 @@ def initialize(
     if isinstance(model, nn.Module):
         raise ValueError(
             "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
-            "makes its own part only"
+            "makes its own shard only"
         )
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
@@ -81,13 +84,14 @@ def _assemble(
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     held = data if data is not None else config.data
     loaders = _load(config, context, held) if held is not None else None
-    pipeline = Pipeline(config, context)
-    costs = _measure(config, context, factory, loaders, dtype) if pipeline.needs_costs else None
-    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.cut(whole, costs))
+    inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
+    pipeline = PipelineRuntime(config, context)
+    costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
+    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.split(whole, costs))
     _require_position_wise(module, context)
-    # for what draws from torch's own generator, a plain nn.Dropout say: ranks agree that hold the same samples
-    door = context.index(model_parallel_of(context).regions.user.batch)
-    torch.manual_seed(context.rng.key("torch", door))
+    # for what draws from torch's own generator, a plain nn.Dropout say: ranks that hold the same samples agree
+    batch_shard = context.index(model_parallel_of(context).regions.user.batch)
+    torch.manual_seed(context.rng.key("torch", batch_shard))
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(
@@ -99,13 +103,14 @@ def _assemble(
         raise ValueError(f"{type(module).__name__} has no parameter to train")
     # a stage without parameters has nothing to step, but torch's optimizers insist on something
     optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params or [nn.Parameter(torch.zeros(0))])
-    return Engine(config, context, module, loss, optimizer, pipeline, loaders)
+    return Engine(config, context, module, loss, optimizer, pipeline, inputs, loaders)
 
 
 def _measure(
     config: Config,
     context: ParallelContext,
     factory: Callable[[], nn.Module],
+    inputs: Inputs,
     loaders: Loaders | None,
     dtype: torch.dtype,
 ) -> list[BlockCost]:
@@ -115,15 +120,14 @@ def _measure(
             f"parallel.pipeline.split = {config.parallel.pipeline.split!r} measures the blocks of the model on a "
             f"batch, but there is no data: give the config `data`, or take split='parameters'"
         )
-    batch = split_microbatches(loaders.train.peek(), config.schedule.microbatches)[0]
-    note_length(batch, context)
-    sample = model_input(local_batch(batch, context, dtype, pad=config.parallel.sequence.pad))
+    batch = inputs.split(loaders.train.peek(), config.schedule.microbatches)
+    sample = model_input(inputs.local(batch.microbatches[0]))
     with context:
-        return measure_blocks(factory, context, sample, dtype=dtype)
+        return measure_blocks(factory, context, sample, batch.info, dtype=dtype)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
-    """Under sequence parallelism, that no module mixes tokens which are not ours: it would see a part of them."""
+    """Under sequence parallelism, that no module but ours mixes tokens: it would see the tokens of one rank."""
     if model_parallel_of(context).sequence is None:
         return
     mixing = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, PatchEmbedding)

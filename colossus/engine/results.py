@@ -1,4 +1,4 @@
-"""What the engine answers."""
+"""Results of train steps and evaluations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 class StepResult:
     """Result of one optimizer step; the same on all ranks.
 
-    The numbers stay on the device until they are read, so that a loop that does not look at them does not wait.
+    The numbers stay on the device until they are first read: a loop that does not read them does not wait for it.
 
     Attributes:
         step: number of optimizer steps done, this one included.
@@ -57,7 +57,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Sums over the global batch of one evaluation step."""
+    """Sums over the global batch of one or several evaluation steps."""
 
     loss_sum: float
     tokens: int

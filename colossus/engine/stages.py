@@ -1,4 +1,4 @@
-"""The stages of a model on this rank as the executor calls them: model, loss, and what surrounds their gradients."""
+"""The stages of a model on this rank as the executor calls them: model, loss, random state, and gradient reduction."""
 
 from __future__ import annotations
 
@@ -9,122 +9,125 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.loss_function import LossFunction, checked_loss
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import Work
-from colossus.schedule.runtime.stage_scope import NAME_IT, MetaTensorGuard, StageRng
+from colossus.schedule.runtime.executor import WgradTasks
+from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard, StageRng
 from colossus.tensor_parallel.weight_store import WeightStore
 
 
-class Observer(Protocol):
-    """Watches every forward of a stage on this rank; with a pipeline, backwards run between them."""
+class ForwardObserver(Protocol):
+    """Is called around every forward of a stage on this rank; with a pipeline, backwards run between them."""
 
     def begin(self, stage: int, microbatch: int) -> None:
         """A stage is about to run; it has ended before another one begins."""
 
-    def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
-        """It has run; of the last stage, the loss has not.
+    def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+        """A stage has run; of the last stage, the loss has not.
 
         Args:
-            output: what the stage returned.
-            part: what this rank's model takes of the microbatch, the same for all stages: what a loss function gets.
+            output: of the stage.
+            local_batch: this rank's shard of the microbatch, the same for all stages: what a loss function gets.
         """
 
 
 class ModelStages:
-    """What `colossus.schedule.runtime.executor.Stages` asks for.
+    """Implements `colossus.schedule.runtime.executor.Stages`.
 
     Args:
-        calls: stage -> what runs it, for the stages of this rank.
-        last: number of the last stage of the model.
-        door: a microbatch as the model of this rank takes it, (batch of a data rank) -> batch.
-        enter: what the first stage is called with, (batch) -> input.
-        loss: (outputs of the last stage, batch) -> (sum, count).
-        parts: the parameters that are reduced with each stage.
-        draws: under a pipeline, what torch's own generator draws from inside of stages.
+        forwards: stage -> what runs it, for the stages of this rank.
+        last_stage: number of the last stage of the model.
+        inputs: from a microbatch of a data rank to this rank's shard of it.
+        loss_fn: (output of the last stage, local batch) -> (loss sum, count).
+        parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
+        splits_backward: whether the schedule splits backwards.
+        rng: under a pipeline, the state of torch's own generators inside of stages.
 
     Attributes:
-        step: of the random streams; None evaluates.
-        observers: told of forwards; without one, stages in the middle do not look at the batch.
+        step: of the random streams; None in an evaluation.
+        observers: called around forwards. Without one, only the first and the last stage look at the batch.
     """
 
     def __init__(
         self,
         context: ParallelContext,
-        calls: Mapping[int, Callable[[Any], Any]],
-        last: int,
+        forwards: Mapping[int, Callable[[Any], Any]],
+        last_stage: int,
         *,
-        door: Callable[[Any], Any],
-        enter: Callable[[Any], Any],
-        loss: Callable[[Any, Any], Any],
+        inputs: Inputs,
+        loss_fn: LossFunction,
         weights: WeightStore,
-        strategy: AllReduce,
-        parts: Mapping[int, Sequence[nn.Parameter]],
+        strategy: Strategy,
+        parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         splits_backward: bool,
-        draws: StageRng | None,
+        rng: StageRng | None,
     ) -> None:
-        self._context, self._calls, self._last = context, calls, last
-        self._door, self._enter, self._loss = door, enter, loss
+        self._context, self._forwards, self._last_stage = context, forwards, last_stage
+        self._inputs, self._loss_fn = inputs, loss_fn
         self._weights, self._strategy = weights, strategy
-        self._parts, self._draws = parts, draws
-        self._unseen = set(calls) if draws is not None else set()
-        self._part_of = {stage: number for number, stage in enumerate(parts)}
-        self._ids = {stage: {id(param) for param in part} for stage, part in parts.items()}
-        self._late: AbstractContextManager[Any] = DeferredWgrad(weights) if splits_backward else nullcontext()
+        self._parameters, self._rng = parameters_by_stage, rng
+        self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
+        #: stages that have not run yet: the guard is slow, and what a stage uses does not change
+        self._to_guard = set(forwards) if rng is not None else set()
+        self._wgrad_mode: AbstractContextManager[Any] = DeferredWgrad(weights) if splits_backward else nullcontext()
         self.step: int | None = None
-        self.observers: list[Observer] = []
+        self.observers: list[ForwardObserver] = []
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
-        with self._context, self._late:
-            own = self._door(batch) if stage in (0, self._last) or self.observers else None
+        with self._context, self._wgrad_mode:
+            own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
             if stage == 0:
-                value = self._enter(own)
+                value = model_input(own)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
-            with self._draws or nullcontext(), MetaTensorGuard(stage) if stage in self._unseen else nullcontext():
+            with self._rng or nullcontext(), MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
-                    out = self._calls[stage](value)
+                    out = self._forwards[stage](value)
                     for observer in self.observers:
                         observer.end(stage, microbatch, out, own)
-                    if stage == self._last:
-                        out = self._loss(out, own)
+                    if stage == self._last_stage:
+                        out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
-                    if self._draws is not None:
-                        error.add_note(f"If it is an attribute of a module: it may be on another stage. {NAME_IT}")
+                    if self._rng is not None:
+                        error.add_note(
+                            f"If it is an attribute of a module: it may be on another stage. {MUST_NAME_ALL}"
+                        )
                     raise
-            self._unseen.discard(stage)
+            self._to_guard.discard(stage)
             return out
 
     def is_trained(self, stage: int) -> bool:
-        return any(param.requires_grad for param in self._parts[stage])
+        return any(param.requires_grad for param in self._parameters[stage])
 
     def before_backward(self, microbatch: int) -> None:
         self._context.rng.return_to(microbatch)
 
-    def whole(self) -> AbstractContextManager[None]:
-        return self._late
-
-    def run_wgrad(self, work: Work) -> None:
-        self._weights.run_wgrad(work)
+    def full_backward(self) -> AbstractContextManager[None]:
+        return self._wgrad_mode
 
     @contextmanager
-    def deferring(self) -> Iterator[Work]:
-        with self._late, self._weights.deferring() as work:
-            yield work
+    def deferred_wgrad(self) -> Iterator[WgradTasks]:
+        with self._wgrad_mode, self._weights.deferred_wgrad() as tasks:
+            yield tasks
 
-    def before_last(self, stage: int) -> None:
-        self._weights.arm()
-        self._strategy.arm(self._part_of[stage])
+    def run_wgrad(self, tasks: WgradTasks) -> None:
+        self._weights.run_wgrad(tasks)
 
-    def after_last(self, stage: int) -> None:
-        self._weights.arm(False)
+    def before_last_backward(self, stage: int) -> None:
+        self._weights.set_last_microbatch()
+        self._strategy.arm(stage)
+
+    def after_last_backward(self, stage: int) -> None:
+        self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
         self._weights.flush(self._ids[stage])
-        self._strategy.start(self._part_of[stage])
+        self._strategy.start(stage)
 
 
 def parameters_by_stage(
@@ -132,12 +135,12 @@ def parameters_by_stage(
 ) -> dict[int, list[nn.Parameter]]:
     """Stage -> the parameters whose gradients are complete with it, in the order of a rank's reductions.
 
-    What several stages of the rank share comes with the last of them.
+    Parameters that several stages of the rank share come with the last of these.
     """
     order = [action.stage for action in actions if action.kind == "reduce"]
     taken: set[int] = set()
-    parts: dict[int, list[nn.Parameter]] = {}
+    found: dict[int, list[nn.Parameter]] = {}
     for stage in reversed(order):
-        parts[stage] = [param for param in parameters_on(stage) if id(param) not in taken]
-        taken |= {id(param) for param in parts[stage]}
-    return {stage: parts[stage] for stage in order}
+        found[stage] = [param for param in parameters_on(stage) if id(param) not in taken]
+        taken |= {id(param) for param in found[stage]}
+    return {stage: found[stage] for stage in order}

@@ -1,1 +1,1 @@
-"""Starting the processes of a run, stopping them cleanly, and telling what failed."""
+"""Starting the processes of a run, stopping them cleanly, and reporting what failed."""

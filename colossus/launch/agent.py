@@ -1,8 +1,8 @@
 """One agent per node, on torch.distributed.elastic: starts this node's workers and waits for their end.
 
-Elastic does the work (rendezvous, environment of each rank, monitoring). What is ours here: who exited by
-himself before the others were told to stop, short times between a stop signal and SIGKILL, and silence, since
-``causes`` prints one block instead of elastic's log and traceback.
+Elastic does the rendezvous, the environment of each rank and the monitoring. Ours are: which ranks exited by themselves
+before the others got the stop signal, a short time from that signal to SIGKILL, and silence, since ``causes`` prints
+one block in place of elastic's log and traceback.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.outcome.folder = self._agree_on_folder(worker_group)
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        mine = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]
-        worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in mine))
+        arguments = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]
+        worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
         ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
@@ -128,7 +128,7 @@ class _Agent(LocalElasticAgent):
 
         def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             self.end_all(death_sig or signal.SIGTERM)
-            elastic_close(death_sig, 1)  # nobody is left to signal; it frees what it holds
+            elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
 
         context.close = close
         return ids
@@ -143,7 +143,7 @@ class _Agent(LocalElasticAgent):
         return Path(store.get("colossus/run_dir").decode())
 
     def end_all(self, signum: int = signal.SIGTERM) -> None:
-        """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Note how each ended."""
+        """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Record how each ended."""
         context: Any = self._pcontext
         if context is None:
             return
@@ -160,7 +160,7 @@ class _Agent(LocalElasticAgent):
                 del processes[rank]
         if not processes:
             return
-        # whoever waits here should not be interrupted by a second Ctrl-C: it is over in seconds anyway
+        # a second Ctrl-C must not interrupt the wait, which is over in seconds
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         for process in processes.values():

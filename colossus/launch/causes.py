@@ -28,7 +28,7 @@ class RankExit:
 
     Attributes:
         code: exit code; negative is the number of the signal that killed it.
-        after_stop: the launcher had told it to stop before it ended.
+        after_stop: it ended after the launcher's stop signal.
     """
 
     code: int
@@ -49,7 +49,7 @@ def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit])
     """Every rank that failed, the most likely culprit first.
 
     Own exceptions come first (earliest first), then processes that died by themselves (signals, exits without
-    a word), then ranks that had to be ended by force, then communication errors.
+    a record), then ranks that had to be ended by force, then communication errors.
     """
     by_rank = {record.rank: record for record in records}
     causes = []
@@ -96,12 +96,12 @@ def block(causes: list[Cause], grid: RankGrid, folder: Path | None = None, *, ot
     Args:
         causes: of ``rank_causes``.
         folder: the run folder, to be named.
-        others: say what became of the other ranks, too.
+        others: say how the other ranks ended, too.
     """
     assert causes, "a block needs something that failed"
     first = causes[0]
     title = f" run failed: rank {first.rank}{_at_step(causes)} "
-    lines = ["", title.center(WIDTH, "="), f"{_who(first, grid)} {_what(first)}"]
+    lines = ["", title.center(WIDTH, "="), f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
     if first.record is not None and first.record.traceback:
         lines += ["", *_indent(first.record.traceback)]
     if first.record is not None and first.record.collectives:
@@ -117,7 +117,8 @@ def block(causes: list[Cause], grid: RankGrid, folder: Path | None = None, *, ot
 def elsewhere(cause: Cause, grid: RankGrid, folder: Path | None) -> str:
     """What the launcher of a node says when the culprit ran on another node, whose launcher prints the block."""
     where = f"; records: {folder / 'failures'}" if folder else ""
-    return f"run failed: {_who(cause, grid)} {_what(cause)}; the ranks here stopped because of it{where}"
+    failed = f"{_describe_rank(cause, grid)} {_describe_failure(cause)}"
+    return f"run failed: {failed}; the ranks here stopped because of it{where}"
 
 
 def one_line(record: FailureRecord, folder: Path | None) -> str:
@@ -125,18 +126,18 @@ def one_line(record: FailureRecord, folder: Path | None) -> str:
     reason = next(iter(record.message.strip().splitlines()), record.type)
     where = f"; its record: {folder / 'failures' / f'rank{record.rank}.json'}" if folder else ""
     if record.kind == "communication":
-        return f"rank {record.rank} stopped because another rank went away ({_cut(reason)}){where}"
-    return f"rank {record.rank} failed too: {record.type}: {_cut(reason)}{where}"
+        return f"rank {record.rank} stopped because another rank went away ({_shorten(reason)}){where}"
+    return f"rank {record.rank} failed too: {record.type}: {_shorten(reason)}{where}"
 
 
-def _who(cause: Cause, grid: RankGrid) -> str:
+def _describe_rank(cause: Cause, grid: RankGrid) -> str:
     at = [f"{axis} {index}" for axis, index in grid.coordinates(cause.rank).items() if grid.sizes[axis] > 1]
     host = [f"host {cause.record.host}"] if cause.record is not None else []
     inside = "; ".join([*host, ", ".join(at)] if at else host)
     return f"rank {cause.rank} ({inside})" if inside else f"rank {cause.rank}"
 
 
-def _what(cause: Cause) -> str:
+def _describe_failure(cause: Cause) -> str:
     if cause.kind == "death":
         assert cause.exit is not None
         return _death(cause.exit.code)
@@ -181,15 +182,15 @@ def _others(causes: list[Cause], world_size: int) -> list[str]:
         cause = rest.get(rank)
         if cause is None or cause.kind == "communication":
             victims.append(rank)
-        elif cause.record and first.record and _says(cause.record) == _says(first.record):
+        elif cause.record and first.record and _error_of(cause.record) == _error_of(first.record):
             same.append(rank)
         elif cause.kind == "death":
-            lines.append(f"rank {rank} also failed: it {_what(cause)}")
+            lines.append(f"rank {rank} also failed: it {_describe_failure(cause)}")
         elif cause.kind == "stuck":
             lines.append(f"rank {rank} did not stop by itself and was ended.")
         else:
             assert cause.record is not None
-            lines.append(f"rank {rank} also failed: {cause.record.type}: {_cut(cause.record.message)}")
+            lines.append(f"rank {rank} also failed: {cause.record.type}: {_shorten(cause.record.message)}")
     if same:
         lines.insert(0, f"{_ranks(same)} raised the same error.")
     if victims:
@@ -198,7 +199,7 @@ def _others(causes: list[Cause], world_size: int) -> list[str]:
     return lines
 
 
-def _says(record: FailureRecord) -> tuple[str, str]:
+def _error_of(record: FailureRecord) -> tuple[str, str]:
     return record.type, record.message
 
 
@@ -212,8 +213,8 @@ def _ranks(ranks: list[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
-    return "ranks " + ", ".join(words)
+    ranges = [f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs]
+    return "ranks " + ", ".join(ranges)
 
 
 def _at_step(causes: list[Cause]) -> str:
@@ -230,6 +231,6 @@ def _indent(text: str) -> list[str]:
     return [f"  {line}" for line in text.rstrip().splitlines()]
 
 
-def _cut(text: str, most: int = 160) -> str:
+def _shorten(text: str, most: int = 160) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,5 +1,7 @@
-"""``colossus launch``: check the config, start the processes or join those that exist, report the end. No torch
-until the config is known to be right."""
+"""``colossus launch``: check the config, start the processes or join those that exist, report how they ended.
+
+No torch until the config is known to be right.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,7 @@ def run(
         if dry_run:
             print(describe(config, model, folder, local_ranks, nnodes))
             return DONE
-        if nnodes == 1:  # else the first node's folder is everybody's, and it is made there
+        if nnodes == 1:  # else all nodes take the first node's folder, which it makes
             run_folder.prepare(folder)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
@@ -141,7 +143,7 @@ def _launch(
     _prepare_environment(local_ranks, nnodes)
     with _stop_raises():
         try:
-            # torch comes in here: everything above answers without it
+            # torch is imported here: everything above answers without it
             from colossus.launch.agent import run_workers
 
             outcome = run_workers(

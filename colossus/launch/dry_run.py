@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from colossus.arithmetic import factors
 from colossus.config import Config
 from colossus.context.grid import PUBLIC_NAMES, build_grid
-from colossus.launch.model_check import ModelFacts
+from colossus.launch.model_check import ModelInfo
 from colossus.machine import threads_per_rank, usable_cores
 
 
-def describe(config: Config, model: ModelFacts | None, folder: Path | None, local_ranks: int, nnodes: int) -> str:
+def describe(config: Config, model: ModelInfo | None, folder: Path | None, local_ranks: int, nnodes: int) -> str:
     """The plan, processes, device, model and batch as aligned lines."""
     parallel, train = config.parallel, config.train
     grid = build_grid(parallel)
-    sizes = [(name, grid.size(name)) for name in parallel.rank_order if name in PUBLIC_NAMES]
-    product = " x ".join(f"{name} {size}" for name, size in sizes)
+    sizes = {name: grid.size(name) for name in parallel.rank_order if name in PUBLIC_NAMES}
     modes = [
         f"{name} mode {section.mode}"
         for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
@@ -25,7 +25,7 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here"
     rows = {
-        "plan": f"{product} = {grid.world_size} processes{mode}",
+        "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
         "processes": f"{local_ranks}{where}, {threads}",
         "device": _device(config),
         "parameters": _parameters(model),
@@ -38,7 +38,7 @@ def describe(config: Config, model: ModelFacts | None, folder: Path | None, loca
     return "\n".join(["nothing was started (--dry-run)", *lines[:4], *stages, *lines[4:]])
 
 
-def _stages(config: Config, model: ModelFacts | None) -> list[str]:
+def _stages(config: Config, model: ModelInfo | None) -> list[str]:
     """How the pipeline is cut, a line for each stage."""
     if model is None or not model.stages:
         return []
@@ -56,7 +56,7 @@ def _device(config: Config) -> str:
     return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
 
 
-def _parameters(model: ModelFacts | None) -> str:
+def _parameters(model: ModelInfo | None) -> str:
     if model is None:
         return "not known before the model is built"
     return f"{model.num_parameters:,} in the model, {model.num_local_parameters:,} on rank 0"

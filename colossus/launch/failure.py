@@ -20,8 +20,12 @@ Kind = Literal["error", "config", "communication", "stuck"]
 
 FOLDER = "failures"
 
-# What torch's backends say when the other side is gone or silent. A rank that raises this is a victim.
-_COMMUNICATION_WORDS = (
+_MACHINERY = tuple(
+    str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
+)
+
+# From the messages of torch's backends when a peer is gone or silent. A rank that raises one of them is a victim.
+_COMMUNICATION_ERRORS = (
     "gloo/transport",
     "Connection closed by peer",
     "Connection reset by peer",
@@ -37,12 +41,12 @@ _COMMUNICATION_WORDS = (
     "ncclRemoteError",
     "Watchdog caught collective operation timeout",
 )
-_TIMEOUT_WORDS = ("timeout", "timed out")
+_TIMEOUT_ERRORS = ("timeout", "timed out")
 
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """One rank's account of its end.
+    """How and where one rank failed.
 
     Attributes:
         kind: ``error`` is this rank's own; ``config`` a mistake in the config found late; ``communication`` a
@@ -68,11 +72,11 @@ class FailureRecord:
 
     @property
     def is_timeout(self) -> bool:
-        return any(word in self.message.lower() for word in _TIMEOUT_WORDS)
+        return any(word in self.message.lower() for word in _TIMEOUT_ERRORS)
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Whose fault it was, as far as the error tells; a communication error anywhere in its causes decides."""
+    """The kind of an error; a communication error anywhere in its chain of causes decides."""
     if isinstance(error, ConfigError):
         return "config"
     seen: set[int] = set()
@@ -80,14 +84,14 @@ def kind_of(error: BaseException) -> Kind:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
-        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_WORDS):
+        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_ERRORS):
             return "communication"
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return "error"
 
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
-    """The record of an exception; ``details`` are further fields. Frames of this package are left out."""
+    """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
     return FailureRecord(rank, kind_of(error), type(error).__name__, str(error), _users_traceback(error), **details)
 
 
@@ -124,16 +128,16 @@ def clear(folder: Path) -> None:
     """Remove the records of an earlier attempt in the same folder."""
     for path in (folder / FOLDER).glob("rank*.json"):
         path.unlink(missing_ok=True)
-    (folder / FOLDER / "told").unlink(missing_ok=True)
+    (folder / FOLDER / "reported").unlink(missing_ok=True)
 
 
-def is_first_to_tell(folder: Path | None) -> bool:
+def is_first_to_report(folder: Path | None) -> bool:
     """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
     if folder is None:
         return True
     try:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder / FOLDER / "told", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder / FOLDER / "reported", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     except OSError:
@@ -142,7 +146,8 @@ def is_first_to_tell(folder: Path | None) -> bool:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(str(Path(__file__).parent))
+    """Whether a frame is of what surrounds a run, and so says nothing about why it failed."""
+    return filename.startswith(_MACHINERY)
 
 
 def _users_traceback(error: BaseException) -> str:

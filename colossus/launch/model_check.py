@@ -1,4 +1,4 @@
-"""Checks schedule and model before launch: what would fail on the ranks for its sizes is told before they start."""
+"""Checks schedule and model before launch: sizes that would fail on the ranks are refused before they start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from colossus.schedule.build import make_schedule
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Parameters of the whole model, and of what rank 0 holds of it; a line on each stage of a pipeline."""
+class ModelInfo:
+    """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage."""
 
     num_parameters: int
     num_local_parameters: int
@@ -31,21 +31,21 @@ def check_schedule(config: Config) -> None:
         raise ConfigError([f"schedule: {error}"], config.source) from error
 
 
-def check_model(config: Config) -> ModelFacts | None:
-    """Rank 0's part of the model on the meta device, under a context that joins nobody.
+def check_model(config: Config) -> ModelInfo | None:
+    """Build rank 0's shards of the model on the meta device, under a context that connects to no other rank.
 
     Returns:
         None when the config has no model, or when its constructor fails for another reason than a size or an option:
-        the ranks will tell that with a traceback.
+        the ranks raise that with a traceback.
 
     Raises:
         ConfigError: for what the layers refuse, and for stages that cannot be cut out of the model.
     """
     check_schedule(config)
-    # torch comes in here, once the config is known to be right in itself: it takes seconds to import
+    # torch is imported here, once the config is known to be right in itself: it takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
-    from colossus.engine.pipeline import Pipeline
+    from colossus.engine.pipeline import PipelineRuntime
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
@@ -54,12 +54,12 @@ def check_model(config: Config) -> ModelFacts | None:
     total = 0
     try:
         context = ParallelContext.from_config(config, connect=False)
-        pipeline = Pipeline(config, context)
+        pipeline = PipelineRuntime(config, context)
 
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
-            pipeline.cut(model)  # type: ignore[arg-type]
+            pipeline.split(model)  # type: ignore[arg-type]
 
         model = build(lambda: MODELS.build(spec), context, materialize=False, prepare=cut)
     except ValueError as error:
@@ -68,4 +68,4 @@ def check_model(config: Config) -> ModelFacts | None:
         return None
     held = sum(parameter.numel() for parameter in model.parameters())
     stages = pipeline.partition.describe() if pipeline.partition is not None else []
-    return ModelFacts(total, held, tuple(stages))
+    return ModelInfo(total, held, tuple(stages))

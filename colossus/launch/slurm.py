@@ -16,29 +16,29 @@ def expand_nodelist(text: str) -> list[str]:
     Raises:
         ValueError: when a bracket is not closed or holds something that is not a number or a range.
     """
-    return [host for part in _split(text) for host in _expand(part, text)]
+    return [host for entry in _split(text) for host in _expand(entry, text)]
 
 
 def _split(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
-    parts, depth = [""], 0
+    entries, depth = [""], 0
     for letter in text.strip():
         depth += (letter == "[") - (letter == "]")
         if letter == "," and depth == 0:
-            parts.append("")
+            entries.append("")
         else:
-            parts[-1] += letter
+            entries[-1] += letter
         if depth not in (0, 1):
             raise ValueError(f"cannot read the SLURM node list {text!r}: brackets do not match")
     if depth:
         raise ValueError(f"cannot read the SLURM node list {text!r}: a bracket is not closed")
-    return [part for part in parts if part]
+    return [entry for entry in entries if entry]
 
 
-def _expand(part: str, whole: str) -> list[str]:
-    head, bracket, rest = part.partition("[")
+def _expand(entry: str, whole: str) -> list[str]:
+    head, bracket, rest = entry.partition("[")
     if not bracket:
-        return [part]
+        return [entry]
     inside, _, tail = rest.partition("]")
     hosts = []
     for item in inside.split(","):

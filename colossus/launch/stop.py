@@ -19,10 +19,11 @@ from collections.abc import Callable
 GRACE_SECONDS = 4.0
 """How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s."""
 
-LAST_WORDS_SECONDS = 0.3
+FINAL_CALLS_SECONDS = 0.3
+"""How long the calls before the hard end (a failure record, metrics) may take."""
 
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
-"""Environment variable by which our launcher tells its workers whose children they are."""
+"""Environment variable with the process id of our launcher, which its workers must not outlive."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -47,7 +48,7 @@ class StopSignals:
         self._grace = grace_seconds
         self._parent = parent
         self._request_stop: Callable[[], None] | None = None
-        self._last_words: list[Callable[[], None]] = []
+        self._final_calls: list[Callable[[], None]] = []
         self._read = self._write = -1
 
     def install(self) -> None:
@@ -59,7 +60,7 @@ class StopSignals:
             if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, _only_wake_up)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_in_child)
         threading.Thread(target=self._watch, name="colossus-stop", daemon=True).start()
 
     def ready(self, request_stop: Callable[[], None]) -> None:
@@ -68,7 +69,7 @@ class StopSignals:
 
     def before_hard_end(self, call: Callable[[], None]) -> None:
         """Call this, from another thread, when the grace period is over, before the process is ended."""
-        self._last_words.append(call)
+        self._final_calls.append(call)
 
     def _watch(self) -> None:
         deadline = math.inf
@@ -89,17 +90,17 @@ class StopSignals:
     def _end(self) -> None:
         assert self.received is not None
         # in a thread of their own: they may need a lock that the stuck thread holds
-        speaker = threading.Thread(target=self._speak, daemon=True)
-        speaker.start()
-        speaker.join(LAST_WORDS_SECONDS)
+        thread = threading.Thread(target=self._run_final_calls, daemon=True)
+        thread.start()
+        thread.join(FINAL_CALLS_SECONDS)
         os._exit(exit_code(self.received))
 
-    def _speak(self) -> None:
-        for call in self._last_words:
+    def _run_final_calls(self) -> None:
+        for call in self._final_calls:
             with contextlib.suppress(Exception):
                 call()
 
-    def _forget(self) -> None:
+    def _reset_in_child(self) -> None:
         # a forked child (a data loader's worker) must not wake its parent through the inherited pipe
         signal.set_wakeup_fd(-1)
         for signum in STOP_SIGNALS:

@@ -26,7 +26,7 @@ from colossus.registry import HOOKS
 
 @dataclass
 class _Run:
-    """What this rank knows of its run so far, for the case that it fails."""
+    """The state of this rank's run so far, for its failure record."""
 
     rank: int
     stop: StopSignals
@@ -81,7 +81,7 @@ def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | Non
 
 
 def _train(run: _Run, config: Config) -> int:
-    # torch comes in here, after the signals are ours: it takes seconds to import
+    # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
     from colossus.engine.initialize import initialize
     from colossus.monitor.display import make_display
@@ -94,8 +94,8 @@ def _train(run: _Run, config: Config) -> int:
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     if engine.context.is_logging_rank:
         run_folder.write_start(folder, config, engine.loaders.description if engine.loaders is not None else None)
-    own = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
-    run.hooks = [_steps_of(run), metrics, display, *own]
+    user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
+    run.hooks = [_step_counter(run), metrics, display, *user_hooks]
 
     thread = threading.get_ident()
     run.stop.before_hard_end(metrics.flush)
@@ -123,11 +123,11 @@ def stopped_line(folder: Path, signum: int | None) -> str:
     return f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
 
 
-def _steps_of(run: _Run) -> Any:
+def _step_counter(run: _Run) -> Any:
     from colossus.engine.hooks import Hook
 
     class Steps(Hook):
-        """Keeps the number of the step that is running."""
+        """Keeps the number of the running step for a failure record."""
 
         def on_step_start(self, engine: Any) -> None:
             run.step = engine.completed_steps + 1
@@ -136,7 +136,7 @@ def _steps_of(run: _Run) -> Any:
 
 
 def _agree_on_folder(run: _Run, engine: Any) -> Path:
-    """Without our launcher nobody has chosen the folder: rank 0 does, and tells the others.
+    """Under torchrun and srun, where no launcher of ours has chosen the folder, rank 0 does and broadcasts it.
 
     Raises:
         ConfigError: on every rank, when the folder belongs to another run.
@@ -159,7 +159,7 @@ def _agree_on_folder(run: _Run, engine: Any) -> Path:
 
 
 def _fail(run: _Run, error: BaseException) -> int:
-    """Write this rank's record; print only what nobody else will. Returns the exit code."""
+    """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
     record = failure.of_exception(error, run.rank, **run.details())
     _write(run, record)
     if run.stop.received is not None:
@@ -169,7 +169,7 @@ def _fail(run: _Run, error: BaseException) -> int:
             print(f"colossus: {record.message}", file=sys.stderr)
         return 2
     if not run.has_launcher:
-        if record.kind == "error" and run.grid is not None and failure.is_first_to_tell(run.folder):
+        if record.kind == "error" and run.grid is not None and failure.is_first_to_report(run.folder):
             found = causes.rank_causes([record], {})
             print(causes.block(found, run.grid, run.folder, others=False), file=sys.stderr)
         else:

@@ -21,7 +21,7 @@ _NAMES = {
     "ShardedActivation": "sharded",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
-    "checkpoint": "recompute",
+    "checkpoint": "activation_checkpoint",
     "cross_entropy": "loss.cross_entropy",
     "run_blocks": "pipeline_block",
     "to_outer": "sharded",
@@ -29,6 +29,7 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
+    from colossus.layers.activation_checkpoint import checkpoint
     from colossus.layers.attention import Attention
     from colossus.layers.block import TransformerBlock
     from colossus.layers.dropout import Dropout
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-    from colossus.layers.recompute import checkpoint
     from colossus.layers.sharded import ShardedActivation, to_outer, to_user
 
 __all__ = [

@@ -18,10 +18,11 @@ from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
 _IDS = torch.int64
-#: document of the tokens that pad a sequence: no user's own, should he number them from 0 or from -1
+#: document of the tokens that pad a sequence: a number that no user will have given to a document
 _PADDING = torch.iinfo(_IDS).min
 
 
@@ -29,11 +30,11 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each rank computes its part of the heads.
-        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch as the user
-        layout has it, heads and tokens whole. Not under sequence parallelism, where no rank has all tokens.
-        ``documents``: [batch, tokens], whole numbers in the user layout: a token looks at those of its own document
-        only. Padding is a document of its own, -1 say.
+        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads.
+        ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
+        layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
+        ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
+        Padding is a document of its own, say -1.
 
     Raises:
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
@@ -56,24 +57,13 @@ class Attention(Layer):
     ) -> None:
         super().__init__()
         kv = num_kv_heads or num_heads
-        axes = self.parallel.regions.inner.features
-        ranks = self.context.size(axes) if axes else 1
-        if hidden_size % num_heads:
-            raise ValueError(f"Attention: hidden_size = {hidden_size} does not divide into num_heads = {num_heads}")
-        if num_heads % kv:
-            raise ValueError(f"Attention: num_heads = {num_heads} is not a multiple of num_kv_heads = {kv}")
-        for what, heads in (("num_heads", num_heads), ("num_kv_heads", kv)):
-            if heads % ranks:
-                fewer = (
-                    " There are fewer key/value heads than tensor ranks: ranks would have to hold copies, which this "
-                    "version does not do; use more num_kv_heads or fewer ranks."
-                    if heads < ranks
-                    else ""
-                )
-                raise ValueError(
-                    f"Attention: {what} = {heads} does not divide over the {ranks} ranks of {' x '.join(axes)} "
-                    f"(parallel.tensor.mode = {self.parallel.mode.name}): heads are split whole.{fewer}"
-                )
+        for problem in head_problems(hidden_size, num_heads, kv, rotary=rotary):
+            raise ValueError(f"Attention: {problem}")
+        shardings = self.parallel.shardings
+        for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
+            if size.name == "num_kv_heads" and kv < size.ways:
+                raise ValueError(f"Attention: {too_few_kv_heads(kv, size.ways, size.ranks)}")
+            raise ValueError(f"Attention: {size}; heads are split whole")
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
@@ -98,63 +88,64 @@ class Attention(Layer):
     ) -> Tensor:
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
-        query, key, value = (self._heads(part) for part in self.qkv.apply_local(x, source, inner))
-        places = self._places(query, inner)
+        query, key, value = (self._heads(output) for output in self.qkv.apply_local(x, source, inner))
+        positions = self._positions(query, inner)
         if self.rotary is not None:
-            query, key = self.rotary(query, places), self.rotary(key, places)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
         if documents is not None:
             documents = self._local_documents(documents, inner)
         if self.parallel.sequence is not None:
-            mixed = self._attend_over_ranks(query, key, value, mask, documents, places)
+            out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
         else:
             mask = self._local_mask(mask, x.shape[0])
             if documents is not None:
                 mask = _same_document(documents, mask)
-            mixed = self._attend(query, key, value, mask, inner)
-        return self.out.apply_local(mixed.transpose(-3, -2).flatten(-2), inner, target)
+            out = self._attend(query, key, value, mask, inner)
+        return self.out.apply_local(out.transpose(-3, -2).flatten(-2), inner, target)
 
-    def _places(self, query: Tensor, inner: Activation) -> Tensor | None:
-        """Place in the sequence of each token here, where they are not simply 0, 1, 2, ..."""
+    def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
+        """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
         if sequence is None:
             return None
-        part, ways = self.context.index(inner.tokens), self.context.size(inner.tokens)
-        return sequence.positions(query.shape[-2], part, ways, query.device)
+        index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
+        return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
-        """The documents of the samples that this rank computes."""
+        """The documents of the samples and tokens that this rank computes."""
         user = self.parallel.regions.user
         source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
         return run(Route.of(moves(source, target), self.context).forward, documents).wait()
 
-    def _attend_over_ranks(
+    def _attend_over_sequence_ranks(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
         documents: Tensor | None,
-        places: Tensor | None,
+        positions: Tensor | None,
     ) -> Tensor:
         sequence = self.parallel.sequence
         assert sequence is not None
-        assert places is not None
+        assert positions is not None
         if mask is not None:
             raise ValueError(
-                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over {sequence.ways} "
-                f"ranks: pass documents [batch, tokens], the number of the document that each token belongs to (with "
-                f"padding as a document of its own)"
+                f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over "
+                f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
+                f"token belongs to (with padding as a document of its own)"
             )
         if self.training and self.dropout.p:
             raise ValueError(
                 f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
-        tokens = query.shape[-2] * sequence.ways
-        if not self.causal and sequence.length is not None and sequence.length < tokens:
-            # what pads the sequence is a document of its own; a causal query never looks that far
-            real = documents if documents is not None else query.new_zeros((query.shape[0], len(places)), dtype=_IDS)
-            documents = real.masked_fill(places >= sequence.length, _PADDING)
+        num_tokens = self.parallel.batch_info.num_tokens
+        if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
+            # padding is a document of its own; a causal query never looks that far
+            if documents is None:
+                documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
+            documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         groups = SequenceGroups(sequence.ring, sequence.ulysses)
         return attend(query, key, value, groups, causal=self.causal, documents=documents)
 
@@ -163,9 +154,9 @@ class Attention(Layer):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """The mask [batch, heads, tokens, tokens] of the samples and heads this rank computes.
+        """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes.
 
-        Its gradient, where it has one, is a sum over what it is broadcast to.
+        Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
         """
         if mask is None or not self.is_split:
             return mask
@@ -173,16 +164,16 @@ class Attention(Layer):
         dims = mask.dim()
         by_sample = dims > 3 and mask.shape[0] == batch
         by_head = dims > 2 and mask.shape[-3] > 1
-        there: list[tuple[str, ...]] = [()] * dims
-        here: list[tuple[str, ...]] = [()] * dims
-        summed_there, summed_here = user.batch, inner.batch
+        user_dims: list[tuple[str, ...]] = [()] * dims
+        inner_dims: list[tuple[str, ...]] = [()] * dims
+        user_partial, inner_partial = user.batch, inner.batch
         if by_sample:
-            there[0], here[0], summed_there, summed_here = user.batch, inner.batch, (), ()
+            user_dims[0], inner_dims[0], user_partial, inner_partial = user.batch, inner.batch, (), ()
         if by_head:
-            here[-3] = inner.features
+            inner_dims[-3] = inner.features
         else:
-            summed_here += inner.features
-        source, target = Layout(tuple(there), (), summed_there), Layout(tuple(here), (), summed_here)
+            inner_partial += inner.features
+        source, target = Layout(tuple(user_dims), (), user_partial), Layout(tuple(inner_dims), (), inner_partial)
         return redistribute(mask, source, target, self.context)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
@@ -195,7 +186,7 @@ class Attention(Layer):
         rate = self.dropout.p if self.training else 0.0
         if rate == 0.0:
             return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
-        # torch's attention draws its mask from the global generator: lend it one that is keyed like our own dropout
+        # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
         generator = self.dropout.generator(torch.device("cpu"), inner)
         with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.mlp import MLP, GatedMLP
 from colossus.layers.norm import LayerNorm, RMSNorm
-from colossus.layers.recompute import checkpoint
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
@@ -29,8 +29,8 @@ def make_norm(kind: str, hidden_size: int, bias: bool) -> LayerNorm | RMSNorm:
 class TransformerBlock(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Input and output [batch, tokens, hidden_size], in the layout in which x comes: a plain tensor gives a plain tensor;
-    within ``to_outer`` ... ``to_user`` tokens stay split where the mode splits them.
+    Input and output [batch, tokens, hidden_size]; the output has the layout of the input. A plain tensor gives a plain
+    tensor; between ``to_outer`` and ``to_user`` activations stay split as the mode splits them.
 
     Args:
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective``
@@ -57,19 +57,19 @@ class TransformerBlock(Layer):
         bias_init: Initializer | None = None,
     ) -> None:
         super().__init__()
-        draws: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
+        inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
         self.activation_checkpoint = activation_checkpoint
         self.attention_norm = make_norm(norm, hidden_size, bias)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
-            causal=causal, dropout=attention_dropout, rotary=rotary, **draws,
+            causal=causal, dropout=attention_dropout, rotary=rotary, **inits,
         )  # fmt: skip
         self.mlp_norm = make_norm(norm, hidden_size, bias)
         self.mlp: nn.Module
         if mlp == "gelu":
-            self.mlp = MLP(hidden_size, ffn_size, bias, **draws)
+            self.mlp = MLP(hidden_size, ffn_size, bias, **inits)
         elif mlp == "swiglu":
-            self.mlp = GatedMLP(hidden_size, ffn_size or 4 * hidden_size, bias, **draws)
+            self.mlp = GatedMLP(hidden_size, ffn_size or 4 * hidden_size, bias, **inits)
         else:
             raise ValueError(f"mlp = {mlp!r}: use 'gelu' or 'swiglu'")
         self.attention_dropout = Dropout(dropout)
@@ -86,7 +86,7 @@ class TransformerBlock(Layer):
                 documents,
                 context=self.context,
                 kind=self.activation_checkpoint,
-                own_draws=True,
+                preserve_rng_state=False,
             )
         else:
             local = self.apply_local(local, activation, mask, documents)
@@ -95,8 +95,8 @@ class TransformerBlock(Layer):
     def apply_local(
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """The block on a plain local tensor that is laid out, and stays, as ``at``; the rest as in `Attention`."""
-        mixed = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask, documents)
-        x = x + self.attention_dropout.apply_local(mixed, at)
-        grown = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
-        return x + self.mlp_dropout.apply_local(grown, at)
+        """The block on a plain local tensor laid out as ``at``, as is the result; the rest as in `Attention`."""
+        attended = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask, documents)
+        x = x + self.attention_dropout.apply_local(attended, at)
+        out = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
+        return x + self.mlp_dropout.apply_local(out, at)

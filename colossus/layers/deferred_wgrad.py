@@ -1,4 +1,4 @@
-"""Weight gradients of plain linears, made apart from those of their inputs, as those of our split layers are."""
+"""Deferred weight gradients of plain linears, for split backwards; sharded linears defer theirs in their matmul."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class DeferredWgrad(TorchFunctionMode):
-    """Inside, ``F.linear`` with a parameter as its weight leaves the weight's gradient for later where that is wanted.
+    """Inside, the weight gradient (wgrad) of ``F.linear`` is deferred where ``WeightStore.deferred_wgrad`` is active.
 
-    It catches `torch.nn.Linear` as well as our layers without tensor parallelism. Weights that are computed (by a
-    parametrization, say) have their gradients in the usual place.
+    That concerns `torch.nn.Linear` as well as our layers without tensor parallelism. A weight that is computed rather
+    than a parameter (by a parametrization, say) gets its gradient in the ordinary backward.
     """
 
     def __init__(self, weights: WeightStore) -> None:
@@ -31,13 +31,13 @@ class DeferredWgrad(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
-            if _is_late(x, weight):
+            if _can_defer(x, weight):
                 return _Linear.apply(x, weight, bias, self._weights)
         return func(*args, **kwargs)
 
 
-def _is_late(x: Any, weight: Any) -> bool:
-    """Whether this is a product of a plain activation with a trained matrix, outside of torch.func."""
+def _can_defer(x: Any, weight: Any) -> bool:
+    """Whether a linear is one of a plain tensor with a trainable matrix, outside of torch.func."""
     if type(x) is not Tensor or not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
@@ -48,10 +48,17 @@ def _arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 
 class _Linear(torch.autograd.Function):
+    """``y = x weight^T + bias`` with its weight gradient apart.
+
+    Shapes, all of this rank: ``x`` [..., in], ``weight`` [out, in], ``bias`` [out], ``y`` and ``dy`` [..., out].
+    Backward: ``dx = dy weight`` (dgrad) and the bias's gradient, the sum of ``dy`` over samples, at once;
+    ``dweight = dy^T x`` (wgrad), also summed over samples, at once or deferred.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weights, ctx.parameter = weights, weight  # what is saved is a copy where activations are checkpointed
+        ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -62,8 +69,8 @@ class _Linear(torch.autograd.Function):
         dx = dy @ weight if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
-        if ctx.weights.can_defer(parameter):
+        if ctx.weights.can_defer_wgrad(parameter):
             weights = ctx.weights
-            weights.defer(lambda: weights.accumulate_grad(parameter, flat(dy).t() @ flat(x)))
+            weights.defer_wgrad(lambda: weights.accumulate_grad(parameter, flat(dy).t() @ flat(x)))
             return dx, None, db, None
         return dx, flat(dy).t() @ flat(x), db, None

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of what it is for, not of when it is drawn."""
+"""Dropout whose mask is a function of seed, step, microbatch, module and shard, not of the order of draws."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Dropout(Layer):
     """``torch.nn.Dropout``, exact under parallelism.
 
     The mask depends on the seed, the step, the microbatch, the module's name, how often it was called in this forward
-    pass, and the rank's place on the axes that split its input. Ranks that hold the same values draw the same mask,
-    ranks that hold different parts draw different ones, and recomputation draws the same again.
+    pass, and the rank's coordinates on the axes that split its input. Ranks that hold the same shard draw the same
+    mask, ranks that hold different shards draw different ones, and recomputation draws the same again.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
@@ -34,17 +34,17 @@ class Dropout(Layer):
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        # in one order of memory: filled as x lies, the same numbers would fall on other elements
+        # contiguous, not in the strides of x: the same numbers would fall on other elements
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         mask.bernoulli_(1.0 - self.p, generator=self.generator(x.device, activation))
         return x * mask * (1.0 / (1.0 - self.p))
 
     def generator(self, device: torch.device, activation: Activation) -> torch.Generator:
         rng = self.context.rng
-        at = self.context.coordinates
-        place = [f"{axis}={at[axis]}" for axis in activation.shard_axes]
+        coordinates = self.context.coordinates
+        shard = [f"{axis}={coordinates[axis]}" for axis in activation.shard_axes]
         call = rng.next_call(self.full_name)
-        return rng.at_position("dropout", device, self.full_name, call, *place)
+        return rng.at_position("dropout", device, self.full_name, call, *shard)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

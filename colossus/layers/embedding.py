@@ -1,4 +1,4 @@
-"""Embeddings: a matmul on one-hot rows, its table stored as the weight of a column linear [vocabulary, dim]."""
+"""Embeddings. A lookup is a matmul with one-hot rows; the table is stored as the weight of a column linear is."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.tensor_parallel.matmul import stored_gradient
+from colossus.tensor_parallel.matmul import autograd_gradient
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.route import Route, Step, run
+from colossus.tensor_parallel.route import BoundMove, Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class Embedding(Layer):
     """``torch.nn.Embedding`` with the table split over the tensor ranks.
 
-    It is the gradient of a column linear with regard to its input, with one-hot rows for the gradient of the output:
-    so it stores its table as `LMHead` does, and the two can be tied in every mode.
+    A lookup is the dgrad of a column linear whose dy are one-hot rows. So the table is stored as the weight of `LMHead`
+    is, and the two can be tied in every mode.
 
     A vocabulary that does not divide is padded on the last ranks; the padding is never looked up, gets no gradient and
-    is no part of the logical parameter.
+    does not belong to the logical parameter.
 
     Args:
-        device: as torch has it; the table is made on the device of the context.
+        device: accepted as torch does, and ignored: the table is made on the device of the context.
 
     Shape:
         ids [..] in the user layout, output [.., embedding_dim].
@@ -58,16 +58,16 @@ class Embedding(Layer):
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.sharding = vocabulary_sharding(self, embedding_dim, num_embeddings)
-        draws = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
+        init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
         layout = self.sharding.weight if self.sharding else Layout.whole(2)
-        self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, draws, dtype=dtype)
+        self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
         self._routes: dict[tuple[Activation, int], _LookupRoutes] = {}
-        made = self._made(self.sharding) if self.sharding else self.parallel.regions.user
-        self.decide_gradients(self.weight, made)
+        rows = self._lookup_layout(self.sharding) if self.sharding else self.parallel.regions.user
+        self.decide_gradients(self.weight, rows)
 
     def forward(self, ids: Tensor) -> Tensor:
         user = self.parallel.regions.user
-        if self.sharding is not None and ids.dim() == 0:  # one sample of every rank
+        if self.sharding is not None and ids.dim() == 0:  # as a batch of one
             return self(ids.unsqueeze(0)).squeeze(0)
         return wrap(self.apply_local(ids, user), user, user, self.parallel)
 
@@ -80,33 +80,33 @@ class Embedding(Layer):
         routes = self._routes.get((target, ndim))
         if routes is None:
             routes = self._routes[target, ndim] = self._make_routes(self.sharding, target, ndim)
-        used = run(routes.ids, ids).wait()
-        return _Lookup.apply(used, self.weight, self.padding_idx, routes)
+        local_ids = run(routes.ids, ids).wait()
+        return _Lookup.apply(local_ids, self.weight, self.padding_idx, routes)
 
     @staticmethod
-    def _made(sharding: MatmulSharding) -> Activation:
-        """The layout of the rows as looked up."""
+    def _lookup_layout(sharding: MatmulSharding) -> Activation:
+        """The layout of what was looked up, before it is reduced."""
         return replace(sharding.y.rows(), features=sharding.x.features, partial=sharding.y.features)
 
     def _make_routes(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupRoutes:
         self.check_stored(self.weight, sharding.weight)
-        made, rows = self._made(sharding), sharding.y.rows()
+        looked_up, rows = self._lookup_layout(sharding), sharding.y.rows()
         user = self.parallel.regions.user.rows()
         return _LookupRoutes(
             ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
-            w=Route.of(moves(sharding.weight, sharding.weight_used), self.context),
-            y=Route.of(moves(made.at(ndim), target.at(ndim)), self.context),
+            w=Route.of(moves(sharding.weight, sharding.gathered_weight), self.context),
+            y=Route.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
             weights=self.parallel.weights,
-            block=self.context.index(sharding.y.features) if sharding.y.features else 0,
+            vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
     def extra_repr(self) -> str:
-        held = f", weight {self.sharding.weight}" if self.sharding else ""
-        return f"{self.num_embeddings}, {self.embedding_dim}{held}"
+        where = f", weight {self.sharding.weight}" if self.sharding else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{where}"
 
 
 def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> MatmulSharding | None:
-    """The table of a weight [vocabulary, hidden_size] whose vocabulary may be padded; None without tensor parallelism.
+    """The sharding of a weight [vocabulary, hidden_size], its vocabulary padded; None without tensor parallelism.
 
     Raises:
         ValueError: when hidden_size does not divide.
@@ -117,10 +117,10 @@ def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> Matm
     chosen = shardings.choose("column", hidden_size, {"": vocabulary}, padded=True)
     if isinstance(chosen, MatmulSharding):
         return chosen
-    words = "; ".join(str(replace(misfit, what="its hidden size")) for misfit in chosen)
+    problems = "; ".join(str(replace(size, name="its hidden size")) for size in chosen)
     raise ValueError(
         f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
-        f"{layer.parallel.mode.name}: {words}"
+        f"{layer.parallel.mode.name}: {problems}"
     )
 
 
@@ -130,27 +130,47 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 @dataclass(frozen=True)
 class _LookupRoutes:
-    """Moves of the ids, of the table and of the result; ``block``: which part of the vocabulary this rank looks up."""
+    """The moves of a lookup.
 
-    ids: tuple[Step, ...]
+    Attributes:
+        ids, w, y: of the ids, of the table and of the rows looked up.
+        weights: gathers the table and reduces its gradient.
+        vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
+    """
+
+    ids: tuple[BoundMove, ...]
     w: Route
     y: Route
     weights: WeightStore
-    block: int
+    vocabulary_shard: int
 
 
 class _Lookup(torch.autograd.Function):
+    """weight[ids] on one rank, of a vocabulary that is split. Shapes are per rank, for V words and H features.
+
+        ids      [t]          moved by the caller to the rows that this rank looks up
+        weight   [v_w, h_w]   stored   -gather_b->   [v, h], words v * shard .. v * (shard + 1) of V
+        rows     [t, h]                -reduce->     y [t_y, h_y]
+
+        forward  y  [t_y, h_y] = reduce(one_hot(ids) [t, v] @ weight [v, h])     as a lookup; ids of other shards give 0
+        wgrad    dw [v_w, h_w] = reduce_b(one_hot(ids).T [v, t] @ dy [t, h])     as a scatter-add; the dual of gather_b
+                 with dy [t, h] = gather(dy [t_y, h_y]), the dual of reduce
+
+    There is no dgrad: ids have no gradient. 1D: weight [V/p, H] is looked up as it is, and y [T, H] is all-reduced.
+    3D: weight [V/ji, H/k] is gathered to [V/j, H/k], y is scattered over j.
+    """
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, routes: _LookupRoutes) -> Tensor:
-        used = routes.weights.fetch(weight, routes.w).wait()
-        local = ids - routes.block * used.shape[0]
-        elsewhere = (local < 0) | (local >= used.shape[0])
+        gathered = routes.weights.gather(weight, routes.w).wait()
+        local = ids - routes.vocabulary_shard * gathered.shape[0]
+        elsewhere = (local < 0) | (local >= gathered.shape[0])
         local.masked_fill_(elsewhere, 0)
-        out = F.embedding(local, used).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         ctx.save_for_backward(local, elsewhere)
-        ctx.num_rows, ctx.routes, ctx.parameter = used.shape[0], routes, weight
+        ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
         return run(routes.y.forward, out, owned=True).wait()
 
     @staticmethod
@@ -160,15 +180,15 @@ class _Lookup(torch.autograd.Function):
         routes: _LookupRoutes = ctx.routes
         weight: Tensor = ctx.parameter
         dy = run(routes.y.backward, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        made = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
-        dw = routes.weights.reduce(weight, made, routes.w)
-        return None, stored_gradient(weight, dw), None, None
+        gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
+        dw = routes.weights.reduce(weight, gradient, routes.w)
+        return None, autograd_gradient(weight, dw), None, None
 
 
 class PositionEmbedding(Layer):
-    """Learned positions, added to an activation: x [batch, tokens, dim] + weight[tokens].
+    """Learned positions, added to an activation: x [batch, tokens, dim] + weight[positions], output like x.
 
-    The table is split by features as activations between blocks are.
+    The table is split by features as activations between blocks are, or replicated where they do not divide.
 
     Raises:
         ValueError: for more tokens than positions.
@@ -198,24 +218,24 @@ class PositionEmbedding(Layer):
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
-            self._see(x, activation)
+            self._check_and_record(x, activation)
         rows = self._rows(x.shape[-2], activation, x.device)
         return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
-        part, ways = self.context.index(activation.tokens), self.context.size(activation.tokens)
+        index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
         sequence = self.parallel.sequence
-        total = count * ways if sequence is None else sequence.length or count * ways
+        total = self.parallel.batch_info.num_tokens or count * num_shards
         if total > self.num_positions:
             raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
         if sequence is None:
-            return self.weight[part * count : (part + 1) * count]
-        # what pads the sequence may lie behind the last position; nobody looks at it
-        positions = sequence.positions(count, part, ways, device).clamp(max=self.num_positions - 1)
+            return self.weight[index * count : (index + 1) * count]
+        # padding may lie behind the last position; no other token attends to it
+        positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)
 
-    def _see(self, x: Tensor, activation: Activation) -> None:
+    def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.features not in ((), *self.layout.dims[1:]):
             raise ValueError(
                 f"{self.title}: it adds positions where features are split over {','.join(activation.features)} (local "

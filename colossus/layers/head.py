@@ -11,7 +11,7 @@ from torch import Tensor
 from colossus.construct.init import torch_linear
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import one_sample, unwrap, wrap
+from colossus.layers.sharded import as_batch_of_one, unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -26,11 +26,11 @@ class LMHead(Layer):
         hidden_size: of the input.
         vocab_size: of the output; need not divide, the last ranks are padded.
         bias: whether to add one.
-        tied_to: an `Embedding` whose weight is used; the parameter is then one, with one gradient.
+        tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
 
     Shape:
         input [.., hidden_size]; output [.., vocab_size], a `ShardedActivation` of [.., ceil(vocab_size / ranks)] where
-        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_user`` makes it whole.
+        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_user`` gathers it.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class LMHead(Layer):
             )
         else:
             self.weight = tied_to.weight
-        # split as the rows of the weight and gathered with them: padded alike
+        # split as the rows of the weight are, so that both are padded alike
         self.bias_layout = Layout(self.sharding.weight.dims[:1] if self.sharding else ((),))
-        draws = bias_init or torch_linear(hidden_size)
-        self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, draws, dtype=dtype) if bias else None
+        bias_init = bias_init or torch_linear(hidden_size)
+        self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, bias_init, dtype=dtype) if bias else None
         self._routes: dict[tuple[Activation, int], MatmulRoutes] = {}
         x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.user,) * 2
         if tied_to is None:
@@ -71,15 +71,15 @@ class LMHead(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.sharding is None:
             return F.linear(x, self.weight, self.bias)
-        if x.dim() == 1:  # one sample of every rank
-            return one_sample(self, x)
+        if x.dim() == 1:
+            return as_batch_of_one(self, x)
         local, source, output_layout = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
         routes = self._routes.get((source, local.dim()))
         if routes is None:
             routes = self._routes[source, local.dim()] = self._make_routes(source, local.dim())
-        y = matmul(local, self.weight, self._used_bias(), routes)
-        if inner == self.parallel.regions.user:  # whole on every rank, with its padding
+        y = matmul(local, self.weight, self._gathered_bias(), routes)
+        if inner == self.parallel.regions.user:  # every rank has all columns, and the padding
             return y[..., : self.vocab_size]
         return wrap(y, inner, output_layout, self.parallel, self.vocab_size)
 
@@ -89,12 +89,12 @@ class LMHead(Layer):
         inner = self.parallel.regions.inner
         return matmul_routes(self.sharding, source, inner, ndim, self.context, self.parallel.weights)
 
-    def _used_bias(self) -> Tensor | None:
+    def _gathered_bias(self) -> Tensor | None:
         if self.bias is None or self.sharding is None:
             return self.bias
-        used = Layout(self.sharding.weight_used.dims[:1])
-        gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in used.shard_axes)
-        return redistribute(self.bias, self.bias_layout, replace(used, grad_partial=gathered), self.context)
+        target = Layout(self.sharding.gathered_weight.dims[:1])
+        gathered = tuple(axis for axis in self.bias_layout.shard_axes if axis not in target.shard_axes)
+        return redistribute(self.bias, self.bias_layout, replace(target, grad_partial=gathered), self.context)
 
     def extra_repr(self) -> str:
         where = f", weight {self.sharding.weight}" if self.sharding else ""

@@ -1,12 +1,10 @@
-"""What every layer of this package shares: its context, the regions of its activations, and how it makes parameters."""
+"""The base of the layers: their context and layouts, and how they make parameters."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,67 +12,10 @@ from torch import nn
 from colossus.construct import allocate
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
-from colossus.registry import TENSOR_MODES
-from colossus.sequence_parallel.split import SequenceSplit
-from colossus.tensor_parallel.choice import Shardings
-from colossus.tensor_parallel.mode import Regions, TensorMode
-from colossus.tensor_parallel.weight_store import WeightStore
-
-
-@dataclass(frozen=True)
-class ModelParallel:
-    """The tensor mode of a context, with the regions and shardings it gives; axes of one rank are left out.
-
-    Attributes:
-        shardings: None without tensor parallelism.
-        weights: fetches the weights of all layers.
-        sequence: how tokens are split over the sequence axis; None where they are not.
-    """
-
-    context: ParallelContext
-    mode: type[TensorMode]
-    regions: Regions
-    shardings: Shardings | None
-    weights: WeightStore
-    sequence: SequenceSplit | None
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        return self.context.grid.sizes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
-        return self
-
-
-_by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
-
-
-def model_parallel_of(context: ParallelContext) -> ModelParallel:
-    """The plan of a context, made once."""
-    held = _by_context.get(context)
-    if held is None:
-        held = _by_context[context] = _model_parallel(context)
-    return held
-
-
-def _model_parallel(context: ParallelContext) -> ModelParallel:
-    options = context.options
-    mode: type[TensorMode] = TENSOR_MODES.get(options.tensor_mode)
-    sizes = context.grid.sizes
-
-    def live(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(axis for axis in axes if sizes[axis] > 1)
-
-    inputs = Activation(batch=live(context.grid.axes("data")), tokens=live(context.grid.axes("sequence")))
-    weights = WeightStore(options.weight_scope, coalesce=options.coalesce)
-    sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
-    if context.size("tensor") == 1:
-        return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
-    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=options.sequence_sharded, keep=options.keep_gathered)
-    return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)
 
 
 class Layer(NamedModule):
@@ -113,48 +54,51 @@ class Layer(NamedModule):
         *,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
-        """A parameter holding the rank's part of one or more logical ones.
+        """A parameter with the rank's shards of one or more logical parameters, one above the other in dim 0.
 
         Args:
-            shapes: part name -> full shape; one part named "" when the parameter is not fused.
-            layout: of every part.
-            init: draws the initial values, for all parts or by part.
+            shapes: name -> full shape of each logical parameter; one, named "", when the parameter is not fused.
+            layout: of each of them.
+            init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
         full = [tuple(shape) for shape in shapes.values()]
         rows = local_rows(full, [layout] * len(full), sizes)
-        pieces = tuple(
-            LogicalShard(part, shape, layout, init[part] if isinstance(init, Mapping) else init, span)
-            for part, shape, span in zip(shapes, full, rows, strict=True)
+        shards = tuple(
+            LogicalShard(name, shape, layout, init[name] if isinstance(init, Mapping) else init, span)
+            for name, shape, span in zip(shapes, full, rows, strict=True)
         )
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
-        spec = ParameterSpec(pieces, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
+        spec = ParameterSpec(shards, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
         return attach(nn.Parameter(allocate.allocate(local, spec, self.context, dtype)), spec)
 
     def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:
-        """Note, before any use, which activations this parameter meets: the same whenever it is used."""
+        """Record, before any use, the layouts of the activations that a parameter meets: the same at every use.
+
+        From these follow the axes over which its gradient is summed.
+        """
         spec = spec_of(parameter) if parameter is not None else None
         if spec is not None:
             spec.record(gradient_axes(spec.layout, *uses))
             spec.is_decided = True
 
     def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
-        """That a weight is stored as this layer reads it; one tied by assignment may be stored as another layer does.
+        """Check that a weight has the layout that this layer expects; one tied by assignment may have another.
 
         Raises:
-            ValueError: when it is not: local shapes may agree where the values do not.
+            ValueError: when it has not. Local shapes may agree where the values do not.
         """
         spec = spec_of(weight)
         if spec is None or spec.layout != layout:
-            held = spec.layout if spec is not None else "whole"
+            stored = spec.layout if spec is not None else "whole"
             raise ValueError(
-                f"{self.title}: its weight is stored as {held}, but this layer stores it as {layout}. A weight that "
+                f"{self.title}: its weight is stored as {stored}, but this layer stores it as {layout}. A weight that "
                 f"several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
                 f"head to an embedding in every mode"
             )
 
     def record_uses(self, activation: Activation) -> None:
-        """Note that this layer's own parameters meet an activation so laid out, element by element."""
+        """Record that this layer's own parameters meet an activation of this layout, element by element."""
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
             if spec is not None:

@@ -1,4 +1,4 @@
-"""Linear, alone or in column/row pairs, with one output or several from one input."""
+"""Linear layers: on their own or in column/row pairs, with one output or several from one input."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from colossus.construct.init import torch_linear
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import move, one_sample, unwrap, wrap
+from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, rows_of
-from colossus.tensor_parallel.choice import whole
+from colossus.tensor_parallel.choice import unsharded
 from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.route import Route
-from colossus.tensor_parallel.weight_group import Member
+from colossus.tensor_parallel.weight_group import GroupedWeight
 
 SPLITS = (None, "column", "row")
 
@@ -28,17 +28,17 @@ SPLITS = (None, "column", "row")
 class Linear(Layer):
     """``torch.nn.Linear`` whose weight may be split over the tensor ranks.
 
-    Alone (``split=None``) it takes and gives whole features, as torch's does, and is right anywhere in a model; how
-    its weight is split is chosen by counted bytes, and a linear that does not divide is computed whole on every rank.
-    A pair saves the traffic between its two: ``split="column"`` gives features that stay split, a
-    `ShardedActivation`, on which element-by-element functions work and which ``split="row"`` takes back.
+    With ``split=None`` it takes and returns all features, as torch's does, and is right anywhere in a model: how its
+    weight is split is chosen by counted bytes, and where its sizes do not divide every rank computes all of it. A
+    column/row pair saves the traffic between its two: ``split="column"`` returns features that stay split, a
+    `ShardedActivation`, on which element-by-element functions work and which ``split="row"`` takes.
 
     Args:
         in_features: size of the last dim of the input.
         out_features: size of the last dim of the output; a mapping name -> size gives several outputs from one input,
             each its own logical parameter (``weight`` of ``query``, ...), with one matmul.
         bias: whether to add one.
-        device: as torch has it; parameters are made on the device of the context.
+        device: accepted as torch does, and ignored: parameters are made on the device of the context.
         split: None, ``"column"`` or ``"row"``.
         init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
 
@@ -66,23 +66,23 @@ class Linear(Layer):
         if split not in SPLITS:
             raise ValueError(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
         fused = not isinstance(out_features, int)
-        self.parts: dict[str, int] = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
+        self.outputs: dict[str, int] = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
         self.in_features = in_features
-        self.out_features = sum(self.parts.values())
+        self.out_features = sum(self.outputs.values())
         self.split = split
         self.is_fused = fused
         self.sharding = self._choose()
         layout = self.sharding.weight if self.sharding else Layout.whole(2)
         features = self.sharding.y.features if self.sharding else ()
         self.weight = self.make_parameter(
-            {part: (out, in_features) for part, out in self.parts.items()},
+            {name: (out, in_features) for name, out in self.outputs.items()},
             layout,
             init or torch_linear(in_features),
             dtype=dtype,
         )
         self.bias = (
             self.make_parameter(
-                {part: (out,) for part, out in self.parts.items()},
+                {name: (out,) for name, out in self.outputs.items()},
                 Layout((features,)),
                 bias_init or torch_linear(in_features),
                 dtype=dtype,
@@ -94,19 +94,19 @@ class Linear(Layer):
         self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
         ways = self.context.size(features) if features else 1
-        self.local_parts = [out // ways for out in self.parts.values()]
+        self.local_outputs = [out // ways for out in self.outputs.values()]
         self._routes: dict[tuple[Activation, Activation, int], MatmulRoutes] = {}
 
     def _choose(self) -> MatmulSharding | None:
-        """The table to take, by sizes and counted bytes."""
+        """The sharding, by sizes and counted bytes; None without tensor parallelism."""
         shardings = self.parallel.shardings
         if shardings is None:
             return None
-        chosen = shardings.choose(self.split, self.in_features, self.parts)
+        chosen = shardings.choose(self.split, self.in_features, self.outputs)
         if isinstance(chosen, MatmulSharding):
             return chosen
         if self.split is None:
-            return whole(shardings.regions)
+            return unsharded(shardings.regions)
         raise ValueError(
             f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
             f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
@@ -115,17 +115,17 @@ class Linear(Layer):
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:
             return self._outputs(F.linear(x, self.weight, self.bias))
-        if x.dim() == 1:  # one sample of every rank
-            return one_sample(self, x)
+        if x.dim() == 1:
+            return as_batch_of_one(self, x)
         local, source, output_layout = unwrap(x, self.parallel)
         target = self.parallel.regions.inner if self.split == "column" else output_layout
         y = self.apply_local(local, source, target)
         if not self.is_fused:
             return wrap(y, target, output_layout, self.parallel)
-        return tuple(wrap(part, target, output_layout, self.parallel) for part in y)
+        return tuple(wrap(output, target, output_layout, self.parallel) for output in y)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
-        """The product on plain local tensors, from one activation layout to another: what blocks call."""
+        """The product of a plain local tensor laid out as ``source``, returned as ``target``: what blocks call."""
         if self.sharding is None:
             return self._outputs(F.linear(x, self.weight, self.bias))
         key = (source, target, x.dim())
@@ -135,24 +135,24 @@ class Linear(Layer):
         y = matmul(x, self.weight, self.bias, routes)
         if not self.is_fused:
             return y
-        made = self._made(target)
-        return tuple(move(part, made, target, self.context) for part in self._outputs(y))
+        reached = self._matmul_target(target)
+        return tuple(move(output, reached, target, self.context) for output in self._outputs(y))
 
-    def _made(self, target: Activation) -> Activation:
-        """How the matmul leaves y. Outputs side by side on each rank can only be moved over features one by one."""
+    def _matmul_target(self, target: Activation) -> Activation:
+        """The layout to which the matmul moves y: over features, several outputs are moved one by one after it."""
         assert self.sharding is not None
-        apart = self.is_fused and self.sharding.y.features != target.features
-        return self.sharding.y if apart else target
+        one_by_one = self.is_fused and self.sharding.y.features != target.features
+        return self.sharding.y if one_by_one else target
 
     @property
-    def member(self) -> Member:
-        """The weight and its route, to be moved together with others."""
+    def grouped_weight(self) -> GroupedWeight:
+        """The weight with its route, to be coalesced with others."""
         assert self.sharding is not None
-        steps = moves(self.sharding.weight, self.sharding.weight_used)
-        return Member(self.weight, Route.of(steps, self.context, self._local_rows()))
+        gather = moves(self.sharding.weight, self.sharding.gathered_weight)
+        return GroupedWeight(self.weight, Route.of(gather, self.context, self._local_rows()))
 
     def _local_rows(self) -> list[int]:
-        """Rows of each output in the local weight of a fused linear."""
+        """Of a fused linear, the rows of each output in the local weight."""
         return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
 
     def _make_routes(self, source: Activation, target: Activation, ndim: int) -> MatmulRoutes:
@@ -161,7 +161,7 @@ class Linear(Layer):
         return matmul_routes(
             self.sharding,
             source,
-            self._made(target),
+            self._matmul_target(target),
             ndim,
             self.context,
             self.parallel.weights,
@@ -169,17 +169,17 @@ class Linear(Layer):
         )
 
     def _outputs(self, y: Tensor) -> Any:
-        return torch.split(y, self.local_parts, dim=-1) if self.is_fused else y
+        return torch.split(y, self.local_outputs, dim=-1) if self.is_fused else y
 
     def extra_repr(self) -> str:
-        parts = self.parts[""] if not self.is_fused else self.parts
+        outputs = self.outputs[""] if not self.is_fused else self.outputs
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
-        return f"{self.in_features}, {parts}, bias={self.bias is not None}{split}{where}"
+        return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"
 
 
 def coalesce_weights(owner: Layer, *linears: Linear) -> None:
-    """Let the weights of linears that follow each other share their collectives, where the config asks for it."""
+    """Let the weights of linears that follow each other move in one collective, where the config asks for it."""
     weights = owner.parallel.weights
     if weights.coalesces and owner.is_split and not weights.is_coalesced(linears[0].weight):
-        weights.coalesce(*(linear.member for linear in linears))
+        weights.coalesce(*(linear.grouped_weight for linear in linears))

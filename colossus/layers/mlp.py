@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +15,9 @@ from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 
 
-class _Pair(Layer):
+class _ColumnRowPair(Layer):
+    """A column linear ``up`` and a row linear ``down``, between which features stay split."""
+
     up: Linear
     down: Linear
 
@@ -24,13 +28,14 @@ class _Pair(Layer):
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.up, self.down)
-        return self.down.apply_local(self._hidden(self.up.apply_local(x, source, inner)), inner, target)
+        return self.down.apply_local(self._activation(self.up.apply_local(x, source, inner)), inner, target)
 
-    def _hidden(self, made: Tensor) -> Tensor:
+    def _activation(self, up: Any) -> Tensor:
+        """From the output or outputs of ``up`` to the input of ``down``."""
         raise NotImplementedError
 
 
-class MLP(_Pair):
+class MLP(_ColumnRowPair):
     """down(gelu(up(x))). Input and output [.., hidden_size]; ``ffn_size`` is split over the tensor ranks."""
 
     def __init__(
@@ -49,11 +54,11 @@ class MLP(_Pair):
         self.up = Linear(hidden_size, ffn_size, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
 
-    def _hidden(self, made: Tensor) -> Tensor:
-        return F.gelu(made)
+    def _activation(self, up: Any) -> Tensor:
+        return F.gelu(up)
 
 
-class GatedMLP(_Pair):
+class GatedMLP(_ColumnRowPair):
     """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
 
     def __init__(
@@ -68,10 +73,10 @@ class GatedMLP(_Pair):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        both = {"gate": ffn_size, "value": ffn_size}
-        self.up = Linear(hidden_size, both, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        outputs = {"gate": ffn_size, "value": ffn_size}
+        self.up = Linear(hidden_size, outputs, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
 
-    def _hidden(self, made: Tensor) -> Tensor:
-        gate, value = made
+    def _activation(self, up: Any) -> Tensor:
+        gate, value = up
         return F.silu(gate) * value

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.layers.linear import Linear
 from colossus.layout.parameter import Initializer
 
@@ -14,7 +15,7 @@ from colossus.layout.parameter import Initializer
 class PatchEmbedding(Linear):
     """``Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)``, its weight split over the tensor ranks.
 
-    Patches do not overlap, so the convolution is one matmul of the flattened patches: a lone `Linear`, in every mode.
+    Patches do not overlap, so the convolution is one matmul of the flattened patches: a `Linear` outside of a pair.
     ``weight`` is [hidden_size, in_channels * patch height * patch width], the convolution's ``weight.flatten(1)``, and
     ``bias`` is the convolution's. Both start as Conv2d's do, uniform within 1/sqrt(fan-in).
 
@@ -63,13 +64,12 @@ class PatchEmbedding(Linear):
                 f"{self.in_channels} channels are taken"
             )
         high, wide = self.patch_size
-        for what, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
+        for name, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
             if size % side or not size:
-                low, up = size // side * side, -(-size // side) * side
-                near = f"{low} or {up}" if low else f"{side}"
-                raise ValueError(f"{self.title}: {what} {size} does not divide into patches of {side}; use {near}")
-        parts = images.unflatten(3, (-1, wide)).unflatten(2, (-1, high))  # [b, c, rows, high, columns, wide]
-        return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+                near = either(nearest_multiples(size, side))
+                raise ValueError(f"{self.title}: {name} {size} does not divide into patches of {side}; use {near}")
+        patches = images.unflatten(3, (-1, wide)).unflatten(2, (-1, high))  # [b, c, rows, high, columns, wide]
+        return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels} channels, patch {self.patch_size[0]} x {self.patch_size[1]}; {super().extra_repr()}"

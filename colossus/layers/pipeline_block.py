@@ -1,4 +1,4 @@
-"""A model as a chain of blocks, each with what it owns: what a pipeline cuts into stages."""
+"""A model as a chain of blocks, each with the parameters it owns: the units that a pipeline splits into stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossus.registry import nearest
 
 #: names of unowned parameters that an error lists
-MOST_NAMES = 5
+_MAX_NAMES = 5
 
 _HOW = """\
   an nn.Sequential is a chain as it is; any other model says what its blocks are:
@@ -21,15 +21,16 @@ _HOW = """\
 
 
 class PipelineBlock:
-    """One step of a model that is a chain.
+    """One block of a model that is a chain.
 
     Args:
-        call: takes what the block before returned (one argument, any nest of tensors; the first block takes the model's
-            input) and returns what the next one takes. It must look its parameters up when called
-            (``self.positions``), not hold them: they get their values after the blocks are known.
-        owns: the modules and parameters that ``call`` uses, or their names relative to the model; with a module come
-            all that are in it. None is skipped. A ``call`` that is a module owns itself.
-        name: in the plan and in errors; by default that of the first thing owned.
+        call: computes the block: takes what the block before returned (one argument, any nest of tensors; the first
+            block takes the model's input) and returns what the next one takes. It must look its parameters up when
+            called (``self.positions``), not hold them: they are allocated after the blocks are known.
+        owns: the modules, parameters and buffers that ``call`` uses, or their names relative to the model; a module
+            includes its submodules. None is skipped. A ``call`` that is a module owns itself.
+        name: shown in ``--dry-run`` and in errors, and taken by ``parallel.pipeline.split``; by default that of the
+            first thing owned.
     """
 
     def __init__(self, call: Callable[[Any], Any], *owns: nn.Module | Tensor | str | None, name: str | None = None):
@@ -50,12 +51,12 @@ class PipelineBlock:
 
 @dataclass(frozen=True)
 class NamedBlock:
-    """A block of a model, with all it owns by full name; what has several names goes by its first one.
+    """A block of a model, with all it owns by full name. A shared module, parameter or buffer has its first name.
 
     Attributes:
         call: computes the block.
-        modules: the modules owned and all in them.
-        parameters: as ``named_parameters`` names them: blocks that share one list the same name.
+        modules: the modules owned and their submodules.
+        parameters: as ``named_parameters`` names them: blocks that share a parameter list the same name.
         buffers: as ``named_buffers`` names them.
     """
 
@@ -76,32 +77,30 @@ def run_blocks(blocks: Iterable[Callable[[Any], Any]], x: Any) -> Any:
 def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
     """The blocks of a model that is a chain, in order; a module that comes twice is two blocks.
 
-    It is a chain when it has a method ``pipeline_blocks`` that returns its blocks (modules, called as they are, and
-    `PipelineBlock`; of an nn.Sequential or ModuleList its children), or when it is an nn.Sequential, whose children are
-    the blocks, those of Sequentials inside of it included. What no block owns of modules without parameters and of
-    buffers belongs to all.
+    A model is a chain when it has a method ``pipeline_blocks`` that returns its blocks (modules, called as they are,
+    and `PipelineBlock`; an nn.Sequential or ModuleList stands for its children), or when it is an nn.Sequential: its
+    children are the blocks, and nested Sequentials are taken apart. Buffers, and modules without parameters, that no
+    block owns belong to all blocks.
 
     Raises:
-        ValueError: for a model that is no chain, a block that is none, a name that does not exist, and parameters that
-            no block owns.
+        ValueError: for a model that is no chain, a block that is neither a module nor a `PipelineBlock`, a name that
+            does not exist, and parameters that no block owns.
     """
     names = _Names(model)
-    made = []
-    for number, block in enumerate(_blocks_of(model)):
-        made.append(_named(block, number, names))
-    if not made:
+    blocks = [_with_names(block, number, names) for number, block in enumerate(_blocks_of(model))]
+    if not blocks:
         raise ValueError(f"{type(model).__name__} has no block: its chain is empty\n{_HOW}")
-    _require_all_owned(model, made)
-    return _distinct(made)
+    _require_all_owned(model, blocks)
+    return _with_distinct_names(blocks)
 
 
 def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
-    own = getattr(model, "pipeline_blocks", None)
-    if own is None:
-        if _is_plain(model):
+    method = getattr(model, "pipeline_blocks", None)
+    if method is None:
+        if _is_sequential(model):
             return [PipelineBlock(child) for child in _children(model)]
         raise ValueError(f"{type(model).__name__} does not say what its pipeline blocks are:\n{_HOW}")
-    given = own()
+    given = method()
     if isinstance(given, nn.Sequential):
         return [PipelineBlock(child) for child in _children(given)]
     if (isinstance(given, str | nn.Module) and not isinstance(given, nn.ModuleList)) or not isinstance(given, Iterable):
@@ -122,7 +121,7 @@ def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
     return out
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_sequential(module: nn.Module) -> bool:
     """Whether calling it is calling its children in turn."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
@@ -130,7 +129,7 @@ def _is_plain(module: nn.Module) -> bool:
 def _children(chain: nn.Module) -> Iterator[nn.Module]:
     for child in chain._modules.values():  # children() leaves out one that comes twice
         hooks = child is not None and has_hooks(child)
-        if child is not None and _is_plain(child) and not hooks:
+        if child is not None and _is_sequential(child) and not hooks:
             yield from _children(child)
         elif child is not None:
             yield child
@@ -142,7 +141,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class _Names:
-    """First names of all that a model holds, by identity."""
+    """The first name of every module, parameter and buffer of a model, by id."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -151,7 +150,7 @@ class _Names:
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
 
     def find(self, item: nn.Module | Tensor | str, block: str) -> nn.Module | Tensor:
-        """The thing itself, which must be the model's."""
+        """The module, parameter or buffer itself, which must be the model's."""
         if isinstance(item, str):
             return self._look_up(item, block)
         held = self.modules if isinstance(item, nn.Module) else {**self.parameters, **self.buffers}
@@ -177,14 +176,14 @@ class _Names:
         )
 
 
-def _named(block: PipelineBlock, number: int, names: _Names) -> NamedBlock:
-    title = f"block {number}" + (f" ({block.name})" if block.name else "")
+def _with_names(block: PipelineBlock, number: int, names: _Names) -> NamedBlock:
+    where = f"block {number}" + (f" ({block.name})" if block.name else "")
     modules: dict[str, None] = {}
     parameters: dict[str, None] = {}
     buffers: dict[str, None] = {}
     first = ""
     for item in block.owns:
-        found = names.find(item, title)
+        found = names.find(item, where)
         if isinstance(found, nn.Module):
             first = first or names.modules[id(found)]
             modules.update(dict.fromkeys(names.modules[id(module)] for module in found.modules()))
@@ -200,8 +199,8 @@ def _named(block: PipelineBlock, number: int, names: _Names) -> NamedBlock:
     return NamedBlock(name, block.call, tuple(modules), tuple(parameters), tuple(buffers))
 
 
-def _distinct(blocks: list[NamedBlock]) -> list[NamedBlock]:
-    """The blocks with "(2)" behind a name that comes a second time."""
+def _with_distinct_names(blocks: list[NamedBlock]) -> list[NamedBlock]:
+    """The blocks, with "(2)" appended to a name that comes a second time."""
     counts: dict[str, int] = {}
     out = []
     for block in blocks:
@@ -213,14 +212,15 @@ def _distinct(blocks: list[NamedBlock]) -> list[NamedBlock]:
 
 def _require_all_owned(model: nn.Module, blocks: list[NamedBlock]) -> None:
     owned = {name for block in blocks for name in block.parameters}
-    left = [name for name, _ in model.named_parameters() if name not in owned]
-    if left:
-        listing = ", ".join(left[:MOST_NAMES])
-        if len(left) > MOST_NAMES:
-            listing += f" and {len(left) - MOST_NAMES} more"
+    unowned = [name for name, _ in model.named_parameters() if name not in owned]
+    if unowned:
+        listing = ", ".join(unowned[:_MAX_NAMES])
+        if len(unowned) > _MAX_NAMES:
+            listing += f" and {len(unowned) - _MAX_NAMES} more"
+        them = "them" if len(unowned) > 1 else "it"
         raise ValueError(
-            f"no pipeline block of {type(model).__name__} owns {listing}: name {'them' if len(left) > 1 else 'it'} in "
-            f"the block that uses {'them' if len(left) > 1 else 'it'}, PipelineBlock(call, {left[0]!r}, ...)"
+            f"no pipeline block of {type(model).__name__} owns {listing}: name {them} in the block that uses {them}, "
+            f"PipelineBlock(call, {unowned[0]!r}, ...)"
         )
 
 

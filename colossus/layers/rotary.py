@@ -20,23 +20,23 @@ class Rotary(nn.Module):
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
         self.head_dim, self.base = head_dim, base
-        self._tables: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 
-    def _table(
+    def _cos_sin_of(
         self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         key = tokens, dtype, device, id(positions)
-        if key not in self._tables:
-            self._tables.clear()  # one length at a time
+        if key not in self._cos_sin:
+            self._cos_sin.clear()  # only the last positions are kept
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-            places = torch.arange(tokens, device=device) if positions is None else positions
-            angles = places.to(torch.float64)[:, None] * self.base**-steps
+            indices = torch.arange(tokens, device=device) if positions is None else positions
+            angles = indices.to(torch.float64)[:, None] * self.base**-steps
             angles = torch.cat((angles, angles), dim=-1)
-            self._tables[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
-        return self._tables[key][:2]
+            self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
+        return self._cos_sin[key][:2]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
-        cos, sin = self._table(x.shape[-2], x.dtype, x.device, positions)
+        cos, sin = self._cos_sin_of(x.shape[-2], x.dtype, x.device, positions)
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin

@@ -1,4 +1,4 @@
-"""Activations that are not whole on a rank, as a tensor type that refuses what would be wrong on a part."""
+"""Activations of which a rank holds a shard, as a tensor type that refuses what would be wrong on a shard."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch.utils._pytree import tree_leaves
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
-from colossus.layers.layer import ModelParallel, model_parallel_of
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
 
 class ShardedActivation(Tensor):
-    """A rank's part of an activation whose tokens or features are split over tensor ranks.
+    """A rank's shard of an activation whose tokens or features are split over tensor ranks.
 
-    Our layers take and return it; element-by-element functions keep it; everything else raises in words, since on
-    a part of the features a plain norm, chunk, reshape or parameter gives the right shape and wrong numbers.
+    Our layers take and return it; element-by-element functions keep it; everything else raises, since on a shard of the
+    features a plain norm, chunk, reshape or parameter gives the right shape and wrong numbers.
 
     Attributes:
         activation: how it is split.
-        output_layout: the layout to which a row linear brings it back.
-        num_features: features of the whole, when the last part is padded (a vocabulary that does not divide).
+        output_layout: the layout in which a row linear returns its output.
+        num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
     """
 
     activation: Activation
@@ -72,9 +72,9 @@ class ShardedActivation(Tensor):
 def _refusal(name: str, x: ShardedActivation) -> str:
     hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
     return (
-        f"{name} on an activation of which this rank holds a part ({x.activation}; local shape {tuple(x.shape)}) would "
-        f"give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and element-by-element "
-        f"functions between a column and a row linear.{hint}"
+        f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
+        f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
+        f"element-by-element functions between a column and a row linear.{hint}"
     )
 
 
@@ -123,7 +123,7 @@ def wrap(
 
 
 def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Activation]:
-    """The plain local tensor, how it is split, and its output_layout. A plain tensor is in the user layout."""
+    """The plain local tensor, how it is split, and its ``output_layout``. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
         if x.parallel is not parallel:
             raise ValueError(
@@ -145,7 +145,7 @@ def move(x: Tensor, source: Activation, target: Activation, context: ParallelCon
 
 
 def to_user(x: Tensor) -> Tensor:
-    """The whole activation on every rank, gradient complete: plain torch is right on it."""
+    """The activation in the user layout: all features on every rank, gradient complete; plain torch is right on it."""
     if not isinstance(x, ShardedActivation):
         return x
     parallel, num_features = x.parallel, x.num_features
@@ -155,7 +155,7 @@ def to_user(x: Tensor) -> Tensor:
 
 
 def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
-    """The layout between blocks: enter it once before a stack of blocks, and they pass it on without gathering."""
+    """The activation in the layout between blocks: called once before a stack of blocks, it saves them all gathers."""
     parallel = parallel or (x.parallel if isinstance(x, ShardedActivation) else model_parallel_of(current_context()))
     local, activation, _ = unwrap(x, parallel)
     outer = parallel.regions.outer
@@ -166,8 +166,8 @@ def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     return wrap(out, outer, outer, parallel, num_features)
 
 
-def one_sample(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """A layer on [features], as on a batch of one sample."""
+def as_batch_of_one(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """A layer on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):
         parallel = x.parallel
         local, activation, output_layout = unwrap(x, parallel)
@@ -175,10 +175,10 @@ def one_sample(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
     else:
         x = x.unsqueeze(0)
     out = layer(x)
-    return tuple(map(_only_sample, out)) if isinstance(out, tuple) else _only_sample(out)
+    return tuple(map(_first_sample, out)) if isinstance(out, tuple) else _first_sample(out)
 
 
-def _only_sample(x: Tensor) -> Tensor:
+def _first_sample(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedActivation):
         return x.squeeze(0)
     parallel, num_features = x.parallel, x.num_features

@@ -14,14 +14,14 @@ from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
-from colossus.layers.layer import model_parallel_of
 from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import wrap
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
 
-#: what goes from block to block: the activation, with the documents of its tokens where there are some
+#: the value between two blocks: the activation, with the documents of its tokens where the input has them
 Hidden = Tensor | tuple[Tensor, Tensor]
 
 
@@ -33,9 +33,9 @@ class GPT(nn.Module):
     (GPT-2).
 
     Shape:
-        ids [batch, tokens] (whole on every tensor rank), or dict(ids=..., documents=...) with the number of the
-        document of each token, [batch, tokens]: a token looks at its own document only.
-        Logits [batch, tokens, vocab_size], split over the tensor ranks where there are any
+        ids [batch, tokens] in the user layout, or dict(ids=..., documents=...) with the number of the document of each
+        token, [batch, tokens]: a token looks at its own document only.
+        Logits [batch, tokens, vocab_size], under tensor parallelism sharded as its mode does
         (``colossus.layers.to_user`` makes them whole).
     """
 
@@ -43,9 +43,9 @@ class GPT(nn.Module):
         super().__init__()
         o = self.options = GPTOptions(**options)
         self.parallel = model_parallel_of(current_context())
-        small = Normal(0.02)
-        into_residual = Normal(0.02 / math.sqrt(2 * o.num_layers))
-        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=small)
+        init = Normal(0.02)
+        residual_init = Normal(0.02 / math.sqrt(2 * o.num_layers))
+        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=init)
         self.positions = PositionEmbedding(o.seq_len, o.hidden_size) if o.positions == "learned" else None
         self.dropout = Dropout(o.dropout)
         self.blocks = nn.ModuleList(
@@ -61,25 +61,25 @@ class GPT(nn.Module):
                 attention_dropout=o.attention_dropout,
                 rotary=o.positions == "rotary",
                 activation_checkpoint=o.activation_checkpoint,
-                init=small,
-                out_init=into_residual,
+                init=init,
+                out_init=residual_init,
                 bias_init=Constant(0.0),
             )
             for _ in range(o.num_layers)
         )
         self.norm = make_norm(o.norm, o.hidden_size, o.bias)
         tied = self.embedding if o.tie_embeddings else None
-        self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=small)
+        self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=init)
 
     def forward(self, ids: Tensor | dict[str, Tensor]) -> Tensor:
         logits: Tensor = run_blocks(self.pipeline_blocks(), ids)
         return logits
 
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
-        """The chain that the model is: embedding, transformer blocks, head."""
+        """The model as a chain: embedding, transformer blocks, head."""
         return [
             PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
-            *(PipelineBlock(partial(_through, block), block) for block in self.blocks),
+            *(PipelineBlock(partial(_run_block, block), block) for block in self.blocks),
             PipelineBlock(self._logits, self.norm, self.head, name="head"),
         ]
 
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)
 
 
-def _through(block: nn.Module, hidden: Hidden) -> Hidden:
+def _run_block(block: nn.Module, hidden: Hidden) -> Hidden:
     if not isinstance(hidden, tuple):
         x: Tensor = block(hidden)
         return x

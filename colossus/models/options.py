@@ -11,12 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from colossus.arithmetic import either, nearest_multiples, not_a_multiple, round_up
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
-from colossus.sequence_parallel.order import unit_of
+from colossus.sequence_parallel.order import length_multiple
 from colossus.sequence_parallel.traffic import cheaper
 from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.mode import MatmulSharding
 
 Count = Annotated[int, Field(ge=1)]
@@ -29,12 +31,12 @@ def _default_ffn(values: dict[str, Any]) -> int:
     It depends on the model alone: with a size fitted to the tensor ranks, another plan would be another model.
     """
     hidden: int = values["hidden_size"]
-    return 4 * hidden if values["mlp"] == "gelu" else _round_up(-(-8 * hidden // 3), 64)
+    return 4 * hidden if values["mlp"] == "gelu" else round_up(-(-8 * hidden // 3), 64)
 
 
 @dataclass(frozen=True)
 class _LinearSpec:
-    """A linear of the model, and the options that say how wide it is; none where another check says more."""
+    """A linear of the model, and the options that say how wide it is; empty where another check says more."""
 
     split: str
     inputs: int
@@ -44,8 +46,8 @@ class _LinearSpec:
     padded: bool = False
 
 
-def _tables(tensor: Any) -> Shardings | None:
-    """The tables of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
+def _shardings(tensor: Any) -> Shardings | None:
+    """The shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
     mode = TENSOR_MODES.get(tensor.mode)
     try:
         sizes = mode.axis_sizes(tensor.size, tensor.depth, tensor.shape)
@@ -93,83 +95,61 @@ class GPTOptions(BaseModel):
         return self.hidden_size // self.num_heads
 
     def check(self, parallel: Any) -> list[str]:
-        """What is wrong with these sizes, alone and under the ``parallel`` section; one line per problem."""
-        return [*self._check_alone(), *self._check_plan(parallel)]
+        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
+        rotary = self.positions == "rotary"
+        return [
+            *head_problems(self.hidden_size, self.num_heads, self.num_kv_heads, rotary=rotary, prefix="model."),
+            *self._check_pipeline(parallel),
+            *self._check_sequence(parallel),
+            *self._check_tensor(parallel.tensor),
+        ]
 
-    def _check_alone(self) -> list[str]:
-        problems = []
-        hidden, heads, kv_heads = self.hidden_size, self.num_heads, self.num_kv_heads
-        if hidden % heads:
-            problems.append(
-                f"model.hidden_size = {hidden} is not a multiple of model.num_heads = {heads}; "
-                f"nearest: {_near(hidden, heads)}"
-            )
-        elif self.positions == "rotary" and self.head_dim % 2:
-            problems.append(
-                f"model.hidden_size / model.num_heads = {hidden} / {heads} = {self.head_dim} is odd, but rotary "
-                f"positions turn pairs of features; nearest hidden_size: {_near(hidden, 2 * heads)}"
-            )
-        if heads % kv_heads:
-            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-            near = min(divisors, key=lambda n: abs(n - kv_heads))
-            problems.append(
-                f"model.num_kv_heads = {kv_heads} does not divide model.num_heads = {heads} (every key/value head "
-                f"serves the same number of query heads); nearest: {near}"
-            )
-        return problems
-
-    def _check_plan(self, parallel: Any) -> list[str]:
-        problems = []
+    def _check_pipeline(self, parallel: Any) -> list[str]:
         blocks = self.num_layers + 2
-        if parallel.pipeline.size > blocks:
-            problems.append(
-                f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
-                f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
-            )
-        problems += self._check_sequence(parallel)
-        tensor = parallel.tensor
-        if tensor.size == 1:
-            return problems
-        tables = _tables(tensor)
-        if tables is None:
-            return problems  # told with the sizes of the mode
-        needs: dict[str, tuple[int, tuple[str, ...]]] = {}
-        heads_line: list[str] = []
+        if parallel.pipeline.size <= blocks:
+            return []
+        return [
+            f"model.num_layers = {self.num_layers} gives {blocks} blocks (embedding, layers, head), fewer than the "
+            f"stages of parallel.pipeline.size = {parallel.pipeline.size}; every stage needs a block"
+        ]
 
-        def need(key: str, axes: tuple[str, ...]) -> None:
-            ways = tables.ways(axes)
-            if getattr(self, key) % ways and ways > needs.get(key, (1, ()))[0]:
-                needs[key] = ways, axes
+    def _check_tensor(self, tensor: Any) -> list[str]:
+        """Sizes that the tensor mode does not divide: of each the one line about the most ranks."""
+        shardings = _shardings(tensor) if tensor.size > 1 else None
+        if shardings is None:
+            return []  # sizes that the mode cannot take are refused with the plan
+        undivided: dict[str, tuple[int, tuple[str, ...]]] = {}
+        of_heads: list[str] = []
+
+        def check(key: str, axes: tuple[str, ...]) -> None:
+            ways = shardings.ways(axes)
+            if getattr(self, key) % ways and ways > undivided.get(key, (1, ()))[0]:
+                undivided[key] = ways, axes
 
         for linear in self._linears():
-            chosen = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
+            chosen = shardings.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
             for misfit in chosen if isinstance(chosen, list) else ():
-                key = linear.in_key if misfit.what == "in_features" else linear.out_key
+                key = linear.in_key if misfit.name == "in_features" else linear.out_key
                 if key:
-                    need(key, misfit.axes)
+                    check(key, misfit.axes)
                 else:
-                    heads_line = heads_line or [f"model: heads x head size of the attention, {misfit}"]
-        heads = tables.regions.inner.features
-        need("num_heads", heads)
-        if self.num_kv_heads != self.num_heads:
-            need("num_kv_heads", heads)
+                    of_heads = of_heads or [f"model: heads x head size of the attention, {misfit}"]
+        for misfit in indivisible_heads(self.num_heads, self.num_kv_heads, shardings):
+            check(misfit.name, misfit.axes)
         if tensor.sequence_sharded:
-            need("seq_len", tables.regions.outer.tokens)
-        if not needs:  # else these say the same once more
-            problems += heads_line
-        for key, (ways, axes) in needs.items():
+            check("seq_len", shardings.regions.outer.tokens)
+        if not undivided:  # else the lines below say the same
+            return of_heads
+        problems = []
+        for key, (ways, axes) in undivided.items():
             value = getattr(self, key)
             by = f"the {ways} ranks of {' x '.join(axes)} (parallel.tensor.mode = {tensor.mode})"
             if ways == tensor.size:
                 by = f"parallel.tensor.size = {ways}"
             if key == "num_kv_heads" and value < ways:
-                problems.append(
-                    f"model.num_kv_heads = {value} is fewer than {by}: tensor parallelism gives every rank whole "
-                    f"key/value heads and does not copy them, so at most {value} ranks can share the heads of this "
-                    f"model; use fewer ranks, or model.num_kv_heads={ways}"
-                )
+                problems.append(too_few_kv_heads(value, ways, by, prefix="model."))
             else:
-                problems.append(f"model.{key} = {value} is not a multiple of {by}; nearest: {_near(value, ways)}")
+                problems.append(not_a_multiple(f"model.{key}", value, by, ways))
         return problems
 
     def sequence_mode(self, parallel: Any) -> str:
@@ -179,9 +159,9 @@ class GPTOptions(BaseModel):
         return cheaper(self.seq_len, heads, kv_heads, self.head_dim, parallel.sequence.size)
 
     def _head_ways(self, parallel: Any) -> int:
-        """Into how many parts tensor parallelism splits the heads."""
-        tables = _tables(parallel.tensor) if parallel.tensor.size > 1 else None
-        return tables.ways(tables.regions.inner.features) if tables is not None else 1
+        """Over how many ranks tensor parallelism splits the heads."""
+        shardings = _shardings(parallel.tensor) if parallel.tensor.size > 1 else None
+        return shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
 
     def _check_sequence(self, parallel: Any) -> list[str]:
         sequence = parallel.sequence
@@ -192,23 +172,21 @@ class GPTOptions(BaseModel):
         try:
             sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
         except ValueError:
-            return []  # told with the plan
+            return []  # the plan itself is refused for it
         ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
-        step = unit_of(ring, ulysses)
+        step = length_multiple(ring, ulysses)
         if self.seq_len % step and not sequence.pad:
-            halves = f" (two pieces for each of the {ring} ranks of the ring)" if ring > 1 else ""
-            problems.append(
-                f"model.seq_len = {self.seq_len} is not a multiple of {step}, into which parallel.sequence.size = "
-                f"{sequence.size} in mode {mode.name} cuts it{halves}; nearest: {_near(self.seq_len, step)}; or "
-                f"parallel.sequence.pad=True"
-            )
+            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
+            by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
+            problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
         ways = self._head_ways(parallel) * ulysses
         for key, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
             if heads % ways and ulysses > 1:
+                near = either(nearest_multiples(heads, ways))
                 tensor = f" x {ways // ulysses} of the tensor mode" if ways > ulysses else ""
                 problems.append(
                     f"model.{key} = {heads} is not a multiple of {ways}: parallel.sequence.mode = {mode.name} gives "
-                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {_near(heads, ways)} heads"
+                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {near} heads"
                 )
         if self.attention_dropout:
             problems.append(
@@ -234,25 +212,25 @@ class GPTOptions(BaseModel):
         return self._count(None)
 
     def num_parameters_per_rank(self, parallel: Any) -> int:
-        """Parameters that one rank of the tensor mode stores, with its part of the padded vocabulary."""
-        return self._count(_tables(parallel.tensor) if parallel.tensor.size > 1 else None)
+        """Parameters that one rank of the tensor mode stores, with its shard of the padded vocabulary."""
+        return self._count(_shardings(parallel.tensor) if parallel.tensor.size > 1 else None)
 
-    def _count(self, tables: Shardings | None) -> int:
+    def _count(self, shardings: Shardings | None) -> int:
         hidden = self.hidden_size
         norm = hidden * (2 if self.norm == "layernorm" and self.bias else 1)
-        sizes = tables.sizes if tables else {}
-        *linears, head = (self._stored(linear, tables, sizes) for linear in self._linears())
-        features = tables.ways(tables.regions.outer.features) if tables else 1
+        sizes = shardings.sizes if shardings else {}
+        *linears, head = (self._stored(linear, shardings, sizes) for linear in self._linears())
+        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
         positions = self.seq_len * hidden // features if self.positions == "learned" else 0
         return self.num_layers * (2 * norm + sum(linears)) + norm + positions + head * (1 if self.tie_embeddings else 2)
 
-    def _stored(self, linear: _LinearSpec, tables: Shardings | None, sizes: Any) -> int:
+    def _stored(self, linear: _LinearSpec, shardings: Shardings | None, sizes: Any) -> int:
         """Elements of weight and bias that a rank holds."""
         weight, bias = Layout.whole(2), Layout.whole(1)
-        if tables is not None:
-            table = tables.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
-            assert isinstance(table, MatmulSharding)
-            weight, bias = table.weight, Layout((table.y.features,))
+        if shardings is not None:
+            sharding = shardings.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
+            assert isinstance(sharding, MatmulSharding)
+            weight, bias = sharding.weight, Layout((sharding.y.features,))
         total = 0
         for out in linear.outputs.values():
             total += math.prod(weight.chunk((out, linear.inputs), sizes))
@@ -260,25 +238,16 @@ class GPTOptions(BaseModel):
         return total
 
     def flops_per_token(self) -> int:
-        """Floating-point operations per token, forward and backward: 6 N + 12 L H S.
+        """Floating-point operations per token of a sequence of seq_len, forward and backward.
 
-        N counts the weights that are matmuls (blocks and head; no lookup, norm or bias): two operations forward and
-        four backward for each. L H S is layers x hidden x seq_len, for the scores and their use on the values: the
-        whole S x S matrix is counted although a causal one needs half, as is usual when a utilisation is quoted, and
-        recomputation is not counted. Chowdhery et al., "PaLM" (2022), appendix B.
+        A weight of a linear (of the blocks, and of the head, tied or not) costs 2 operations forward, 2 in dgrad and 2
+        in wgrad; a lookup, a norm and a bias cost none. Attention has two matmuls of [seq_len, seq_len] per head,
+        scores and their product with the values: 4 hidden_size seq_len per layer and token forward, twice that
+        backward. Causal attention is counted in full, although a kernel may skip the masked half, and recomputation
+        (activation checkpointing, flash attention's backward) is not counted: so do PaLM (2204.02311, appendix B) and
+        Megatron-LM (2104.04473), with whose utilisations ours is to be compared, and torch's FlopCounterMode counts
+        the same where attention is plain matmuls.
         """
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        attention = 2 * hidden * hidden + 2 * hidden * self.num_kv_heads * self.head_dim
-        mlp = hidden * ffn * (3 if self.mlp == "swiglu" else 2)
-        matmuls = self.num_layers * (attention + mlp) + self.vocab_size * hidden
-        return 6 * matmuls + 12 * self.num_layers * hidden * self.seq_len
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _near(value: int, multiple: int) -> str:
-    """The multiples on either side of ``value``."""
-    near = {value // multiple * multiple, _round_up(value, multiple)} - {0}
-    return " or ".join(map(str, sorted(near)))
+        *block, head = (linear.inputs * sum(linear.outputs.values()) for linear in self._linears())
+        attention = 2 * self.num_heads * self.head_dim * self.seq_len
+        return 6 * (self.num_layers * (sum(block) + attention) + head)

@@ -12,13 +12,14 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from colossus.arithmetic import factors
 from colossus.config import model_options
 from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.metrics import StepTimer, peak_memory_bytes
-from colossus.monitor.mfu import device_peak, flops_per_token
+from colossus.monitor.mfu import device_peak
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -28,7 +29,7 @@ def make_display(folder: Path, stream: TextIO | None = None) -> Display:
 
 
 class Display(Hook):
-    """Collects what there is to show; only the logging rank shows anything.
+    """Collects the numbers to show; only the logging rank shows them.
 
     Speeds are averages since the last line (plain) or over the last steps (live), without evaluations.
     """
@@ -53,7 +54,8 @@ class Display(Hook):
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision)
             self._peak = peak * engine.context.world_size if peak else None
-            self._flops = flops_per_token(options)
+            flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
+            self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
 
         if self.shown:
             self.stream.write("\n".join(self.heading(engine)) + "\n")
@@ -62,7 +64,7 @@ class Display(Hook):
     def heading(self, engine: Engine) -> list[str]:
         """What is about to run, in two or three lines."""
         grid = engine.context.grid
-        sizes = " x ".join(f"{name} {size}" for name, size in grid.sizes.items() if size > 1) or "no parallelism"
+        sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         options = model_options(engine.config)
         size = f", {options.num_parameters():,} parameters" if options is not None else ""
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
@@ -105,23 +107,23 @@ class Display(Hook):
         """Leave the terminal as it was. May be called from another thread, and twice."""
 
     def fields(self) -> list[str]:
-        """The figures of the last step as words."""
+        """The numbers of the last step, one string each."""
         assert self.result is not None
-        words = [f"loss {self.result.loss:.4f}"]
+        out = [f"loss {self.result.loss:.4f}"]
         if self.validation_loss is not None:
-            words.append(f"validation {self.validation_loss:.4f}")
-        words += [
+            out.append(f"validation {self.validation_loss:.4f}")
+        out += [
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
             f"{_thousands(self.speed)} tokens/s",
             f"memory {gigabytes(self.memory)}",
             f"MFU {self.mfu}",
         ]
-        return words
+        return out
 
     @property
     def speed(self) -> float:
-        """Tokens per second of the whole run's ranks together."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -133,11 +135,11 @@ class Display(Hook):
     def summary(self) -> str:
         """The line that ends a complete run."""
         assert self.result is not None
-        words = [f"done: {self.result.step} steps in {_clock(time.monotonic() - self._began)}"]
-        words.append(f"loss {self.result.loss:.4f}")
+        out = [f"done: {self.result.step} steps in {_clock(time.monotonic() - self._began)}"]
+        out.append(f"loss {self.result.loss:.4f}")
         if self.validation_loss is not None:
-            words.append(f"validation loss {self.validation_loss:.4f}")
-        return f"{', '.join(words)}; run folder {self.folder}"
+            out.append(f"validation loss {self.validation_loss:.4f}")
+        return f"{', '.join(out)}; run folder {self.folder}"
 
 
 class PlainDisplay(Display):
@@ -150,7 +152,7 @@ class PlainDisplay(Display):
             return
         elapsed = time.monotonic() - self._began
         left = _clock(elapsed / step * (self.total - step))
-        fields = [word for word in self.fields() if not word.startswith("validation")]
+        fields = [field for field in self.fields() if not field.startswith("validation")]
         self._line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
         self.tokens = self.seconds = 0.0
 
@@ -164,7 +166,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A progress bar with the figures below it, redrawn in place."""
+    """A progress bar with the numbers of the last step below it, redrawn in place."""
 
     def __init__(self, folder: Path, stream: TextIO) -> None:
         super().__init__(folder, stream)

@@ -6,11 +6,13 @@ import json
 import os
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from colossus.comm import accounting
 from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
@@ -40,9 +42,18 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak_resident_bytes()
 
 
+def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
+    """Calls and bytes sent along each axis (``data``), or tuple of axes that a collective takes as one."""
+    names = sorted({axes for _, axes, _ in counter.entries})
+    return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
+
+
 class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
     memory_bytes, time, and validation_loss where an evaluation followed.
+
+    With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
+    it in the step, without evaluations, as `colossus.comm.accounting` counts them.
 
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
@@ -57,18 +68,25 @@ class Metrics(Hook):
         self._row: dict[str, Any] | None = None
         self._timer = StepTimer()
         self._lock = threading.Lock()
+        self._counts = False
+        self._counting = ExitStack()
+        self._moved: accounting.Counter | None = None
 
     def on_train_start(self, engine: Engine) -> None:
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._counts = engine.config.comm.accounting
         self._timer.start()
 
     def on_step_start(self, engine: Engine) -> None:
+        if self._counts:
+            self._moved = self._counting.enter_context(accounting.count())
         self._timer.start()
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         seconds = self._timer.stop()
+        self._counting.close()
         self._row = {
             "step": result.step,
             "loss": result.loss,
@@ -80,6 +98,8 @@ class Metrics(Hook):
             "memory_bytes": peak_memory_bytes(engine.device),
             "time": time.time(),
         }
+        if self._moved is not None:
+            self._row["comm"] = by_axis(self._moved)
         if not evaluation_due(engine, result.step):
             self.flush()
 
@@ -92,6 +112,7 @@ class Metrics(Hook):
         self.flush()
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
+        self._counting.close()
         self.flush()
 
     def flush(self) -> None:

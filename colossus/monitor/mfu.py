@@ -1,13 +1,11 @@
-"""Model FLOP utilisation, where the device's peak is known; None where it is not, never a guess."""
+"""Peaks of devices, for the model FLOP utilisation: None where a peak is not known, never a guess."""
 
 from __future__ import annotations
 
 import torch
 
-from colossus.config.plans import ModelOptions
-
 # Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: name -> precision -> peak.
-# The first entry whose name is part of the device's name counts.
+# The first entry whose name is in the device's name counts.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.0, "fp64": 51.0},
     "H100 NVL": {"bf16": 835.0, "tf32": 417.5, "fp32": 60.0, "fp64": 60.0},
@@ -22,7 +20,7 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a GPU by its name, None when the table does not know it at this precision."""
+    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision."""
     kind = "tf32" if precision == "fp32" and tf32 else precision
     for name, peaks in PEAK_TFLOPS.items():
         if name in device_name:
@@ -36,12 +34,3 @@ def device_peak(device: torch.device, precision: str) -> float | None:
         return None
     tf32 = torch.backends.cuda.matmul.allow_tf32
     return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
-
-
-def flops_per_token(options: ModelOptions) -> float:
-    """Forward and backward: 6 per parameter, and 12 x layers x hidden x sequence for attention's two matmuls.
-
-    Follows appendix B of "PaLM: Scaling Language Modeling with Pathways" (embeddings counted with the rest).
-    """
-    layers, hidden, length = (getattr(options, key, 0) for key in ("num_layers", "hidden_size", "seq_len"))
-    return float(6 * options.num_parameters() + 12 * layers * hidden * length)

@@ -1,7 +1,11 @@
-"""The actions a schedule is made of. No torch."""
+"""The actions a schedule is made of, and what follows from them alone: what each needs, where it runs, what it holds.
+
+No torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -18,11 +22,11 @@ Kind = Literal[
     "step",
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
-#: what takes a rank's time
+#: kinds that compute
 COMPUTE = frozenset({"forward", "backward", "backward_input", "backward_weight"})
-#: what gives the gradient of a stage's input
+#: kinds that make the gradient of a stage's input (dgrad)
 INPUT_GRADIENT = frozenset({"backward", "backward_input"})
-#: what completes the gradient of a stage's parameters for a microbatch, and frees its activations
+#: kinds that make the gradient of a stage's parameters (wgrad), and with that free the activations of the microbatch
 LAST_USE = frozenset({"backward", "backward_weight"})
 SENDS = frozenset({"send_activation", "send_gradient"})
 TRANSFERS = SENDS | {"receive_activation", "receive_gradient"}
@@ -33,7 +37,7 @@ _MIRROR: dict[str, Kind] = {
     "send_gradient": "receive_gradient",
     "receive_gradient": "send_gradient",
 }
-_WORDS = {
+_DESCRIPTIONS = {
     "forward": "forward of microbatch {0} on stage {1}",
     "backward": "backward of microbatch {0} on stage {1}",
     "backward_input": "backward of inputs of microbatch {0} on stage {1}",
@@ -52,13 +56,13 @@ class Action:
     """One thing a rank does.
 
     Attributes:
-        kind: ``forward`` of one microbatch on one stage. ``backward`` of the same as a whole, or in two halves:
-            ``backward_input`` gives the gradient of the stage's input, which the stage before waits for, and
-            ``backward_weight``, later, those of its parameters. ``send_activation`` of a stage's output and
-            ``receive_activation`` of its input, ``send_gradient`` of its input's gradient and ``receive_gradient`` of
-            its output's. ``reduce``: no more gradients come for the stage, so their reduction may finish. ``step``: the
-            rank's work is done.
-        stage: the stage of the model, of those this rank has. Unused by ``step``.
+        kind: ``forward`` of one microbatch on one stage. ``backward`` is the full backward of the same, which may be
+            split in two: ``backward_input`` (dgrad) makes the gradient of the stage's input, which the stage before
+            waits for, and ``backward_weight`` (wgrad), later, those of its parameters. ``send_activation`` of a stage's
+            output and ``receive_activation`` of its input, ``send_gradient`` of its input's gradient and
+            ``receive_gradient`` of its output's. ``reduce``: no more gradients come for the stage, so their reduction
+            may finish. ``step``: the rank has no more to do in this step.
+        stage: one of the rank's stages. Unused by ``step``.
         microbatch: which microbatch of the step. Unused by ``reduce`` and ``step``.
         peer: the stage at the other end of a transfer; None for everything else.
     """
@@ -74,25 +78,57 @@ class Action:
         return Action(_MIRROR[self.kind], self.peer, self.microbatch, self.stage)
 
     def __str__(self) -> str:
-        return _WORDS.get(self.kind, repr(self)).format(self.microbatch, self.stage, self.peer)
+        return _DESCRIPTIONS.get(self.kind, repr(self)).format(self.microbatch, self.stage, self.peer)
 
     def __repr__(self) -> str:
         if self.kind == "step":
             return "step()"
-        parts = [f"stage={self.stage}"]
+        arguments = [f"stage={self.stage}"]
         if self.kind != "reduce":
-            parts.append(f"microbatch={self.microbatch}")
+            arguments.append(f"microbatch={self.microbatch}")
         if self.peer is not None:
-            parts.append(f"peer={self.peer}")
-        return f"{self.kind}({', '.join(parts)})"
+            arguments.append(f"peer={self.peer}")
+        return f"{self.kind}({', '.join(arguments)})"
 
 
-#: for each rank of the pipeline, what it does in turn
+#: the actions of each rank of the pipeline, in the order in which it runs them
 Actions = list[list[Action]]
 
 
+def needs(action: Action, last_stage: int) -> Iterator[Action]:
+    """The actions, of any rank, that must be done before a compute action or a send: the one answer to that question.
+
+    The gradient of a stage's input is named as ``backward``, though the list may split it; see `made_by`. A need on
+    another rank is met by its transfer (see `receive_of`). Receives need nothing of their own rank; ``reduce`` and
+    ``step`` come after everything on their stage and their rank.
+    """
+    kind, stage, microbatch = action.kind, action.stage, action.microbatch
+    if kind == "forward":
+        if stage > 0:
+            yield Action("forward", stage - 1, microbatch)
+    elif kind in INPUT_GRADIENT:
+        yield Action("forward", stage, microbatch)
+        if stage < last_stage:
+            yield Action("backward", stage + 1, microbatch)
+    elif kind == "send_activation":
+        yield Action("forward", stage, microbatch)
+    elif kind in ("backward_weight", "send_gradient"):
+        yield Action("backward", stage, microbatch)
+
+
+def made_by(action: Action) -> Action:
+    """A compute action as `needs` names it: ``backward_input`` makes what ``backward`` is needed for."""
+    return Action("backward", action.stage, action.microbatch) if action.kind == "backward_input" else action
+
+
+def receive_of(need: Action, action: Action) -> Action:
+    """The receive that brings what ``need`` made on another rank to the rank of the compute action that needs it."""
+    kind: Kind = "receive_activation" if need.kind == "forward" else "receive_gradient"
+    return Action(kind, action.stage, action.microbatch, need.stage)
+
+
 def placement(actions: Actions) -> dict[int, int]:
-    """Stage -> the rank that computes it; the first one, should there be two."""
+    """Stage -> the rank that computes it; the lowest one where several do, which `check` refuses."""
     found: dict[int, int] = {}
     for rank, own in enumerate(actions):
         for action in own:
@@ -102,5 +138,27 @@ def placement(actions: Actions) -> dict[int, int]:
 
 
 def has_transfers(actions: Actions) -> bool:
-    """Whether the lists say what travels, rather than compute actions only."""
+    """Whether the lists hold sends and receives, rather than compute actions only."""
     return any(action.kind in TRANSFERS for own in actions for action in own)
+
+
+def in_flight(own: Sequence[Action]) -> list[int]:
+    """After each action of a rank, the number of activations it holds.
+
+    One for each (stage, microbatch) of the rank from its forward to its backward: to ``backward_weight``, where the
+    backward is split.
+    """
+    held, out = 0, []
+    for action in own:
+        held += (action.kind == "forward") - (action.kind in LAST_USE)
+        out.append(held)
+    return out
+
+
+def in_flight_of_stages(actions: Actions) -> list[int]:
+    """For each stage the most microbatches that it holds at a time."""
+    peaks: dict[int, int] = {}
+    for own in actions:
+        for stage in {action.stage for action in own if action.kind in COMPUTE}:
+            peaks[stage] = max(in_flight([action for action in own if action.stage == stage]))
+    return [peaks[stage] for stage in sorted(peaks)]

@@ -1,1 +1,5 @@
-"""Attention over a sequence that no rank holds: a ring of ranks, an exchange of heads, or the one inside the other."""
+"""Exact attention over sequences whose tokens are split over ranks.
+
+By a ring of ranks, round which keys and values are passed (`ring`); by an exchange of tokens for heads, inside of which
+each rank holds all tokens of its heads (`ulysses`); or by an exchange among neighbours and a ring across (`attend`).
+"""

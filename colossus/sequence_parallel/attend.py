@@ -15,11 +15,11 @@ from colossus.sequence_parallel.ulysses import to_heads, to_tokens
 
 @dataclass(frozen=True, eq=False)
 class SequenceGroups:
-    """The ranks that hold one sequence.
+    """The R U ranks that hold one sequence.
 
     Attributes:
-        ring: the outer ranks, between which keys and values travel.
-        ulysses: the inner ranks, which exchange tokens for heads.
+        ring: the R outer ranks, round which keys and values are passed.
+        ulysses: the U inner ranks, which exchange tokens for heads.
     """
 
     ring: AxisGroup
@@ -38,9 +38,12 @@ def attend(
 ) -> Tensor:
     """Exact attention over all tokens of the sequence ranks.
 
+    Inside, a rank holds the U s tokens of the Ulysses ranks for 1 / U of the heads; without a ring that is the whole
+    sequence.
+
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
-        rank holds, as `order.local_indices` says.
+        rank holds, as `order.local_indices` says; the whole sequence has R U s.
 
     Args:
         causal: a token sees itself and those before it in the sequence.

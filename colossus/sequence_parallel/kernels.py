@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys on torch's own flash kernels, as one part of a larger softmax.
+"""Attention of a block of queries to a block of keys, on torch's own flash kernels.
 
-`block_forward` also gives the log-sum-exp of every query's scores, with which parts are put together; `block_backward`
-is exact for one part when it is given the output and the log-sum-exp of the whole.
+`block_forward` also returns the log-sum-exp of every query's scores, with which the outputs of several blocks of keys
+are merged into one softmax. `block_backward` is exact for one block when it is given the merged output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LSE_ALIGNMENT, _MASK_ALIGNMENT = 32, 16
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention to these keys alone.
+    """Attention to these keys only.
 
     The CUDA branches follow the kernels' signatures in torch 2.13 but have not been run on a device.
 
@@ -45,7 +45,7 @@ def block_forward(
     if kernel == "flash":
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
-    k, v = _repeat(k, q), _repeat(v, q)
+    k, v = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
     if kernel == "plain":
         return _plain_forward(q, k, v, causal, mask, scale)
     bias = _aligned_bias(mask, q)
@@ -65,10 +65,10 @@ def block_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to dq, and all that these queries contribute to dk and dv.
+    """The share of dq that comes from these keys, and of dk and dv that comes from these queries.
 
     Args:
-        dout, out, lse: of these queries' attention to *all* their keys, shapes as `block_forward` returns them.
+        dout, out, lse: of the attention of these queries to *all* their keys, shapes as `block_forward` returns them.
         q, k, v, causal, mask, scale: as in `block_forward`.
 
     Returns:
@@ -88,19 +88,21 @@ def block_backward(
         lse = lse.contiguous()
         dq, dk, dv = backward(dout, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused, scale=scale)
         return dq, dk, dv
-    kv_heads, k, v = k.shape[1], _repeat(k, q), _repeat(v, q)
+    kv_heads, k, v = k.shape[1], _repeat_key_heads(k, q), _repeat_key_heads(v, q)
     if kernel == "plain":
         dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal, mask, scale)
     else:
         backward, unused = _aten._scaled_dot_product_efficient_attention_backward, q.new_empty((), dtype=torch.int64)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=float("inf")).contiguous()
-        wanted, bias = [True, True, True, False], _aligned_bias(mask, q)
-        dq, dk, dv, _ = backward(dout, q, k, v, bias, out, lse, unused, unused, 0.0, wanted, causal, scale=scale)
-    return dq, _sum_of_group(dk, kv_heads), _sum_of_group(dv, kv_heads)
+        needs_gradient, bias = [True, True, True, False], _aligned_bias(mask, q)
+        dq, dk, dv, _ = backward(
+            dout, q, k, v, bias, out, lse, unused, unused, 0.0, needs_gradient, causal, scale=scale
+        )
+    return dq, _sum_of_query_heads(dk, kv_heads), _sum_of_query_heads(dv, kv_heads)
 
 
 def _kernel(q: Tensor, mask: Tensor | None) -> str:
-    """The fastest kernel that can do it."""
+    """The fastest kernel for this device, dtype, head size and mask."""
     head_dim = q.shape[-1]
     if q.device.type == "cpu" and q.is_floating_point():
         return "cpu"
@@ -143,11 +145,11 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     if causal:
         mask = _triangle(q.shape[-2], q.device)
-    return scores if mask is None else scores.masked_fill(~mask, _never(wide))
+    return scores if mask is None else scores.masked_fill(~mask, _masked_score(wide))
 
 
-def _never(dtype: torch.dtype) -> float:
-    """A score that no key is seen with. Finite, so that a query without keys gives no NaN."""
+def _masked_score(dtype: torch.dtype) -> float:
+    """The score of a key that is masked out. Finite, so that a query without any key gives no NaN."""
     return torch.finfo(dtype).min / 4
 
 
@@ -161,10 +163,10 @@ def _with_triangle(mask: Tensor | None, causal: bool) -> Tensor | None:
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores."""
+    """The mask as it is added to the scores."""
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _never(dtype))
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, _masked_score(dtype))
 
 
 def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
@@ -177,14 +179,14 @@ def _aligned_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _with_dense_rows(*tensors: Tensor) -> list[Tensor]:
-    """The kernels read a head's vector as one piece of memory."""
+    """The kernels read the elements of a head as contiguous memory."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
     """One key head for every query head."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _sum_of_group(x: Tensor, kv_heads: int) -> Tensor:
+def _sum_of_query_heads(x: Tensor, kv_heads: int) -> Tensor:
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)

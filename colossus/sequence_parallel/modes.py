@@ -1,4 +1,4 @@
-"""The ways to split attention over the sequence axis: which axes they have. No torch."""
+"""The modes of sequence parallelism: over which axes each one passes keys and values, or exchanges heads. No torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 
 
 class SequenceMode:
-    """Tokens are split over all axes of a mode; attention brings them together again over each in its own way.
+    """Tokens are split over all axes of a mode; they differ in how attention looks past the tokens of a rank.
 
     Attributes:
-        ring: axes over which keys and values travel round (outer).
+        ring: axes round which keys and values are passed (outer).
         ulysses: axes over which tokens are exchanged for heads (inner).
     """
 
@@ -45,7 +45,7 @@ class Ulysses(SequenceMode):
 
 
 class Hybrid(SequenceMode):
-    """Ulysses inside, on neighbouring ranks, and the ring across."""
+    """Ulysses among neighbouring ranks, and a ring across (2405.07719)."""
 
     name = "hybrid"
     ring = ("ring",)
@@ -53,7 +53,7 @@ class Hybrid(SequenceMode):
 
     @classmethod
     def axis_sizes(cls, size: int, ulysses: int | None = None) -> dict[str, int]:
-        inner = ulysses if ulysses is not None else _inner(size)
+        inner = ulysses if ulysses is not None else _most_square(size)
         if size % inner:
             divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
@@ -63,6 +63,6 @@ class Hybrid(SequenceMode):
         return {"ring": size // inner, "ulysses": inner}
 
 
-def _inner(size: int) -> int:
+def _most_square(size: int) -> int:
     """The largest divisor that is at most the square root."""
     return max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)

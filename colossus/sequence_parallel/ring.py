@@ -1,18 +1,18 @@
-"""Ring attention (2105.13120): keys and values go round a ring of ranks, which computes blockwise (2310.01889)."""
+"""Ring attention (2105.13120): keys and values are passed round a ring of ranks, blockwise as in 2310.01889."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colossus.comm.ring import rotate
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel.kernels import block_backward, block_forward
-from colossus.sequence_parallel.tiles import AttentionTile, Pair
-from colossus.sequence_parallel.travel import Ring
+from colossus.sequence_parallel.tiles import AttentionTile, ScoreBlock
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
 _groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
@@ -28,11 +28,11 @@ def ring_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Exact attention over the tokens of all ranks of ``group``; no rank holds more than its own and one other's.
+    """Exact attention over the tokens of all ranks of ``group``.
 
-    Keys and values travel while the block before them is computed. In backward they travel again, and behind them the
-    gradients of keys and values, to which every rank adds its part: at the end they are at their owner. Sent by a
-    rank: forward 2 (R - 1) local blocks of kv_heads, backward 4 (R - 1).
+    A rank holds its own keys and values, those of the rank it works on, and those of the next, which are on their way:
+    never the whole sequence. Sent by a rank: forward 2 (R - 1) blocks of [batch, kv_heads, s, head_dim], backward
+    4 (R - 1).
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
@@ -42,7 +42,7 @@ def ring_attention(
     Args:
         group: the R ranks. One rank is a ring too.
         documents: integers [batch, s]; a token looks only at tokens with the same number. Padding is a document
-            of its own, say -1. It travels with the keys.
+            of its own, say -1. They are passed on with the keys.
         scale: of the scores, by default head_dim ** -0.5.
 
     Raises:
@@ -53,6 +53,25 @@ def ring_attention(
 
 
 class _RingAttention(torch.autograd.Function):
+    """The autograd core. On each of R ranks, with K and V the keys and values of all ranks, concatenated:
+
+        forward     out = softmax(scale q K^T) V             k, v: all-gather, a block at a time
+        backward    dq = sum of the blocks' shares           stays where q is
+                    dk, dv = sum of the ranks' shares        dk, dv: reduce-scatter, the dual of the all-gather
+
+    Neither collective is called as such. In step t = 0 .. R - 1 rank i works on the keys and values of rank i - t,
+    while they go on to rank i + 1. In backward they are passed on in the same direction again, and the sums of their
+    gradients one step behind them: rank i adds its share of the dk and dv of rank i - t to what rank i - 1 has sent,
+    and sends the sum to rank i + 1. The last of these messages comes to the owner, who adds its own share of step 0.
+
+    Per rank:
+        q, out, dout, dq    [batch, heads, s, head_dim]
+        k, v, dk, dv        [batch, kv_heads, s, head_dim]; the same of the block at work and of the one on its way
+        documents           [batch, s], passed on with k and v
+        lse                 [batch, heads, s], log-sum-exp of each query's scores with all keys
+        saved               q, k, v, documents, out, lse
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -80,16 +99,19 @@ class _RingAttention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, name: str, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output and its log-sum-exp. One operation for torch: selective checkpointing can keep its results as a whole,
-    and what happens inside, such as the merging in place, is not recorded."""
-    ring = Ring(_groups[name], q.device)
+    """The output [batch, heads, s, head_dim] and its log-sum-exp [batch, heads, s]; see `_RingAttention`.
+
+    One operation for torch: selective checkpointing can keep its results as a whole, and what happens inside, such as
+    the merging in place, is not recorded.
+    """
+    group = _groups[name]
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
-    for source, (keys, values, *others) in ring.blocks(k, v, documents):
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
-        for tile in pair.tiles(documents, *others):
+    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
+        block = ScoreBlock(q.shape[-2], group.size, group.index, source, causal)
+        for tile in block.tiles(documents, *key_documents):
             rows, columns = tile.queries, tile.keys
-            part, part_lse = block_forward(
+            tile_out, tile_lse = block_forward(
                 q[:, :, rows],
                 keys[:, :, columns],
                 values[:, :, columns],
@@ -97,7 +119,7 @@ def _forward(
                 mask=tile.mask,
                 scale=scale,
             )
-            _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            _merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out.to(q.dtype), lse
 
 
@@ -113,13 +135,15 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts are added up in at least float32; what travels has the dtype of the keys."""
-    ring = Ring(group, q.device)
+    """dq, dk, dv in the shapes of q, k, v; see `_RingAttention`.
+
+    Sums are kept in at least float32; messages have the dtype of the keys.
+    """
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
         rows, columns = tile.queries, tile.keys
-        parts = block_backward(
+        grads = block_backward(
             dout[:, :, rows],
             q[:, :, rows],
             keys[:, :, columns],
@@ -130,36 +154,51 @@ def _backward(
             mask=tile.mask,
             scale=scale,
         )
-        for total, at, part in zip((dq, dk, dv), (rows, columns, columns), parts, strict=True):
-            total[:, :, at] += part
+        for total, span, grad in zip((dq, dk, dv), (rows, columns, columns), grads, strict=True):
+            total[:, :, span] += grad
 
-    own: list[Tensor] = []
+    own_grads: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    for source, (keys, values, *others) in ring.blocks(k, v, documents):
+    for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
-        pair = Pair(q.shape[-2], ring.size, ring.index, source, causal)
-        for tile in pair.tiles(documents, *others):
+        block = ScoreBlock(q.shape[-2], group.size, group.index, source, causal)
+        for tile in block.tiles(documents, *key_documents):
             add_tile(tile, keys, values, *grads)
-        if source == ring.index:
-            own = grads
+        if source == group.index:
+            own_grads = grads
             continue
         if arriving is not None:
-            grads = _sums(grads, arriving())
-        arriving = ring.exchange([x.to(k.dtype) for x in grads], "gradients of keys and values")
+            grads = _add(grads, arriving())
+        arriving = rotate([grad.to(k.dtype) for grad in grads], group, "gradients of keys and values")
         del grads
     if arriving is not None:
-        own = _sums(own, arriving())
-    return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+        own_grads = _add(own_grads, arriving())
+    return dq.to(q.dtype), own_grads[0].to(k.dtype), own_grads[1].to(v.dtype)
 
 
-def _sums(here: list[Tensor], there: list[Tensor]) -> list[Tensor]:
-    return [mine.add_(theirs) for mine, theirs in zip(here, there, strict=True)]
+def _rotating_blocks(
+    k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Keys, values (and documents) of every rank, beginning with this one, with the index of the rank they belong to.
+
+    The next block is on its way while the caller works with this one.
+    """
+    block = [k, v] if documents is None else [k, v, documents]
+    for step in range(group.size):
+        arriving = rotate(block, group, "keys and values") if step < group.size - 1 else None
+        yield (group.index - step) % group.size, block
+        if arriving is not None:
+            block = arriving()
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a part, in place, to the output and log-sum-exp of the keys seen so far (the online softmax)."""
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
+def _add(totals: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [total.add_(other) for total, other in zip(totals, others, strict=True)]
+
+
+def _merge(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Add the output of more keys, in place, to the output and log-sum-exp of the keys seen so far (online softmax)."""
+    total = torch.logaddexp(lse, tile_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(tile_out, (tile_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 

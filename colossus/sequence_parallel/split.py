@@ -5,32 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from colossus.arithmetic import round_up
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.registry import SEQUENCE_MODES
 from colossus.sequence_parallel.modes import SequenceMode
-from colossus.sequence_parallel.order import order, require_divisible, unit_of
+from colossus.sequence_parallel.order import length_multiple, require_divisible, zigzag_order
 
-#: lengths of sequences that are remembered
-_MOST_LENGTHS = 8
+#: lengths of sequences whose order is kept
+_MAX_LENGTHS = 8
 
 
 class SequenceSplit:
-    """The tokens of this rank: a part of the sequence in the order of the ring's zigzag (see `order`).
+    """The split of sequences over the ranks of one context: equal shards of the zigzag order (see `order`).
+
+    It knows no batch; the length of the sequences comes with each call.
 
     Attributes:
-        length: tokens of the sequences now at work, without padding; the engine sets it at the model's door. None: as
-            many as there are.
+        mode: how attention looks past the tokens of a rank.
+        axes: the atomic axes over which tokens are split, outermost first.
+        num_shards: ranks that hold one sequence.
     """
 
     def __init__(self, context: ParallelContext) -> None:
         self._context = context
         self.mode: type[SequenceMode] = SEQUENCE_MODES.get(context.options.sequence_mode)
         self.axes = context.grid.axes("sequence")
-        self.ways = context.size(self.axes)
-        self._ring_ways = context.size(self.mode.ring)
-        self._ulysses_ways = context.size(self.mode.ulysses)
-        self.length: int | None = None
+        self.num_shards = context.size(self.axes)
+        self._ring_size = context.size(self.mode.ring)
+        self._ulysses_size = context.size(self.mode.ulysses)
         self._orders: dict[tuple[int, torch.device], Tensor] = {}
         self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
@@ -42,37 +45,46 @@ class SequenceSplit:
     def ulysses(self) -> AxisGroup:
         return self._context.group(self.mode.ulysses)
 
-    def padded(self, tokens: int) -> int:
-        """The least number of tokens from ``tokens`` on that divides."""
-        unit = unit_of(self._ring_ways, self._ulysses_ways)
-        return -(-tokens // unit) * unit
+    def padded_length(self, num_tokens: int) -> int:
+        """The smallest length from ``num_tokens`` on that divides."""
+        return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
 
-    def order(self, tokens: int, device: torch.device) -> Tensor:
-        """Place in the sequence of each token in the order in which parts are cut from it, [tokens].
+    def order(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Position in the sequence of each token in zigzag order, of which shards are cut: [num_tokens].
 
         Raises:
             ValueError: when they do not divide, with the lengths that do.
         """
-        key = tokens, device
+        key = num_tokens, device
         if key not in self._orders:
-            require_divisible(tokens, self._ring_ways, self._ulysses_ways)
-            if len(self._orders) >= _MOST_LENGTHS:
+            require_divisible(num_tokens, self._ring_size, self._ulysses_size)
+            if len(self._orders) >= _MAX_LENGTHS:
                 self._orders.clear()
                 self._positions.clear()
-            self._orders[key] = torch.as_tensor(order(tokens, self._ring_ways), device=device)
+            self._orders[key] = torch.as_tensor(zigzag_order(num_tokens, self._ring_size), device=device)
         return self._orders[key]
 
-    def positions(self, local: int, part: int, ways: int, device: torch.device) -> Tensor:
-        """Place in the sequence of each of the ``local`` tokens of part ``part`` of ``ways`` equal ones, [local]."""
-        whole = self.order(local * ways, device)
-        key = local, part, ways, device
+    def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
+        """Position in the sequence of each token of one shard, [num_local].
+
+        Args:
+            num_local: tokens of a shard.
+            index, num_shards: which of how many equal shards; more than the sequence ranks where an axis of the tensor
+                mode splits tokens further.
+        """
+        order = self.order(num_local * num_shards, device)
+        key = num_local, index, num_shards, device
         if key not in self._positions:
-            self._positions[key] = whole[part * local : (part + 1) * local]
+            self._positions[key] = order[index * num_local : (index + 1) * num_local]
         return self._positions[key]
 
-    def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole tensor: [.., tokens, ..] -> [.., tokens / ranks, ..]."""
-        tokens = x.shape[dim]
-        require_divisible(tokens, self._ring_ways, self._ulysses_ways)
-        place = self._context.index(self.axes)
-        return x.index_select(dim, self.positions(tokens // self.ways, place, self.ways, x.device))
+    def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of whole sequences: [.., tokens, ..] -> [.., tokens / num_shards, ..].
+
+        Raises:
+            ValueError: when they do not divide, with the lengths that do.
+        """
+        num_tokens = x.shape[dim]
+        require_divisible(num_tokens, self._ring_size, self._ulysses_size)
+        index = self._context.index(self.axes)
+        return x.index_select(dim, self.positions(num_tokens // self.num_shards, index, self.num_shards, x.device))

@@ -1,11 +1,11 @@
-"""Which parts of a block of scores are computed: pairs of a range of queries and a range of keys.
+"""Which tiles of the attention scores are computed: pairs of a range of queries and a range of keys.
 
-The queries of one ring rank meet the keys of another; both hold a head and a tail chunk (see `order`). With causal
-attention three cases are left, each of one kernel call and of the same work: the own keys (causal as they lie, for the
-head comes before the tail), keys of an earlier rank (all queries see its head, none its tail), keys of a later one
-(the tail sees all, the head nothing).
+A block of scores is what the queries of one ring rank make with the keys of another; both ranks hold a head and a tail
+chunk (see `order`). Under a causal mask there are three kinds of blocks, each of one kernel call and of the same work:
+keys of the same rank (causal as they lie, for the head comes before the tail), keys of an earlier rank (all queries see
+its head, none its tail), keys of a later one (the tail sees all, the head nothing).
 
-Documents are cut finer, in tiles, so that most pairs of two documents are skipped and no mask is larger than a tile.
+Documents are cut finer, so that most pairs of two documents are skipped and no mask is larger than a tile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class AttentionTile:
 
     Attributes:
         queries: rows of the local queries.
-        keys: columns of the keys that are here now.
-        causal: whether query i sees the keys up to i only.
+        keys: rows of the keys of the block.
+        causal: whether query i of the tile sees the keys up to i only.
         mask: [batch, 1, queries, keys], True where a query may look, or None.
     """
 
@@ -38,78 +38,85 @@ class AttentionTile:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The queries of ring rank ``mine`` and the keys of ring rank ``theirs``, ``length`` tokens each, of ``ring``."""
+class ScoreBlock:
+    """The scores of the queries of one ring rank with the keys of one ring rank.
 
-    length: int
+    Attributes:
+        num_tokens: queries, and keys, of the block: the tokens of one rank.
+        ring: number of ring ranks.
+        query_rank, key_rank: their indices in the ring.
+    """
+
+    num_tokens: int
     ring: int
-    mine: int
-    theirs: int
+    query_rank: int
+    key_rank: int
     causal: bool
 
-    def tiles(self, documents: Tensor | None = None, others: Tensor | None = None) -> Iterator[AttentionTile]:
-        """What to compute; every query sees itself in a tile of its own rank's block.
+    def tiles(self, documents: Tensor | None = None, key_documents: Tensor | None = None) -> Iterator[AttentionTile]:
+        """What to compute. Every query sees itself, in a tile of the block of its own rank's keys.
 
         Args:
-            documents: [batch, length], numbers of the queries' documents; a query sees keys of the same number only.
-            others: the same of the keys.
+            documents: [batch, num_tokens], numbers of the queries' documents; a query sees keys of the same number
+                only.
+            key_documents: the same of the keys.
         """
-        if documents is None or others is None:
-            yield from self._whole()
+        if documents is None or key_documents is None:
+            yield from self._tiles_of_one_document()
             return
-        rows, columns = self._tiles(self.mine), self._tiles(self.theirs)
-        row_ranges, column_ranges = _ranges(documents, rows), _ranges(others, columns)
-        if all(_is_one_document([first, *column_ranges]) for first in row_ranges):
-            yield from self._whole()
+        rows, columns = self._ranges_of(self.query_rank), self._ranges_of(self.key_rank)
+        row_bounds, column_bounds = _bounds(documents, rows), _bounds(key_documents, columns)
+        if all(_is_one_document([bounds, *column_bounds]) for bounds in row_bounds):
+            yield from self._tiles_of_one_document()
             return
-        for (queries, start), here in zip(rows, row_ranges, strict=True):
-            for (keys, key_start), there in zip(columns, column_ranges, strict=True):
-                if (self.causal and key_start > start) or _are_apart(here, there):
+        for (queries, query_start), query_bounds in zip(rows, row_bounds, strict=True):
+            for (keys, key_start), key_bounds in zip(columns, column_bounds, strict=True):
+                if (self.causal and key_start > query_start) or _are_disjoint(query_bounds, key_bounds):
                     continue
-                diagonal = self.causal and key_start == start
-                if _is_one_document([here, there]):
-                    yield AttentionTile(queries, keys, diagonal)
+                on_diagonal = self.causal and key_start == query_start
+                if _is_one_document([query_bounds, key_bounds]):
+                    yield AttentionTile(queries, keys, on_diagonal)
                     continue
-                mask = documents[:, None, queries, None] == others[:, None, None, keys]
+                mask = documents[:, None, queries, None] == key_documents[:, None, None, keys]
                 if mask.any():
-                    yield AttentionTile(queries, keys, diagonal, mask)
+                    yield AttentionTile(queries, keys, on_diagonal, mask)
 
-    def _whole(self) -> Iterator[AttentionTile]:
-        everything = slice(0, self.length)
-        head, tail = slice(0, self.length // 2), slice(self.length // 2, self.length)
-        if not self.causal or self.mine == self.theirs:
+    def _tiles_of_one_document(self) -> Iterator[AttentionTile]:
+        everything = slice(0, self.num_tokens)
+        head, tail = slice(0, self.num_tokens // 2), slice(self.num_tokens // 2, self.num_tokens)
+        if not self.causal or self.query_rank == self.key_rank:
             yield AttentionTile(everything, everything, self.causal)
-        elif self.theirs < self.mine:
+        elif self.key_rank < self.query_rank:
             yield AttentionTile(everything, head)
         else:
             yield AttentionTile(tail, everything)
 
-    def _tiles(self, index: int) -> list[tuple[slice, int]]:
-        """Where each tile of a rank lies in its tokens, and where it begins in the sequence."""
-        chunk = self.length // 2 if self.ring > 1 else self.length
-        chunks = (index, 2 * self.ring - 1 - index) if self.ring > 1 else (0,)
+    def _ranges_of(self, rank: int) -> list[tuple[slice, int]]:
+        """For each range of a rank's tokens: its rows, and where in the sequence it begins."""
+        chunk = self.num_tokens // 2 if self.ring > 1 else self.num_tokens
+        chunks = (rank, 2 * self.ring - 1 - rank) if self.ring > 1 else (0,)
         return [
-            (slice(half * chunk + at, half * chunk + min(at + TILE, chunk)), number * chunk + at)
+            (slice(half * chunk + start, half * chunk + min(start + TILE, chunk)), number * chunk + start)
             for half, number in enumerate(chunks)
-            for at in range(0, chunk, TILE)
+            for start in range(0, chunk, TILE)
         ]
 
 
-#: smallest and largest document number in a tile, one of each for every sample
-_Range = tuple[tuple[int, ...], tuple[int, ...]]
+#: smallest and largest document number in a range of tokens, one of each for every sample
+_Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _ranges(documents: Tensor, tiles: list[tuple[slice, int]]) -> list[_Range]:
-    bounds = [torch.stack(documents[:, at].aminmax(dim=1)) for at, _ in tiles]
-    return [(tuple(low), tuple(high)) for low, high in torch.stack(bounds).tolist()]
+def _bounds(documents: Tensor, ranges: list[tuple[slice, int]]) -> list[_Bounds]:
+    found = [torch.stack(documents[:, rows].aminmax(dim=1)) for rows, _ in ranges]
+    return [(tuple(low), tuple(high)) for low, high in torch.stack(found).tolist()]
 
 
-def _is_one_document(ranges: list[_Range]) -> bool:
-    """Whether all tokens of these tiles belong to one document, in every sample."""
-    return all(low == high == ranges[0][0] for low, high in ranges)
+def _is_one_document(bounds: list[_Bounds]) -> bool:
+    """Whether all tokens of these ranges belong to one document, in every sample."""
+    return all(low == high == bounds[0][0] for low, high in bounds)
 
 
-def _are_apart(here: _Range, there: _Range) -> bool:
-    """Whether no document can be in both tiles, in any sample."""
-    samples = zip(*here, *there, strict=True)
-    return all(high < other_low or other_high < low for low, high, other_low, other_high in samples)
+def _are_disjoint(query_bounds: _Bounds, key_bounds: _Bounds) -> bool:
+    """Whether no document can be in both ranges, in any sample."""
+    samples = zip(*query_bounds, *key_bounds, strict=True)
+    return all(high < key_low or key_high < low for low, high, key_low, key_high in samples)

@@ -1,4 +1,7 @@
-"""Ulysses (2309.14509): between tokens split over ranks and heads split over ranks, by all-to-all."""
+"""Ulysses (2309.14509): all-to-alls between tokens split over ranks and heads split over ranks.
+
+Between the two exchanges a rank holds all tokens of the group, for its share of the heads.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,18 @@ from colossus.context.groups import AxisGroup
 
 _HEADS, _TOKENS = 1, 2
 #: up to here queries, keys and values are exchanged in one call: a small exchange costs its latency, a large one its
-#: bytes and the copy that puts them together (measured: equal at 3 MB)
-_TOGETHER_BYTES = 4 << 20
+#: bytes and the copy that concatenates them (measured: equal at 3 MB)
+_COALESCE_BYTES = 4 << 20
 
 
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """Every rank gets all tokens of the group, of its part of the heads.
+    """From s tokens of all heads to all U s tokens of the group, for 1 / U of the heads.
+
+    Backward exchanges the gradients the other way, as `to_tokens` does with the output.
 
     Shape:
         q [batch, heads, s, head_dim] -> [batch, heads / U, U s, head_dim]; k and v the same with kv_heads. Tokens are
-        put together in the order of the ranks.
+        concatenated in the order of the ranks.
 
     Raises:
         ValueError: when the U ranks of the group divide not both numbers of heads.
@@ -29,17 +34,17 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: AxisGroup) -> tuple[Tensor,
         return q, k, v
     heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
     require_heads(heads, kv_heads, ranks)
-    if q.nbytes + k.nbytes + v.nbytes > _TOGETHER_BYTES:
+    if q.nbytes + k.nbytes + v.nbytes > _COALESCE_BYTES:
         return _exchange(q, group), _exchange(k, group), _exchange(v, group)
-    parts = [x.unflatten(_HEADS, (ranks, -1)) for x in (q, k, v)]
-    together = torch.cat(parts, dim=_HEADS + 1).flatten(_HEADS, _HEADS + 1)  # the heads of one rank side by side
-    mine = _exchange(together, group)
-    mine_q, mine_k, mine_v = mine.split([heads // ranks, kv_heads // ranks, kv_heads // ranks], dim=_HEADS)
-    return mine_q, mine_k, mine_v
+    by_rank = [x.unflatten(_HEADS, (ranks, -1)) for x in (q, k, v)]
+    coalesced = torch.cat(by_rank, dim=_HEADS + 1).flatten(_HEADS, _HEADS + 1)  # the heads of one rank side by side
+    received = _exchange(coalesced, group)
+    local_q, local_k, local_v = received.split([heads // ranks, kv_heads // ranks, kv_heads // ranks], dim=_HEADS)
+    return local_q, local_k, local_v
 
 
 def to_tokens(out: Tensor, group: AxisGroup) -> Tensor:
-    """The way back: [batch, heads / U, U s, head_dim] -> [batch, heads, s, head_dim]."""
+    """The inverse of `to_heads`: [batch, heads / U, U s, head_dim] -> [batch, heads, s, head_dim]."""
     return conjugate(out, "all_to_all", "all_to_all", group, dim=_HEADS, to_dim=_TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Which sharding a linear takes: of those its sizes fit, the one that moves fewest bytes. No torch."""
+"""Which sharding a linear takes: of those over which its sizes divide, the one that moves fewest bytes. No torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.tensor_parallel.mode import MatmulSharding, Regions, TensorMode
+from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding, Regions, TensorMode
 from colossus.tensor_parallel.traffic import matmul_traffic
-
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """A size that does not divide as a sharding needs: ``size`` of ``what`` over the product of ``axes``."""
+class IndivisibleSize:
+    """A size that a sharding cannot split: ``size`` of dim ``name`` over the ``ways`` ranks of ``axes``."""
 
-    what: str
+    name: str
     size: int
     axes: tuple[str, ...]
     ways: int
 
+    @property
+    def ranks(self) -> str:
+        return f"the {self.ways} ranks of {' x '.join(self.axes)}"
+
     def __str__(self) -> str:
-        low, high = self.size // self.ways * self.ways, -(-self.size // self.ways) * self.ways
-        ranks = f"the {self.ways} ranks of {' x '.join(self.axes)}"
-        return f"{self.what} = {self.size} does not divide over {ranks}; {f'{low} or ' if low else ''}{high} does"
+        near = either(nearest_multiples(self.size, self.ways))
+        return f"{self.name} = {self.size} does not divide over {self.ranks}; {near} does"
 
 
 @dataclass(frozen=True)
@@ -34,99 +36,108 @@ class Shardings:
     """The shardings of a mode under one grid; axes of one rank are left out.
 
     Attributes:
-        regions: as the layers see them.
-        column, row: the ways to compute a linear of a pair.
-        keep: whether x as gathered is kept for backward.
+        regions: the layouts of activations.
+        column, row: the shardings that a column linear and a row linear can take.
+        sizes: ranks along each axis.
+        keep: whether gathered inputs are kept for backward.
     """
 
     regions: Regions
     column: tuple[MatmulSharding, ...]
     row: tuple[MatmulSharding, ...]
-    sizes: Sizes
+    sizes: AxisSizes
     keep: bool = False
 
     @classmethod
     def of(
-        cls, mode: type[TensorMode], inputs: Activation, sizes: Sizes, *, sequence_sharded: bool, keep: bool = False
+        cls, mode: type[TensorMode], inputs: Activation, sizes: AxisSizes, *, sequence_sharded: bool, keep: bool = False
     ) -> Shardings:
         full = mode.regions(inputs, sequence_sharded=sequence_sharded)
-        live = Regions(
-            full.user.drop_trivial_axes(sizes), full.outer.drop_trivial_axes(sizes), full.inner.drop_trivial_axes(sizes)
-        )
+        user, outer, inner = (region.drop_trivial_axes(sizes) for region in (full.user, full.outer, full.inner))
         column, row = (
             tuple(dict.fromkeys(sharding.drop_trivial_axes(sizes) for sharding in mode.shardings(split, full)))
             for split in ("column", "row")
         )
-        return cls(live, column, row, sizes, keep)
+        return cls(Regions(user, outer, inner), column, row, sizes, keep)
 
-    def ends(self, split: str | None) -> tuple[Activation, Activation]:
-        """Between which layouts a linear goes by default."""
+    def default_layouts(self, split: str | None) -> tuple[Activation, Activation]:
+        """The layouts of x before and of y after a linear, unless its caller wants others."""
         user, outer, inner = self.regions.user, self.regions.outer, self.regions.inner
         return {"column": (outer, inner), "row": (inner, outer)}.get(split or "", (user, user))
 
     def candidates(self, split: str | None) -> tuple[MatmulSharding, ...]:
+        """The shardings that a linear can take, its sizes aside."""
         own = {"column": self.column, "row": self.row}.get(split or "")
         return own if own is not None else tuple(dict.fromkeys(self.column + self.row))
 
     def choose(
-        self, split: str | None, in_features: int, parts: Mapping[str, int], *, padded: bool = False
-    ) -> MatmulSharding | list[Misfit]:
-        """The sharding of a linear, or why none fits.
+        self, split: str | None, in_features: int, outputs: Mapping[str, int], *, padded: bool = False
+    ) -> MatmulSharding | list[IndivisibleSize]:
+        """The sharding of a linear, or the sizes that do not divide, where none fits.
 
         Args:
-            split: ``column``, ``row`` or None for a linear that stands alone.
-            parts: name -> out_features of each output.
+            split: ``column``, ``row`` or None for a linear outside of a pair.
+            outputs: name -> out_features of each output; one output may be named "".
             padded: ``out_features`` need not divide: the last ranks are padded (a vocabulary).
         """
-        source, target = self.ends(split)
+        source, target = self.default_layouts(split)
         best: tuple[tuple[float, float], MatmulSharding] | None = None
-        reasons: list[Misfit] = []
+        problems: list[IndivisibleSize] = []
         for sharding in self.candidates(split):
             if padded and sharding.y.features != target.features and split is not None:
-                continue  # parts of a padded dim are not moved
-            if len(parts) > 1 and set(sharding.y.partial) & set(target.features):
+                continue  # a padded dim cannot be moved to other ranks
+            if len(outputs) > 1 and set(sharding.y.partial) & set(target.features):
                 continue  # a sum scattered over features would mix the outputs
-            misfits = self._misfits(sharding, source, target, in_features, {} if padded else parts)
-            if misfits:
-                reasons = reasons or misfits
+            indivisible = self._indivisible(sharding, source, target, in_features, {} if padded else outputs)
+            if indivisible:
+                problems = problems or indivisible
                 continue
             # per token, without the weight, which costs the same either way
             moved = matmul_traffic(
-                sharding, source, target, (self._rows, 1, in_features), sum(parts.values()), self.sizes
+                sharding, source, target, (self._rows, 1, in_features), sum(outputs.values()), self.sizes
             )
-            again = moved.x.forward.elements
-            once = sum((r.forward + r.backward).elements for r in (moved.x, moved.y))
-            cost = once if self.keep else once + again, again  # of two that move the same, the one that gathers less
-            if best is None or cost < best[0]:
-                best = cost, sharding
-        return reasons if best is None else best[1]
+            gathered = moved.x.forward.elements
+            sent = sum((operand.forward + operand.backward).elements for operand in (moved.x, moved.y))
+            sent += 0.0 if self.keep else gathered  # again in backward
+            if best is None or (sent, gathered) < best[0]:  # of two that send the same, the one that gathers less
+                best = (sent, gathered), sharding
+        return problems if best is None else best[1]
 
     @property
     def _rows(self) -> int:
+        """A number of rows that every sharding divides."""
         return math.prod(self.sizes.values())
 
-    def _misfits(
+    def _indivisible(
         self,
         sharding: MatmulSharding,
         source: Activation,
         target: Activation,
         in_features: int,
-        parts: Mapping[str, int],
-    ) -> list[Misfit]:
+        outputs: Mapping[str, int],
+    ) -> list[IndivisibleSize]:
         needs: dict[tuple[str, int, tuple[str, ...]], None] = {}
-        for axes in (source.features, sharding.x.features, sharding.weight.dims[1], sharding.weight_used.dims[1]):
+        for axes in (source.features, sharding.x.features, sharding.weight.dims[1], sharding.gathered_weight.dims[1]):
             needs["in_features", in_features, axes] = None
-        for part, out in parts.items():
-            name = f"out_features ({part})" if part else "out_features"
-            for axes in (target.features, sharding.y.features, sharding.weight.dims[0], sharding.weight_used.dims[0]):
+        for output, out in outputs.items():
+            name = f"out_features ({output})" if output else "out_features"
+            for axes in (
+                target.features,
+                sharding.y.features,
+                sharding.weight.dims[0],
+                sharding.gathered_weight.dims[0],
+            ):
                 needs[name, out, axes] = None
-        misfits = [Misfit(what, size, axes, self.ways(axes)) for what, size, axes in needs if size % self.ways(axes)]
-        return list({(misfit.what, misfit.ways): misfit for misfit in misfits}.values())  # two axes may ask the same
+        found = [
+            IndivisibleSize(name, size, axes, self.ways(axes)) for name, size, axes in needs if size % self.ways(axes)
+        ]
+        return list({(item.name, item.ways): item for item in found}.values())  # one of each number of ranks
 
     def ways(self, axes: Sequence[str]) -> int:
+        """Ranks along the product of axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
 
-def whole(regions: Regions) -> MatmulSharding:
-    """Every rank the whole matmul of what it holds in the user layout: for a lone linear that does not divide."""
-    return MatmulSharding(x=regions.user, weight=Layout.whole(2), weight_used=Layout.whole(2), y=regions.user)
+def unsharded(regions: Regions) -> MatmulSharding:
+    """The weight replicated, x and y in the user layout: for a linear outside of a pair whose sizes do not divide."""
+    return MatmulSharding(x=regions.user, weight=Layout.whole(2), gathered_weight=Layout.whole(2), y=regions.user)

@@ -1,10 +1,12 @@
 """The one distributed matmul: every linear, in every mode, is this with another sharding.
 
-    y  = reduce_c(gather_a(x) @ gather_b(w).T)
-    dx = reduce_a(gather_c(dy) @ gather_b(w))        dw = reduce_b(gather_c(dy).T @ gather_a(x))
+    forward  y  = reduce_c(gather_a(x) @ gather_b(w).T)
+    dgrad    dx = reduce_a(gather_c(dy) @ gather_b(w))
+    wgrad    dw = reduce_b(gather_c(dy).T @ gather_a(x))
 
-Moving operands, multiplying, and the two gradients are separate functions, so that a schedule can call them apart.
-In backward the reduction of dx travels while dw is computed.
+The letters name an operand's moves over mesh axes: a those of x, b those of w, c those of y. Gather and reduce of one
+letter are each other's dual: all-gather and reduce-scatter, or identity and all-reduce; a letter whose axes split
+nothing moves nothing. While dx is being reduced, dw is computed.
 """
 
 from __future__ import annotations
@@ -21,19 +23,19 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.panels import flat, gathered_weight_gradient, product
+from colossus.tensor_parallel.panels import flat, product, wgrad_product
 from colossus.tensor_parallel.route import Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
 class MatmulRoutes:
-    """One linear called with x in one layout and y in another, for tensors of one number of dims.
+    """The moves of one linear, for x of one layout and number of dims and y of another layout.
 
     Attributes:
         x, w, y: routes of the operands.
-        weights: fetches the weight.
-        keep: whether x as gathered is kept for backward.
+        weights: gathers the weight and reduces its gradient.
+        keep: whether the gathered x is kept for backward; else it is gathered again.
         panels: whether products are streamed (see `colossus.tensor_parallel.panels`).
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
     """
@@ -57,11 +59,15 @@ def matmul_routes(
     *,
     rows: Sequence[int] = (),
 ) -> MatmulRoutes:
-    """Resolve a sharding for x stored as ``source`` and y as ``target``; ``rows`` of a fused weight as in `Route`."""
+    """The moves of a linear whose x has ``ndim`` dims, comes as ``source`` and whose y is wanted as ``target``.
+
+    Args:
+        rows: of a fused weight, as `Route.of` takes it.
+    """
     x, y = sharding.x.at(ndim), sharding.y.at(ndim)
     return MatmulRoutes(
         x=Route.of(moves(source.at(ndim), x), context),
-        w=Route.of(moves(sharding.weight, sharding.weight_used), context, rows),
+        w=Route.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
         y=Route.of(moves(y, target.at(ndim)), context),
         weights=weights,
         keep=context.options.keep_gathered,
@@ -71,28 +77,53 @@ def matmul_routes(
 
 
 def weight_gradient(routes: MatmulRoutes, dy: Tensor, x: Tensor) -> Tensor:
-    """dw as made, [out, in] in the layouts of the multiplication. dy [.., out] as used, x [.., in] as saved."""
-    return gathered_weight_gradient(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
+    """wgrad before its reduction, [o, i]. dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`)."""
+    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
+    """dy [.., o] summed over all dims but the last: [o]."""
     return flat(dy).sum(0)
 
 
 class _Matmul(torch.autograd.Function):
+    """x @ weight.T + bias on one rank. Shapes are per rank; rows are all dims of x but the last.
+
+        x        [m_x, k_x]  stored   -gather_a->   [m, k]
+        weight   [n_w, k_w]  stored   -gather_b->   [n, k]
+        product  [m, n]               -reduce_c->   y [m_y, n_y]
+
+        forward  y  [m_y, n_y] = reduce_c(x [m, k] @ weight [n, k].T + bias [n])
+        dgrad    dx [m_x, k_x] = reduce_a(dy [m, n] @ weight [n, k])    the dual of gather_a
+        wgrad    dw [n_w, k_w] = reduce_b(dy [m, n].T @ x [m, k])       the dual of gather_b
+        dbias       [n]        = dy [m, n].sum(0)
+
+    dgrad and wgrad take dy gathered, gather_c(dy [m_y, n_y]), the dual of reduce_c. For M rows, K and N features:
+
+        1D column  x [M, K]        weight [N/p, K]          y [M, N/p]      a: identity, all-reduce of dx
+        1D row     x [M, K/p]      weight [N, K/p]          y [M, N]        c: all-reduce of y, identity
+        2D         x [M/q, K/q]    weight [N/q, K/q]        y [M/q, N/q]    a: gathered to [M/q, K]; b: to [N/q, K]
+        3D column  x [M/ij, K/k]   weight [N/ji, K/k]       y [M/ik, N/j]   a: [M/i, K/k]; b: [N/j, K/k];
+                                                                            c: the sum [M/i, N/j] is scattered over k
+
+    Saved are x (gathered where ``MatmulRoutes.keep`` says so, else stored) and the weight (gathered where
+    ``WeightStore.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored as it
+    is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
         needs_x, needs_w = x.requires_grad, weight.requires_grad
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
-        w_used = routes.weights.fetch(weight, routes.w).wait()
+        w_gathered = routes.weights.gather(weight, routes.w).wait()
         added = bias if routes.adds_bias else None
-        y = product(x, w_used, gather, routes.y.forward, added, panels=routes.panels).wait()
+        y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
         x_saved = x if needs_w else None
-        w_saved = (w_used if routes.weights.keeps else weight) if needs_x else None
+        w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
         ctx.save_for_backward(x_saved, w_saved)
-        ctx.routes, ctx.parameter = routes, weight  # not saved: checkpointing would give back a copy
+        ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
         return y
 
     @staticmethod
@@ -106,29 +137,29 @@ class _Matmul(torch.autograd.Function):
         dy = run(routes.y.backward, dy).wait()
         dx = dw = None
         if needs_x:
-            w_used = w if weights.keeps else weights.fetch(weight, routes.w).wait()
-            dx = product(dy, w_used.t(), (), routes.x.backward, panels=routes.panels)
-        if needs_w and weights.can_defer(weight):
-            weights.defer(lambda: _weight_later(routes, weight, dy, x))
+            w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait()
+            dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
+        if needs_w and weights.can_defer_wgrad(weight):
+            weights.defer_wgrad(lambda: _deferred_wgrad(routes, weight, dy, x))
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
         db = bias_gradient(dy) if needs_b else None
-        return dx.wait() if dx else None, stored_gradient(weight, dw), db, None
+        return dx.wait() if dx else None, autograd_gradient(weight, dw), db, None
 
 
-def stored_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
-    """What autograd is given: nothing where the gradient comes later, unless the weight has hooks, which want some."""
+def autograd_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
+    """The gradient that a backward returns: None when it comes later, zeros when hooks on the weight expect one."""
     if gradient is not None:
         return gradient.wait()
     return torch.zeros_like(weight) if weight._backward_hooks else None
 
 
-def _weight_later(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
         routes.weights.accumulate_grad(weight, dw.wait())
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
-    """y = x @ weight.T + bias, all in their stored layouts."""
+    """y = x @ weight.T + bias: local tensors, in the layouts that ``routes`` were made for."""
     return _Matmul.apply(x, weight, bias, routes)

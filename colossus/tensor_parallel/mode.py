@@ -1,4 +1,4 @@
-"""What a mode of tensor parallelism is: the axes it needs, and for each matmul a sharding of layouts.
+"""What a mode of tensor parallelism is: the axes it needs, and the shardings of its matmuls.
 
 A mode file in ``modes/`` subclasses `TensorMode`, registers itself by name and holds nothing but its shardings.
 No torch here: sizes and layouts are checked before any process starts.
@@ -10,16 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from colossus.arithmetic import either, nearest_powers
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
+
+#: mesh axis -> number of ranks along it
+AxisSizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Regions:
-    """The layouts an activation may have in a model.
+    """The layouts that activations have in a model, by where they are.
 
     Attributes:
-        user: what a user's ``forward`` sees: features whole, gradient complete.
+        user: what a user's ``forward`` sees: all features on every rank, gradient complete.
         outer: between blocks.
         inner: between a column and a row linear, and inside attention.
     """
@@ -33,24 +37,29 @@ class Regions:
 class MatmulSharding:
     """One way to compute ``y = reduce_c(gather_a(x) @ gather_b(w).T)``; ``w`` is [out, in] as in torch.
 
-    What x is stored as before and y after belongs to the call: the moves between stored and used follow.
+    The layouts in which x comes and y is wanted belong to the call, not to the sharding; the moves (gather_a, reduce_c
+    and so on) follow from both.
 
     Attributes:
         x: layout of x in the multiplication.
         weight: stored layout of the weight.
-        weight_used: its layout in the multiplication.
-        y: layout of the product as made, possibly a partial sum.
+        gathered_weight: layout of the weight in the multiplication.
+        y: layout of the product before it is reduced, possibly a partial sum.
     """
 
     x: Activation
     weight: Layout
-    weight_used: Layout
+    gathered_weight: Layout
     y: Activation
 
-    def drop_trivial_axes(self, sizes: Mapping[str, int]) -> MatmulSharding:
-        """Without axes of one rank."""
-        weight, used = self.weight.drop_trivial_axes(sizes), self.weight_used.drop_trivial_axes(sizes)
-        return MatmulSharding(self.x.drop_trivial_axes(sizes), weight, used, self.y.drop_trivial_axes(sizes))
+    def drop_trivial_axes(self, sizes: AxisSizes) -> MatmulSharding:
+        """The same without axes of one rank."""
+        return MatmulSharding(
+            x=self.x.drop_trivial_axes(sizes),
+            weight=self.weight.drop_trivial_axes(sizes),
+            gathered_weight=self.gathered_weight.drop_trivial_axes(sizes),
+            y=self.y.drop_trivial_axes(sizes),
+        )
 
 
 class TensorMode:
@@ -58,7 +67,7 @@ class TensorMode:
 
     name: str = ""
     axes: tuple[str, ...] = ()
-    #: whether ``sequence_sharded`` means something in this mode
+    #: whether this mode can split activations by tokens (the option ``sequence_sharded``)
     splits_tokens: bool = False
 
     @classmethod
@@ -95,23 +104,23 @@ class TensorMode:
 
     @classmethod
     def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
-        """Layouts of the regions, given how the engine splits what enters the model at its inputs."""
+        """Layouts of the regions, given how the engine splits the model's inputs (over data and sequence axes)."""
         raise NotImplementedError
 
     @classmethod
-    def batch_ways(cls, sizes: Mapping[str, int]) -> int:
-        """What a microbatch must be a multiple of: every region splits it without a rest."""
+    def batch_ways(cls, sizes: AxisSizes) -> int:
+        """What the samples of a microbatch must be a multiple of, for every region to split them evenly."""
         regions = cls.regions(Activation(), sequence_sharded=False)
-        ways = [math.prod(sizes[axis] for axis in r.batch) for r in (regions.user, regions.outer, regions.inner)]
+        ways = [math.prod(sizes[axis] for axis in x.batch) for x in (regions.user, regions.outer, regions.inner)]
         return math.lcm(*ways)
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         """The ways to compute a ``column`` linear (outer to inner) or a ``row`` linear (inner to outer).
 
-        Of several the one that moves fewer bytes is taken (`colossus.tensor_parallel.choice`). A linear that stands
-        alone may take any of either; an embedding is a column linear read backwards: its ids are one-hot rows over
-        the vocabulary.
+        Of several the one that moves fewest bytes is taken (`colossus.tensor_parallel.choice`). A linear outside of a
+        pair may take any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the
+        vocabulary.
         """
         raise NotImplementedError
 
@@ -120,12 +129,12 @@ def is_square(size: int) -> bool:
     return math.isqrt(size) ** 2 == size
 
 
-def square_side(size: int, what: str) -> int:
-    """The side q with q * q == size."""
+def square_side(size: int, name: str) -> int:
+    """The side q with q * q == size; ``name`` is the option in the error."""
     side = math.isqrt(size)
     if side * side != size:
-        near = " or ".join(str(q * q) for q in (side, side + 1))
+        near = either(nearest_powers(size, 2))
         raise ValueError(
-            f"{what} = {size} is not a square (q x q); use {near}, or give parallel.tensor.shape for a rectangle"
+            f"{name} = {size} is not a square (q x q); use {near}, or give parallel.tensor.shape for a rectangle"
         )
     return side

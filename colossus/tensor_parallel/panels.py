@@ -1,6 +1,6 @@
 """The products of the distributed matmul, streamed: one panel is multiplied while the next one travels.
 
-C [.., c] = A [.., r] @ B [c, r].T, with B whole. Either A is gathered, or C is reduced, panel by panel:
+C [.., c] = A [.., r] @ B [c, r].T, with B on the rank. Either A is gathered, or C is reduce-scattered, panel by panel:
 
 | gathered or reduced along | in a panel |
 |---|---|
@@ -10,7 +10,7 @@ C [.., c] = A [.., r] @ B [c, r].T, with B whole. Either A is gathered, or C is 
 | C, another dim | A's rows p @ B.T, sent to rank p |
 
 The weight's gradient [c, r] = dY [.., c].T @ X [.., r] streams X the same way. (The loop over panels is SUMMA's, van de
-Geijn and Watts 1997; that it starts with one's own panel is Cannon's idea of 1969.)
+Geijn and Watts 1997; that each rank starts with its own panel is Cannon's idea of 1969.)
 """
 
 from __future__ import annotations
@@ -21,47 +21,54 @@ import torch
 from torch import Tensor
 
 from colossus.comm.collectives import Pending, is_recorded
-from colossus.comm.ring import gather_parts, reduce_parts
-from colossus.tensor_parallel.route import Step, run
+from colossus.comm.streamed import stream_all_gather, stream_reduce_scatter
+from colossus.tensor_parallel.route import BoundMove, run
 
 
 def product(
-    a: Tensor, b: Tensor, gather: Sequence[Step], reduce: Sequence[Step], bias: Tensor | None = None, *, panels: bool
+    a: Tensor,
+    b: Tensor,
+    gather: Sequence[BoundMove],
+    reduce: Sequence[BoundMove],
+    bias: Tensor | None = None,
+    *,
+    panels: bool,
 ) -> Pending:
     """A @ B.T with A moved by ``gather`` before and the product moved by ``reduce`` after; the last move is started.
 
     Args:
-        a: the rank's part as stored.
-        b: [c, r] as used.
-        bias: [c] of the product as made, or None.
+        a: as stored; [.., r] once it is gathered.
+        b: [c, r], gathered.
+        bias: [c], added to the product before it is reduced, or None.
+        panels: whether the last gather or the first reduce-scatter is streamed.
     """
     if panels and not is_recorded():
         if reduce and reduce[0].operation == "reduce_scatter" and _divides(a, b, reduce[0]):
             a = run(gather, a).wait()
-            return run(reduce[1:], _scattered(a, b, bias, reduce[0]), owned=True)
+            return run(reduce[1:], _product_with_scattered_c(a, b, bias, reduce[0]), owned=True)
         if gather and gather[-1].operation == "gather":
             a = run(gather[:-1], a).wait()
-            return run(reduce, _gathered(a, b, bias, gather[-1]), owned=True)
+            return run(reduce, _product_with_gathered_a(a, b, bias, gather[-1]), owned=True)
     a = run(gather, a).wait()
     return run(reduce, torch.nn.functional.linear(a, b, bias), owned=True)
 
 
-def gathered_weight_gradient(dy: Tensor, x: Tensor, gather: Sequence[Step], *, panels: bool) -> Tensor:
-    """dY.T @ X with X moved by ``gather`` before: [c, r] as made."""
+def wgrad_product(dy: Tensor, x: Tensor, gather: Sequence[BoundMove], *, panels: bool) -> Tensor:
+    """dY.T @ X with X moved by ``gather`` before: [c, r], still to be reduced."""
     if not (panels and gather and gather[-1].operation == "gather") or is_recorded():
         return flat(dy).t() @ flat(run(gather, x).wait())
     x = run(gather[:-1], x).wait()
-    step = gather[-1]
-    columns = step.dim == x.dim() - 1
-    size = x.shape[step.dim]
-    out = dy.new_empty(dy.shape[-1], x.shape[-1] * (step.group.size if columns else 1))
+    move = gather[-1]
+    columns = move.dim == x.dim() - 1
+    size = x.shape[move.dim]
+    out = dy.new_empty(dy.shape[-1], x.shape[-1] * (move.group.size if columns else 1))
     first = True
-    for rank, part in gather_parts(x, step.group):
+    for rank, shard in stream_all_gather(x, move.group):
         if columns:
-            torch.mm(flat(dy).t(), flat(part), out=out[:, rank * size : (rank + 1) * size])
+            torch.mm(flat(dy).t(), flat(shard), out=out[:, rank * size : (rank + 1) * size])
         else:
-            rows = flat(dy.narrow(step.dim, rank * size, size)).t()
-            out = torch.mm(rows, flat(part), out=out) if first else out.addmm_(rows, flat(part))
+            rows = flat(dy.narrow(move.dim, rank * size, size)).t()
+            out = torch.mm(rows, flat(shard), out=out) if first else out.addmm_(rows, flat(shard))
             first = False
     return out
 
@@ -71,56 +78,56 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _gathered(a: Tensor, b: Tensor, bias: Tensor | None, step: Step) -> Tensor:
-    size, n = a.shape[step.dim], step.group.size
-    if step.dim == a.dim() - 1:
+def _product_with_gathered_a(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundMove) -> Tensor:
+    size, n = a.shape[move.dim], move.group.size
+    if move.dim == a.dim() - 1:
         out = a.new_empty(flat(a).shape[0], b.shape[0])
         first = True
-        for rank, part in gather_parts(a, step.group):
+        for rank, shard in stream_all_gather(a, move.group):
             panel = b[:, rank * size : (rank + 1) * size].t()
             if not first:
-                out.addmm_(flat(part), panel)
+                out.addmm_(flat(shard), panel)
             elif bias is None:
-                torch.mm(flat(part), panel, out=out)
+                torch.mm(flat(shard), panel, out=out)
             else:
-                torch.addmm(bias, flat(part), panel, out=out)
+                torch.addmm(bias, flat(shard), panel, out=out)
             first = False
         return out.view(*a.shape[:-1], b.shape[0])
     shape = [*a.shape[:-1], b.shape[0]]
-    shape[step.dim] *= n
+    shape[move.dim] *= n
     out = a.new_empty(shape)
-    for rank, part in gather_parts(a, step.group):
-        _into(out.narrow(step.dim, rank * size, size), part, b, bias)
+    for rank, shard in stream_all_gather(a, move.group):
+        _linear_out(out.narrow(move.dim, rank * size, size), shard, b, bias)
     return out
 
 
-def _scattered(a: Tensor, b: Tensor, bias: Tensor | None, step: Step) -> Tensor:
-    n = step.group.size
+def _product_with_scattered_c(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundMove) -> Tensor:
+    n = move.group.size
     shape = [*a.shape[:-1], b.shape[0]]
-    shape[step.dim] //= n
-    size = shape[step.dim]
+    shape[move.dim] //= n
+    size = shape[move.dim]
 
     def columns(rank: int, out: Tensor) -> None:
         span = slice(rank * size, (rank + 1) * size)
-        _into(out, a, b[span], None if bias is None else bias[span])
+        _linear_out(out, a, b[span], None if bias is None else bias[span])
 
     def rows(rank: int, out: Tensor) -> None:
-        _into(out, a.narrow(step.dim, rank * size, size), b, bias)
+        _linear_out(out, a.narrow(move.dim, rank * size, size), b, bias)
 
-    return reduce_parts(columns if step.dim == a.dim() - 1 else rows, a, shape, step.group)
+    return stream_reduce_scatter(columns if move.dim == a.dim() - 1 else rows, a, shape, move.group)
 
 
-def _into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    """out = a @ b.T + bias, where it lies."""
-    where = out.view(-1, out.shape[-1]) if out.is_contiguous() else torch.empty_like(out).view(-1, out.shape[-1])
+def _linear_out(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """out[...] = a @ b.T + bias; without a copy where ``out`` is contiguous."""
+    result = out.view(-1, out.shape[-1]) if out.is_contiguous() else torch.empty_like(out).view(-1, out.shape[-1])
     if bias is None:
-        torch.mm(flat(a), b.t(), out=where)
+        torch.mm(flat(a), b.t(), out=result)
     else:
-        torch.addmm(bias, flat(a), b.t(), out=where)
+        torch.addmm(bias, flat(a), b.t(), out=result)
     if not out.is_contiguous():
-        out.copy_(where.view(out.shape))
+        out.copy_(result.view(out.shape))
 
 
-def _divides(a: Tensor, b: Tensor, step: Step) -> bool:
-    size = b.shape[0] if step.dim == a.dim() - 1 else a.shape[step.dim]
-    return size % step.group.size == 0
+def _divides(a: Tensor, b: Tensor, move: BoundMove) -> bool:
+    size = b.shape[0] if move.dim == a.dim() - 1 else a.shape[move.dim]
+    return size % move.group.size == 0

@@ -17,8 +17,12 @@ from colossus.layout.moves import Move
 
 
 @dataclass(frozen=True)
-class Step:
-    """One move. ``rows``: of a fused weight, how many rows of dim 0 each output has in a rank's part."""
+class BoundMove:
+    """One move over the ranks of a group.
+
+    Attributes:
+        rows: of a fused weight, the rows of dim 0 that each output has in a rank's shard; else empty.
+    """
 
     operation: str
     group: AxisGroup
@@ -30,56 +34,60 @@ class Step:
         if len(self.rows) < 2 or self.dim != 0:
             return start(self.operation, x, self.group, self.dim, self.to_dim, owned=owned)
         outputs, ranks = len(self.rows), self.group.size
-        if len(set(self.rows)) == 1:  # as one dim more: no copy beside the collective's own
+        if len(set(self.rows)) == 1:  # outputs as a dim of their own: no copy but the collective's
             return start(self.operation, x.unflatten(0, (outputs, -1)), self.group, 1).then(lambda y: y.flatten(0, 1))
         if self.operation == "gather":
-            return start("gather", x, self.group, 0).then(lambda y: by_output(y, self.rows, ranks))
-        return start(self.operation, by_rank(x, self.rows, ranks), self.group, 0)
+            return start("gather", x, self.group, 0).then(lambda y: to_output_major(y, self.rows, ranks))
+        return start(self.operation, to_rank_major(x, self.rows, ranks), self.group, 0)
 
 
-def by_output(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
-    """[rank, output, ..] rows to [output, rank, ..]."""
-    blocks = [block.split(list(rows)) for block in x.chunk(ranks)]
-    return torch.cat([block[output] for output in range(len(rows)) for block in blocks])
+def to_output_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
+    """Rows in the order [rank, output] to [output, rank]; ``rows`` of each output on one rank. A copy."""
+    shards = [shard.split(list(rows)) for shard in x.chunk(ranks)]
+    return torch.cat([shard[output] for output in range(len(rows)) for shard in shards])
 
 
-def by_rank(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
-    """[output, rank, ..] rows to [rank, output, ..]."""
-    outputs = [part.chunk(ranks) for part in x.split([count * ranks for count in rows])]
-    return torch.cat([part[rank] for rank in range(ranks) for part in outputs])
+def to_rank_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
+    """Rows in the order [output, rank] to [rank, output]; ``rows`` of each output on one rank. A copy."""
+    outputs = [output.chunk(ranks) for output in x.split([count * ranks for count in rows])]
+    return torch.cat([output[rank] for rank in range(ranks) for output in outputs])
 
 
 @dataclass(frozen=True)
 class Route:
-    """Moves of one operand: ``forward`` in forward, ``backward`` for its gradient."""
+    """The moves of one operand (``forward``) and of its gradient (``backward``), each in the order they run in."""
 
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[BoundMove, ...]
+    backward: tuple[BoundMove, ...]
 
     @classmethod
     def of(cls, moves: Sequence[Move], context: ParallelContext, rows: Sequence[int] = ()) -> Route:
-        """Args: ``rows`` of each output in the stored part of a fused weight."""
-        forward: list[Step] = []
-        backward: list[Step] = []
-        held = tuple(rows)
+        """Bind moves to the groups of a context.
+
+        Args:
+            rows: of a fused weight, the rows that each output has in the rank's stored shard.
+        """
+        forward: list[BoundMove] = []
+        backward: list[BoundMove] = []
+        local_rows = tuple(rows)
         for move in moves:
             group = context.group(move.axes)
             n = math.prod(context.grid.sizes[axis] for axis in move.axes)
             if move.forward != "identity":
-                forward.append(Step(move.forward, group, move.dim, move.to_dim, held))
+                forward.append(BoundMove(move.forward, group, move.dim, move.to_dim, local_rows))
             if move.backward != "identity":
                 dims = (move.to_dim, move.dim) if move.backward == "all_to_all" else (move.dim, move.to_dim)
-                backward.insert(0, Step(move.backward, group, *dims, held))
+                backward.insert(0, BoundMove(move.backward, group, *dims, local_rows))
             if move.dim == 0 and move.forward == "gather":
-                held = tuple(count * n for count in held)
+                local_rows = tuple(count * n for count in local_rows)
         return cls(tuple(forward), tuple(backward))
 
 
-def run(steps: Sequence[Step], x: Tensor, *, owned: bool = False) -> Pending:
-    """Make the moves; the last one is only started."""
-    if not steps:
+def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:
+    """Make the moves, of which the last is only started. ``owned``: ``x`` may be overwritten."""
+    if not moves:
         return Ready(x)
-    for step in steps[:-1]:
-        x = step.start(x, owned=owned).wait()
+    for move in moves[:-1]:
+        x = move.start(x, owned=owned).wait()
         owned = True
-    return steps[-1].start(x, owned=owned)
+    return moves[-1].start(x, owned=owned)

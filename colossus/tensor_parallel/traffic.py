@@ -1,74 +1,44 @@
 """What a matmul moves, as a formula: calls and elements that one rank sends, from its sharding and sizes. No torch.
 
 The moves of every mode follow from its sharding, so one formula serves all; `tests/tensor_parallel/test_traffic.py`
-holds it equal to what is counted when the layers run. Elements are the nominal count of ring algorithms (see
-`colossus.comm.accounting`).
+holds it equal to what is counted when the layers run. Elements are the nominal count of `colossus.comm.cost`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from colossus.comm.cost import Traffic, move_traffic
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.mode import AxisSizes, MatmulSharding
 
-Sizes = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives that one rank starts, and elements that it sends in them."""
-
-    calls: int = 0
-    elements: float = 0.0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.elements + other.elements)
-
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.calls * times, self.elements * times)
-
-
-def _share(operation: str, n: int) -> float:
-    """Elements sent for one element that the rank holds before the operation, over ``n`` ranks."""
-    if n == 1 or operation in ("identity", "slice", "pad"):
-        return 0.0
-    if operation == "gather":
-        return n - 1
-    return (2 if operation == "sum" else 1) * (n - 1) / n  # reduce_scatter and all_to_all send (n-1)/n
-
-
+#: a move over n ranks leaves a rank n ** this times as many elements as it had
 _GROWTH = {"gather": 1, "pad": 1, "reduce_scatter": -1, "slice": -1}
 
 
 @dataclass(frozen=True)
 class RouteTraffic:
-    """Of one operand: towards the multiplication (or away from it, for y), and its gradient the other way."""
+    """Of one operand: of its moves in forward, and of those of its gradient in backward."""
 
     forward: Traffic
     backward: Traffic
 
 
-def route(source: Layout, target: Layout, elements: int, sizes: Sizes) -> RouteTraffic:
+def route_traffic(source: Layout, target: Layout, elements: int, sizes: AxisSizes) -> RouteTraffic:
     """Traffic of the moves from ``source`` to ``target`` of a tensor with ``elements`` elements in all."""
-    held = elements / math.prod(source.num_shards(sizes))
+    local = elements / math.prod(source.num_shards(sizes))
     forward = backward = Traffic()
     for move in moves(source, target):
         n = math.prod(sizes[axis] for axis in move.axes)
-        after = held * float(n) ** _GROWTH.get(move.forward, 0)
-        forward += _one(move.forward, n, held)
-        backward += _one(move.backward, n, after)
-        held = after
+        after = local * float(n) ** _GROWTH.get(move.forward, 0)
+        forward += move_traffic(move.forward, n, local)
+        backward += move_traffic(move.backward, n, after)
+        local = after
     return RouteTraffic(forward, backward)
-
-
-def _one(operation: str, n: int, held: float) -> Traffic:
-    share = _share(operation, n)
-    return Traffic(1, share * held) if share else Traffic()
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,7 @@ class MatmulTraffic:
         """Of the gradients of x and w.
 
         Args:
-            keep: x as gathered is kept from forward; else it is gathered again.
+            keep: the gathered x is kept from forward; else it is gathered again.
             weights: scope of the weight (see `colossus.tensor_parallel.weight_store`); ``step`` counts one microbatch
                 of a step.
         """
@@ -99,8 +69,8 @@ class MatmulTraffic:
         if weights != "step":
             return each * microbatches
         once = self.w.forward + self.w.backward
-        apart = Traffic(each.calls - once.calls, each.elements - once.elements)
-        return apart * microbatches + once
+        activations = Traffic(each.calls - once.calls, each.elements - once.elements)
+        return activations * microbatches + once
 
 
 def matmul_traffic(
@@ -109,19 +79,19 @@ def matmul_traffic(
     target: Activation,
     shape: Sequence[int],
     out_features: int,
-    sizes: Sizes,
+    sizes: AxisSizes,
 ) -> MatmulTraffic:
     """Traffic of one linear for x of global ``shape`` [.., in_features] per data replica.
 
     Args:
-        source, target: how x is stored before and y after.
-        shape: of the whole x, over all axes that split it.
-        out_features: of y, all parts of a fused linear together.
+        source, target: layouts in which x comes and y is wanted.
+        shape: global, over all axes that split x.
+        out_features: of y, the sum of all outputs of a fused linear.
         sizes: ranks along each axis.
     """
     ndim, rows = len(shape), math.prod(shape[:-1])
     return MatmulTraffic(
-        x=route(source.at(ndim), sharding.x.at(ndim), rows * shape[-1], sizes),
-        w=route(sharding.weight, sharding.weight_used, shape[-1] * out_features, sizes),
-        y=route(sharding.y.at(ndim), target.at(ndim), rows * out_features, sizes),
+        x=route_traffic(source.at(ndim), sharding.x.at(ndim), rows * shape[-1], sizes),
+        w=route_traffic(sharding.weight, sharding.gathered_weight, shape[-1] * out_features, sizes),
+        y=route_traffic(sharding.y.at(ndim), target.at(ndim), rows * out_features, sizes),
     )

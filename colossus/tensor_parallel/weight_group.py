@@ -11,88 +11,92 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
-from colossus.tensor_parallel.route import Route, by_output, by_rank
+from colossus.tensor_parallel.route import Route, to_output_major, to_rank_major
 
 
 @dataclass(frozen=True)
-class Member:
-    """A weight with its route: one gather there, one reduce-scatter back."""
+class GroupedWeight:
+    """A weight with its route: one gather in forward, one reduce-scatter of its gradient."""
 
     weight: nn.Parameter
     route: Route
 
     @property
-    def can_join(self) -> bool:
-        return [step.operation for step in self.route.forward] == ["gather"]
+    def can_coalesce(self) -> bool:
+        """Whether the weight is moved by one all-gather, as a group of weights can be."""
+        return [move.operation for move in self.route.forward] == ["gather"]
 
 
 @dataclass(eq=False)
 class WeightGroup:
-    """Weights that are used one after the other. All must be gathered over the same group.
+    """Weights that are needed one after the other. All must be gathered over the same group.
 
     Attributes:
-        used: as gathered and not asked for yet, with the version of the weight.
-        gradients: made and not reduced yet.
+        gathered: by id, weights that were gathered and not taken yet, with the version each had.
+        gradients: by id, gradients that are not reduced yet.
     """
 
-    members: Sequence[Member]
-    used: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
+    members: Sequence[GroupedWeight]
+    gathered: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def group(self) -> AxisGroup:
         return self.members[0].route.forward[0].group
 
-    def fetch(self, weight: Tensor) -> Tensor:
-        """The weight as used; the first that is asked for brings the others."""
-        held = self.used.pop(id(weight), None)
-        if held is not None and held[0] == weight._version:
-            return held[1]
+    def gather(self, weight: Tensor) -> Tensor:
+        """The gathered weight; asking for the first one gathers all."""
+        version, gathered = self.gathered.pop(id(weight), (None, None))
+        if gathered is not None and version == weight._version:
+            return gathered
         flat = torch.cat([member.weight.detach().reshape(-1) for member in self.members])
-        gathered = collectives.all_gather(flat, self.group).wait().view(self.group.size, -1)
-        parts = gathered.split([member.weight.numel() for member in self.members], dim=1)
-        for member, part in zip(self.members, parts, strict=True):
-            used = _assemble(member, part.unflatten(1, member.weight.shape))
-            self.used[id(member.weight)] = member.weight._version, used
-        return self.used.pop(id(weight))[1]
+        shards = collectives.all_gather(flat, self.group).wait().view(self.group.size, -1)
+        by_member = shards.split([member.weight.numel() for member in self.members], dim=1)
+        for member, stacked in zip(self.members, by_member, strict=True):
+            gathered = _unstack(member, stacked.unflatten(1, member.weight.shape))
+            self.gathered[id(member.weight)] = member.weight._version, gathered
+        return self.gathered.pop(id(weight))[1]
 
     def reduce(
         self, weight: Tensor, gradient: Tensor, accumulate_grad: Callable[[Tensor, Tensor], None]
     ) -> Pending | None:
-        """The stored part of a gradient once those of all members are there; theirs are delivered then."""
-        held = self.gradients.get(id(weight))
-        self.gradients[id(weight)] = gradient if held is None else held.add_(gradient)
+        """The rank's shard of a gradient once the gradients of all members are there, else None.
+
+        The shards of the other members are then given to ``accumulate_grad(weight, shard)``.
+        """
+        earlier = self.gradients.get(id(weight))
+        self.gradients[id(weight)] = gradient if earlier is None else earlier.add_(gradient)
         wanted = [member for member in self.members if member.weight.requires_grad]
         if any(id(member.weight) not in self.gradients for member in wanted):
             return None
-        stacked = [_disassemble(member, self.gradients.pop(id(member.weight)), self.group.size) for member in wanted]
-        flat = torch.cat([part.flatten(1) for part in stacked], dim=1)
+        stacked = [_stack(member, self.gradients.pop(id(member.weight)), self.group.size) for member in wanted]
+        flat = torch.cat([shards.flatten(1) for shards in stacked], dim=1)
 
-        def take(mine: Tensor) -> Tensor:
+        def accumulate_others(reduced: Tensor) -> Tensor:
             own = None
-            for member, part in zip(wanted, mine[0].split([m.weight.numel() for m in wanted]), strict=True):
-                part = part.view(member.weight.shape)
+            for member, values in zip(wanted, reduced[0].split([m.weight.numel() for m in wanted]), strict=True):
+                shard = values.view(member.weight.shape)
                 if member.weight is weight:
-                    own = part
+                    own = shard
                 else:
-                    accumulate_grad(member.weight, part.clone())
+                    accumulate_grad(member.weight, shard.clone())
             assert own is not None
             return own
 
-        return collectives.reduce_scatter(flat, self.group).then(take)
+        return collectives.reduce_scatter(flat, self.group).then(accumulate_others)
 
 
-def _assemble(member: Member, parts: Tensor) -> Tensor:
-    """[rank, *stored] to the weight as used."""
-    step = member.route.forward[0]
-    if step.dim == 0:
-        return by_output(parts.flatten(0, 1), step.rows or (parts.shape[1],), len(parts))
-    return parts.movedim(0, step.dim).flatten(step.dim, step.dim + 1)
+def _unstack(member: GroupedWeight, shards: Tensor) -> Tensor:
+    """[rank, *stored shape] to the gathered weight."""
+    move = member.route.forward[0]
+    if move.dim == 0:
+        return to_output_major(shards.flatten(0, 1), move.rows or (shards.shape[1],), len(shards))
+    return shards.movedim(0, move.dim).flatten(move.dim, move.dim + 1)
 
 
-def _disassemble(member: Member, made: Tensor, ranks: int) -> Tensor:
-    """A gradient as made to [rank, *stored]."""
-    step = member.route.forward[0]
-    if step.dim == 0:
-        return by_rank(made, step.rows or (made.shape[0] // ranks,), ranks).unflatten(0, (ranks, -1))
-    return made.unflatten(step.dim, (ranks, -1)).movedim(step.dim, 0)
+def _stack(member: GroupedWeight, gradient: Tensor, ranks: int) -> Tensor:
+    """A gradient of the gathered weight to [rank, *stored shape]."""
+    move = member.route.forward[0]
+    if move.dim == 0:
+        return to_rank_major(gradient, move.rows or (gradient.shape[0] // ranks,), ranks).unflatten(0, (ranks, -1))
+    return gradient.unflatten(move.dim, (ranks, -1)).movedim(move.dim, 0)

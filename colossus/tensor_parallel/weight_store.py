@@ -1,6 +1,6 @@
-"""Fetching of weights, apart from the matmul: how long one is held as used, and when its gradient is reduced.
+"""When weights are gathered and their gradients reduced, and how long a gathered weight is kept.
 
-| scope | the weight is gathered | its gradient is reduced | held as used |
+| scope | the weight is gathered | its gradient is reduced | the gathered weight is kept |
 |---|---|---|---|
 | ``matmul`` | for each matmul, in forward and again in backward | after each | never |
 | ``microbatch`` | in forward | after each backward | from forward to backward |
@@ -17,39 +17,41 @@ from torch import Tensor
 
 from colossus.comm.collectives import Pending, Ready, is_recorded
 from colossus.tensor_parallel.route import Route, run
-from colossus.tensor_parallel.weight_group import Member, WeightGroup
+from colossus.tensor_parallel.weight_group import GroupedWeight, WeightGroup
 
 SCOPES = ("matmul", "microbatch", "step")
 
 
 @dataclass
-class _Held:
-    """A weight as used during a step, and the sum of its gradients so far, as made."""
+class _GatheredWeight:
+    """A weight that is kept gathered during a step, and the sum of its gradients so far, not reduced yet."""
 
     weight: Tensor
     route: Route
-    used: Tensor
+    gathered: Tensor
     gradient: Tensor | None = None
 
 
 class WeightStore:
-    """The weights of one model on this rank. The engine opens and closes steps; outside, ``step`` is ``microbatch``.
+    """The weights of one model on this rank.
+
+    The engine calls `begin_step` and `end_step`; outside of a step the scope ``step`` works as ``microbatch`` does.
 
     Attributes:
         scope: one of `SCOPES`.
+        coalesces: whether weights that are needed one after the other move in one collective.
     """
 
     def __init__(self, scope: str = "matmul", *, coalesce: bool = False) -> None:
         if scope not in SCOPES:
             raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
         self.scope = scope
-        #: whether weights that are used one after the other move in one collective
         self.coalesces = coalesce and scope != "step"
-        self._held: dict[int, _Held] = {}
+        self._gathered: dict[int, _GatheredWeight] = {}
         self._in_step = self._is_last = False
-        self._later: list[Callable[[], None]] | None = None
-        #: weights whose late gradients are being made
-        self._made: dict[int, Tensor] | None = None
+        self._deferred_wgrad: list[Callable[[], None]] | None = None
+        #: during `run_wgrad`, the weights whose hooks are to be called at its end
+        self._accumulated: dict[int, Tensor] | None = None
         self._groups: dict[int, WeightGroup] = {}
         self._coalesced: set[int] = set()
 
@@ -58,45 +60,46 @@ class WeightStore:
         """Whether backward uses the weight that forward gathered."""
         return self.scope != "matmul"
 
-    def fetch(self, weight: Tensor, route: Route) -> Pending:
-        """The weight as used in a multiplication."""
+    def gather(self, weight: Tensor, route: Route) -> Pending:
+        """The weight as it is multiplied: its shard moved by ``route.forward``, or what was kept of that."""
         group = self._group_of(weight)
         if group is not None:
-            return Ready(group.fetch(weight))
-        # a recorded gather is kept, and played back, by what records it
+            return Ready(group.gather(weight))
+        # under selective checkpointing the recorder keeps the gathered weight, and gives it back
         if not (self._in_step and self.scope == "step" and route.forward) or is_recorded():
             return run(route.forward, weight)
-        held = self._held.get(id(weight))
-        if held is None:
-            held = self._held[id(weight)] = _Held(weight, route, run(route.forward, weight.detach()).wait())
-        return Ready(held.used)
+        kept = self._gathered.get(id(weight))
+        if kept is None:
+            gathered = run(route.forward, weight.detach()).wait()
+            kept = self._gathered[id(weight)] = _GatheredWeight(weight, route, gathered)
+        return Ready(kept.gathered)
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
-        """The stored part of a weight's gradient from what one multiplication made; None when it comes later."""
+        """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later."""
         group = self._group_of(weight)
         if group is not None:
             return group.reduce(weight, gradient, self.accumulate_grad)
-        held = self._held.get(id(weight))
-        if held is None or is_recorded():
+        kept = self._gathered.get(id(weight))
+        if kept is None or is_recorded():
             return run(route.backward, gradient, owned=True)
-        held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
+        kept.gradient = gradient if kept.gradient is None else kept.gradient.add_(gradient)
         if not self._is_last:
             return None
-        total, held.gradient = held.gradient, None
+        total, kept.gradient = kept.gradient, None
         return run(route.backward, total, owned=True)
 
     def _group_of(self, weight: Tensor) -> WeightGroup | None:
-        """What a weight moves with just now."""
+        """The weights that this one moves with, within a step."""
         return self._groups.get(id(weight)) if self._in_step and not is_recorded() else None
 
     def is_coalesced(self, weight: Tensor) -> bool:
-        """Whether `coalesce` was called for it."""
+        """Whether `coalesce` was called for this weight."""
         return id(weight) in self._coalesced
 
-    def coalesce(self, *members: Member) -> None:
-        """From here on, within steps, these weights are fetched together and their gradients reduced together."""
+    def coalesce(self, *members: GroupedWeight) -> None:
+        """From here on, within steps, gather these weights in one collective, and reduce their gradients in one."""
         self._coalesced.update(id(member.weight) for member in members)
-        if self.coalesces and all(member.can_join for member in members):
+        if self.coalesces and all(member.can_coalesce for member in members):
             groups = {member.route.forward[0].group for member in members}
             dtypes = {member.weight.dtype for member in members}
             if len(groups) == len(dtypes) == 1:
@@ -107,23 +110,23 @@ class WeightStore:
 
     def begin_step(self) -> None:
         """Weights do not change from here to `end_step`."""
-        self._held.clear()
+        self._gathered.clear()
         self._in_step, self._is_last = True, False
 
-    def arm(self, last: bool = True) -> None:
-        """Whether backwards from here on are the last to use their weights in this step."""
-        self._is_last = last
+    def set_last_microbatch(self, is_last: bool = True) -> None:
+        """Whether backwards from here on are those of a step's last microbatch, after which gradients are reduced."""
+        self._is_last = is_last
 
     def flush(self, only: Container[int] | None = None) -> None:
-        """Reduce what no backward has reduced (a weight that the last microbatch did not use), and let go of it.
+        """Reduce gradients that no backward has (of weights that the last microbatch did not use); free the weights.
 
         Args:
-            only: ids of the weights that are meant, of those that move together all or none; None: all.
+            only: ids of the weights to flush, of coalesced ones all or none; None: all.
         """
-        for key in [key for key in self._held if only is None or key in only]:
-            held = self._held.pop(key)
-            if held.gradient is not None:
-                self.accumulate_grad(held.weight, run(held.route.backward, held.gradient, owned=True).wait())
+        for key in [key for key in self._gathered if only is None or key in only]:
+            kept = self._gathered.pop(key)
+            if kept.gradient is not None:
+                self.accumulate_grad(kept.weight, run(kept.route.backward, kept.gradient, owned=True).wait())
         for group in dict.fromkeys(self._groups.values()):
             for member in group.members:
                 if only is None or id(member.weight) in only:
@@ -132,70 +135,71 @@ class WeightStore:
                         self.accumulate_grad(member.weight, run(member.route.backward, gradient, owned=True).wait())
 
     def end_step(self) -> None:
-        """`flush` everything, and let go."""
+        """`flush` all weights, and close the step."""
         try:
             self.flush()
         finally:
             self.abandon_step()
 
     def abandon_step(self) -> None:
-        """Let go of everything without reducing it."""
-        self._held.clear()
+        """Close the step, without reducing what is left."""
+        self._gathered.clear()
         for group in self._groups.values():
-            group.used.clear()
+            group.gathered.clear()
             group.gradients.clear()
         self._in_step = self._is_last = False
 
-    # -- deferred weight gradients ------------------------------------------------------------------------
+    # -- deferred wgrad -----------------------------------------------------------------------------------
 
     @property
-    def is_deferring(self) -> bool:
-        return self._later is not None
+    def defers_wgrad(self) -> bool:
+        """Whether backward runs inside of `deferred_wgrad`."""
+        return self._deferred_wgrad is not None
 
-    def can_defer(self, weight: Tensor) -> bool:
-        """Whether the gradient of a weight is to be made later. Hooks on it must see it once, where they expect it."""
-        return self.is_deferring and not weight._backward_hooks
+    def can_defer_wgrad(self, weight: Tensor) -> bool:
+        """Whether wgrad of this weight is left for later. Not with hooks on it: they belong to the usual backward."""
+        return self.defers_wgrad and not weight._backward_hooks
 
-    def defer(self, work: Callable[[], None]) -> None:
-        """Keep the making of a weight gradient for later."""
-        assert self._later is not None
-        self._later.append(work)
+    def defer_wgrad(self, task: Callable[[], None]) -> None:
+        """Leave ``task``, the wgrad of one use of a weight, to `run_wgrad`."""
+        assert self._deferred_wgrad is not None
+        self._deferred_wgrad.append(task)
 
     def accumulate_grad(self, weight: Tensor, gradient: Tensor) -> None:
-        """Add a gradient that did not come through autograd, past hooks on the weight, and tell who waits for it."""
+        """Add a gradient to ``weight.grad`` as autograd would, with the hooks of the weight before and after."""
         _accumulate(weight, gradient)
-        if self._made is None:
+        if self._accumulated is None:
             _run_grad_hooks(weight)
         else:
-            self._made[id(weight)] = weight
+            self._accumulated[id(weight)] = weight
 
-    def run_wgrad(self, work: list[Callable[[], None]]) -> None:
-        """Do what `deferring` left. Who waits for a gradient is told once, when all uses of the weight are in it."""
-        self._made = {}
+    def run_wgrad(self, tasks: list[Callable[[], None]]) -> None:
+        """Run the wgrads that `deferred_wgrad` left. Post-accumulate hooks run once for each weight, at the end."""
+        self._accumulated = {}
         try:
-            for piece in work:
-                piece()
+            for task in tasks:
+                task()
         finally:
-            made, self._made = self._made, None
-        for weight in made.values():
+            accumulated, self._accumulated = self._accumulated, None
+        for weight in accumulated.values():
             _run_grad_hooks(weight)
 
     @contextmanager
-    def deferring(self) -> Iterator[list[Callable[[], None]]]:
-        """Backward inside the block makes the gradients of inputs only; the list it gives makes those of weights.
+    def deferred_wgrad(self) -> Iterator[list[Callable[[], None]]]:
+        """Backward inside the block runs dgrad only, and leaves wgrad in the list that the block is given.
 
-        Each entry computes the gradient of one use of a weight, reduces it and puts it into ``weight.grad`` (see
+        Each entry computes the gradient of one use of a weight, reduces it and adds it to ``weight.grad`` (see
         `run_wgrad`): the separate backward of weights that zero-bubble schedules need (2401.10241).
         """
-        outer, self._later = self._later, []
+        outer, self._deferred_wgrad = self._deferred_wgrad, []
         try:
-            yield self._later
+            yield self._deferred_wgrad
         finally:
-            self._later = outer
+            self._deferred_wgrad = outer
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add a gradient that did not come through autograd, as autograd would."""
+    """``weight.grad += gradient``, after the weight's hooks."""
     for hook in list((weight._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -203,6 +207,6 @@ def _accumulate(weight: Tensor, gradient: Tensor) -> None:
 
 
 def _run_grad_hooks(weight: Tensor) -> None:
-    """Call those who wait for a gradient."""
-    for told in list((weight._post_accumulate_grad_hooks or {}).values()):
-        told(weight)
+    """Call the post-accumulate hooks of a weight."""
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)

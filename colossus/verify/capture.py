@@ -1,32 +1,172 @@
-"""Watches forward passes from outside: which samples came in, what each module gave."""
+"""The hook that both runs carry: it turns dropout off, and writes down what the forwards and steps compute."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.engine.engine import Engine
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
 from colossus.layers.layer import Layer
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import to_user
+from colossus.layout.parameter import logical_parameters, spec_of
+from colossus.layout.redistribute import gather
 from colossus.nest import tensors
-from colossus.verify.fingerprints import row_prints, sample_keys
-from colossus.verify.records import Call, Output, RankStep
+from colossus.verify.disable_dropout import DisabledDropout
+from colossus.verify.records import (
+    Call,
+    Output,
+    ParameterInfo,
+    RankInfo,
+    RankStep,
+    Records,
+    fingerprint,
+    row_fingerprints,
+    sample_keys,
+)
+
+
+class Recorder(Hook):
+    """Turns dropout off, and records every step of the run.
+
+    Gradients are taken before the optimizer sees them, and divided by the factor of clipping: that factor is a
+    function of the global norm, so that one wrong gradient would otherwise change all of them.
+
+    Args:
+        folder: where to write; the same on all ranks.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self._gradients: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, Tensor] = {}
+        self._order: dict[str, None] = {}
+
+    def on_train_start(self, engine: Engine) -> None:
+        context, model = engine.context, engine.model
+        self.records = Records(self.folder, context.world_size)
+        self._dropout = DisabledDropout(model)
+        self._capture = ForwardCapture(model, engine.pipeline.last_stage)
+        engine.stages.observers.append(self._capture)
+        torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
+        self._record_order(model)
+        engine.optimizer.register_step_pre_hook(lambda *_: self._capture_gradients(engine))
+        self._write_weights(engine, 0)
+
+    def _record_order(self, model: nn.Module) -> None:
+        names: dict[nn.Parameter, list[str]] = {}
+        for logical in logical_parameters(model):
+            names.setdefault(logical.parameter, []).append(logical.name)
+        for parameter in names:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda done: self._order.update(dict.fromkeys(names[done]))
+                )
+
+    def _capture_gradients(self, engine: Engine) -> None:
+        self._gradients = full_state_dict(engine.model, engine.context, gradients=True)
+        self._fingerprints = _own_fingerprints(engine, self._gradients, gradients=True)
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        context, step = engine.context, self._capture.take()
+        step.loss, step.tokens, step.grad_norm = result.loss, result.tokens, result.grad_norm
+        step.order, self._order = list(self._order), {}
+        limit = engine.config.train.clip_grad_norm
+        factor = 1.0 if limit is None else min(1.0, limit / (result.grad_norm + 1e-6))
+        step.gradients = {name: held / factor for name, held in self._fingerprints.items()}
+        if context.rank == 0:
+            gradients = {name: grad / factor for name, grad in self._gradients.items()}
+            self.records.write(gradients, "gradients", step=result.step)
+        self._gradients = {}
+        step.weights = self._write_weights(engine, result.step)
+        self.records.write(step, "step", context.rank, result.step)
+
+    def on_train_end(self, engine: Engine) -> None:
+        context = engine.context
+        norms = [
+            name or type(module).__name__
+            for name, module in engine.model.named_modules()
+            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+        ]
+        info = RankInfo(
+            batch_shard=context.index(model_parallel_of(context).regions.user.batch),
+            modules=self._capture.modules,
+            rank_of=dict(engine.pipeline.rank_of),
+            without_dropout=(*self._dropout.modules, *sorted(self._dropout.calls)),
+            batch_norms=tuple(norms),
+            parameters=_parameter_info(engine),
+        )
+        self.records.write(info, "info", context.rank)
+
+    def _write_weights(self, engine: Engine, step: int) -> dict[str, Tensor]:
+        """Write the full state (on rank 0), and return the fingerprints of what this rank holds of it."""
+        weights = full_state_dict(engine.model, engine.context)
+        if engine.context.rank == 0:
+            self.records.write(weights, "weights", step=step)
+        fingerprints = _own_fingerprints(engine, weights)
+        if step == 0:
+            self.records.write(fingerprints, "start", engine.context.rank)
+        return fingerprints
+
+
+def _own_fingerprints(engine: Engine, full: dict[str, Tensor], *, gradients: bool = False) -> dict[str, Tensor]:
+    """Fingerprints of the full tensors of which this rank holds a shard.
+
+    ``full`` takes a parameter that stages share from the first of them; here it is gathered from this rank's stage.
+    """
+    context, model = engine.context, engine.model
+    shared = {id(parameter) for parameter, _ in engine.pipeline.tied_parameters(model)}
+    fingerprints = {}
+    for logical in logical_parameters(model):
+        held = logical.parameter.grad if gradients else logical.parameter.data
+        if held is None:
+            continue
+        value = full[logical.name]
+        if id(logical.parameter) in shared:
+            value = gather(logical.local(held), logical.layout, logical.shape, context)
+        fingerprints[logical.name] = fingerprint(value)
+    if not gradients:
+        fingerprints |= {name: fingerprint(buffer) for name, buffer in model.named_buffers() if name in full}
+    return fingerprints
+
+
+def _parameter_info(engine: Engine) -> dict[str, ParameterInfo]:
+    info, partition = {}, engine.pipeline.partition
+    for logical in logical_parameters(engine.model):
+        spec = spec_of(logical.parameter)
+        origin = spec.description.partition(" ")[0] if spec is not None else "plain parameter"
+        axes = gradient_sum_axes(logical.parameter, engine.context)
+        held = ParameterInfo(logical.shape, logical.layout, axes, origin)
+        if partition is not None:
+            name = logical.parameter_name
+            held = replace(held, stages=partition.stages_of[name], pipeline_ranks=partition.ranks_of(name))
+        info[logical.name] = held
+    return info
+
 
 MODEL = "the model"
-"""How the output of the whole model is named."""
+"""Name of the output of the full model."""
 
 
-class ForwardWatch:
-    """Notes the outputs of every module that works in the user layout, or can be brought to it.
+class ForwardCapture:
+    """Fingerprints the outputs of every module whose output is in the user layout, or can be moved to it.
 
-    It is an `Observer` of the engine's stages: the model itself is not called under a pipeline, so that its output is
-    what the last stage returns. What is inside of one of our layers computes on parts, in layouts that only the layer
-    knows, and is left alone. A module that runs again in backward (activation checkpointing) must make the same calls
-    as in forward, so prints are made there, too; like those of modules that a loss function calls, they are dropped
-    when the next forward begins.
+    It is a `ForwardObserver` of the engine's stages: a pipeline does not call the model itself, so the model's
+    output is what the last stage returns. Modules inside of one of our layers compute on shards, in layouts that
+    only the layer knows, and are skipped. Activation checkpointing runs a module again in backward, where it must
+    call the same collectives: fingerprints are taken there, too, and dropped when the next forward begins, like
+    those of modules that the loss function calls.
 
     Args:
         last: number of the last stage.
@@ -36,8 +176,8 @@ class ForwardWatch:
         self.modules = {name or MODEL: type(module).__name__ for name, module in visible_modules(model)}
         self._last, self._stage = last, 0
         self._counts: Counter[str] = Counter()
-        self._now: dict[Call, Output] = {}
-        self._parts: dict[Call, dict[int, Output]] = {}
+        self._forward: dict[Call, Output] = {}
+        self._outputs: dict[Call, dict[int, Output]] = {}
         self._calls: dict[tuple[int, str], int] = {}
         self._leaves: list[str] = []
         self._samples: dict[int, list[tuple[str, ...]]] = {}
@@ -48,50 +188,50 @@ class ForwardWatch:
     def begin(self, stage: int, microbatch: int) -> None:
         self._stage = stage
         self._counts.clear()
-        self._now = {}
+        self._forward = {}
 
-    def end(self, stage: int, microbatch: int, output: Any, part: Any) -> None:
-        """Keep the outputs whose dim 0 counts the samples; these come once, whatever stages the rank has."""
+    def end(self, stage: int, microbatch: int, output: Any, batch: Any) -> None:
+        """Keep the outputs whose dim 0 is the samples of ``batch``, this rank's shard of the microbatch."""
         if stage == self._last:
-            self._note(MODEL, output)
+            self._record(MODEL, output)
         if microbatch not in self._samples:
-            _, self._leaves, self._samples[microbatch] = sample_keys(part)
+            _, self._leaves, self._samples[microbatch] = sample_keys(batch)
         rows = len(self._samples[microbatch])
-        for call, held in self._now.items():
+        for call, held in self._forward.items():
             if held.rows.shape[0] == rows:
-                self._parts.setdefault(call, {})[microbatch] = held
+                self._outputs.setdefault(call, {})[microbatch] = held
         for name, count in self._counts.items():
             self._calls[stage, name] = max(count, self._calls.get((stage, name), 0))
-        self._now = {}
+        self._forward = {}
 
     def _hook(self, name: str) -> Any:
-        return lambda module, args, output: self._note(name, output)
+        return lambda module, args, output: self._record(name, output)
 
     @torch.no_grad()
-    def _note(self, name: str, output: Any) -> None:
+    def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            whole = to_user(tensor.detach())
-            if whole.dim():
+            value = to_user(tensor.detach())
+            if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
-                self._now[call] = Output(tuple(whole.shape[1:]), row_prints(whole))
+                self._forward[call] = Output(tuple(value.shape[1:]), row_fingerprints(value))
 
     def take(self) -> RankStep:
-        """What was seen since the last call: outputs that every microbatch had, with one shape."""
+        """What was captured since the last call: the outputs that every microbatch has, in one shape."""
         order = sorted(self._samples)
         outputs = {}
-        for call, parts in self._parts.items():
-            shapes = {part.shape for part in parts.values()}
-            if len(parts) == len(order) and len(shapes) == 1:
-                outputs[call] = Output(shapes.pop(), torch.cat([parts[microbatch].rows for microbatch in order]))
+        for call, held in self._outputs.items():
+            shapes = {output.shape for output in held.values()}
+            if len(held) == len(order) and len(shapes) == 1:
+                outputs[call] = Output(shapes.pop(), torch.cat([held[microbatch].rows for microbatch in order]))
         samples = [key for microbatch in order for key in self._samples[microbatch]]
-        seen = RankStep(leaves=self._leaves, samples=samples, outputs=outputs, calls=self._calls)
-        self._parts, self._samples, self._calls = {}, {}, {}
-        return seen
+        captured = RankStep(leaves=self._leaves, samples=samples, outputs=outputs, calls=self._calls)
+        self._outputs, self._samples, self._calls = {}, {}, {}
+        return captured
 
 
 def visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by name, but for those inside of our layers."""
+    """All modules by name, without those inside of our layers."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -3,132 +3,303 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from colossus.verify.difference import FLOOR, Gap, Trust, gap_of, gap_of_numbers, gap_of_rows, norm_of
-from colossus.verify.finding import Finding, Stage
-from colossus.verify.outputs import compare_outputs
-from colossus.verify.records import RankStep, Records
+from colossus.verify.difference import (
+    FLOOR,
+    ComparableWeights,
+    Difference,
+    difference_of,
+    difference_of_fingerprints,
+    difference_of_numbers,
+    norm_of,
+)
+from colossus.verify.records import Call, Output, RankStep, Records
+
+#: kind of a check -> what the report calls the things of that kind
+KINDS = {
+    "start": "initial values",
+    "data": "samples",
+    "output": "outputs of modules",
+    "count": "numbers of valid samples",
+    "loss": "losses",
+    "gradient": "gradients",
+    "norm": "gradient norms",
+    "weight": "weights after a step",
+    "copy": "copies on other ranks",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was compared.
+
+    Attributes:
+        name: of the parameter or module; empty for a number of the whole step.
+        rank: whose value it is, when the ranks were compared one by one.
+        message: what is wrong, when it is not a number that differs.
+        copy_of: for a copy, what it is a copy of (``gradient``).
+        other_rank: for a copy, the rank whose value it should have.
+        by_rank: for an output, the relative difference on each rank that has it; ``rank`` has the largest.
+        stage: for an output, the pipeline stage that computed it.
+    """
+
+    name: str
+    difference: Difference
+    rank: int | None = None
+    message: str = ""
+    copy_of: str = ""
+    other_rank: int = 0
+    by_rank: Mapping[int, float] = field(default_factory=dict)
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was compared of one kind at one step (0: before the first), the finding nearest to the cause first."""
+
+    kind: str
+    step: int
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass
+class Agreement:
+    """What was compared of one kind: how many, and the largest relative difference with its place."""
+
+    count: int = 0
+    largest: float = 0.0
+    where: str = ""
+
+    def add(self, check: Check, finding: Finding) -> None:
+        self.count += 1
+        if finding.difference.relative > self.largest:
+            self.largest, self.where = finding.difference.relative, place_of(check, finding)
+
+
+@dataclass
+class Verdict:
+    """What the comparison found.
+
+    Attributes:
+        agreements: by kind of check, in the order of first appearance; without the check that differs.
+        check: the first check that differs, None when all agree.
+        differing: its findings beyond the tolerance, the first one the nearest to the cause.
+        num_left_out: weights that are not compared, since rounding alone may have moved them.
+    """
+
+    agreements: dict[str, Agreement] = field(default_factory=dict)
+    check: Check | None = None
+    differing: list[Finding] = field(default_factory=list)
+    num_left_out: int = 0
+
+
+def compare(plan: Records, reference: Records, steps: int, tolerance: float) -> Verdict:
+    """Compare two runs of ``steps`` steps.
+
+    Args:
+        tolerance: largest relative difference that still agrees.
+
+    Raises:
+        NotComparable: when the run in one process gives no finite numbers.
+    """
+    verdict, comparable = Verdict(), ComparableWeights()
+    for check in checks(plan, reference, steps, comparable):
+        # not "greater than": a difference that is not a number must not pass
+        verdict.differing = [found for found in check.findings if not found.difference.relative <= tolerance]
+        if verdict.differing:
+            verdict.check = check
+            break
+        for finding in check.findings:
+            verdict.agreements.setdefault(check.kind, Agreement()).add(check, finding)
+    verdict.num_left_out = comparable.num_left_out
+    return verdict
+
+
+def place_of(check: Check, finding: Finding) -> str:
+    """``head, sample 3, step 2, rank 1``."""
+    words = [f"{finding.copy_of} of {finding.name}" if finding.copy_of else finding.name]
+    words.append(f"step {check.step}" if check.step else "")
+    words.append(f"rank {finding.rank}" if finding.rank is not None else "")
+    return ", ".join(filter(None, words))
 
 
 class NotComparable(ValueError):
-    """The one-process run itself gives numbers that are none."""
+    """The loss or gradient norm of the one-process run is not finite."""
 
 
-def stages(plan: Records, alone: Records, steps: int, trust: Trust) -> Iterator[Stage]:
-    """Every stage of the two runs; each is read when it is asked for.
+def checks(plan: Records, reference: Records, steps: int, comparable: ComparableWeights) -> Iterator[Check]:
+    """Every check of the two runs, in order; the records of a check are read when it is asked for.
 
     Raises:
         NotComparable: at a step whose loss or gradient norm is not finite in one process.
     """
-    yield Stage("start", 0, _weights(plan.whole("weights", 0), alone.whole("weights", 0), None))
-    yield Stage("copy", 0, _copies([plan.start(rank) for rank in range(plan.world_size)], "initial value"))
+    yield Check("start", 0, _weights(plan.full("weights", 0), reference.full("weights", 0), None))
+    yield Check("copy", 0, _copies([plan.start(rank) for rank in range(plan.world_size)], "initial value"))
     for step in range(1, steps + 1):
-        reference = alone.step(0, step)
-        if not (math.isfinite(reference.loss) and math.isfinite(reference.grad_norm)):
+        expected = reference.step(0, step)
+        if not (math.isfinite(expected.loss) and math.isfinite(expected.grad_norm)):
             raise NotComparable(
-                f"in one process step {step} has loss {reference.loss:g} and gradient norm {reference.grad_norm:g}"
+                f"in one process step {step} has loss {expected.loss:g} and gradient norm {expected.grad_norm:g}"
             )
         ranks = [plan.step(rank, step) for rank in range(plan.world_size)]
-        yield Stage("data", step, _data(ranks, [plan.facts(rank).batch_part for rank in range(len(ranks))], reference))
-        yield Stage("output", step, compare_outputs(ranks, reference))
-        yield Stage("count", step, [Finding("", gap_of_numbers(ranks[0].tokens, reference.tokens))])
-        yield Stage("loss", step, [Finding("", gap_of_numbers(ranks[0].loss, reference.loss))])
-        gradients = plan.whole("gradients", step), alone.whole("gradients", step)
-        yield Stage("gradient", step, _gradients(*gradients, reference.order))
-        yield Stage("copy", step, _copies([rank.gradients for rank in ranks], "gradient"))
-        yield Stage("norm", step, [Finding("", gap_of_numbers(ranks[0].grad_norm, reference.grad_norm))])
-        trust.learn(*gradients)
-        yield Stage("weight", step, _weights(plan.whole("weights", step), alone.whole("weights", step), trust))
-        yield Stage("copy", step, _copies([rank.weights for rank in ranks], "weight"))
+        shards = [plan.rank_info(rank).batch_shard for rank in range(plan.world_size)]
+        yield Check("data", step, _data(ranks, shards, expected))
+        yield Check("output", step, compare_outputs(ranks, expected))
+        yield Check("count", step, [Finding("", difference_of_numbers(ranks[0].tokens, expected.tokens))])
+        yield Check("loss", step, [Finding("", difference_of_numbers(ranks[0].loss, expected.loss))])
+        gradients = plan.full("gradients", step), reference.full("gradients", step)
+        yield Check("gradient", step, _gradients(*gradients, expected.order))
+        yield Check("copy", step, _copies([rank.gradients for rank in ranks], "gradient"))
+        yield Check("norm", step, [Finding("", difference_of_numbers(ranks[0].grad_norm, expected.grad_norm))])
+        comparable.update(*gradients)
+        yield Check("weight", step, _weights(plan.full("weights", step), reference.full("weights", step), comparable))
+        yield Check("copy", step, _copies([rank.weights for rank in ranks], "weight"))
 
 
-def _weights(plan: Mapping[str, Tensor], alone: Mapping[str, Tensor], trust: Trust | None) -> list[Finding]:
-    scale = FLOOR * norm_of(value for value in alone.values() if value.is_floating_point())
+def _weights(
+    plan: Mapping[str, Tensor], reference: Mapping[str, Tensor], comparable: ComparableWeights | None
+) -> list[Finding]:
+    scale = FLOOR * norm_of(value for value in reference.values() if value.is_floating_point())
     findings = []
-    for name in [*alone, *(name for name in plan if name not in alone)]:
-        wrong = _unlike(plan.get(name), alone.get(name))
+    for name in [*reference, *(name for name in plan if name not in reference)]:
+        wrong = _unlike(plan.get(name), reference.get(name))
         if wrong:
-            findings.append(Finding(name, Gap(math.inf), words=wrong))
+            findings.append(Finding(name, Difference(math.inf), message=wrong))
         else:
-            trusted = trust.of(name) if trust is not None else None
-            findings.append(Finding(name, gap_of(plan[name], alone[name], scale, trusted)))
+            mask = comparable.mask(name) if comparable is not None else None
+            findings.append(Finding(name, difference_of(plan[name], reference[name], scale, mask)))
     return findings
 
 
-def _gradients(plan: Mapping[str, Tensor], alone: Mapping[str, Tensor], order: list[str]) -> list[Finding]:
+def _gradients(plan: Mapping[str, Tensor], reference: Mapping[str, Tensor], order: list[str]) -> list[Finding]:
     """In the order of backward: a wrong gradient of an activation spoils those that are computed after it."""
-    scale = FLOOR * norm_of(alone.values())
+    scale = FLOOR * norm_of(reference.values())
     findings = []
-    for name in dict.fromkeys([*(name for name in order if name in alone), *alone, *plan]):
-        some = plan[name] if name in plan else alone[name]
+    for name in dict.fromkeys([*(name for name in order if name in reference), *reference, *plan]):
+        some = plan[name] if name in plan else reference[name]
         none = torch.zeros_like(some)
-        mine, other = plan.get(name, none), alone.get(name, none)
+        mine, other = plan.get(name, none), reference.get(name, none)
         wrong = _unlike(mine, other)
-        findings.append(Finding(name, Gap(math.inf) if wrong else gap_of(mine, other, scale), words=wrong))
+        findings.append(
+            Finding(name, Difference(math.inf) if wrong else difference_of(mine, other, scale), message=wrong)
+        )
     return findings
 
 
-def _unlike(plan: Tensor | None, alone: Tensor | None) -> str:
+def _unlike(plan: Tensor | None, reference: Tensor | None) -> str:
     if plan is None:
         return "the model has it in one process, but not under the plan: its constructor depends on the plan"
-    if alone is None:
+    if reference is None:
         return "the model has it under the plan, but not in one process: its constructor depends on the plan"
-    if plan.shape != alone.shape:
+    if plan.shape != reference.shape:
         return (
-            f"its full shape is {list(plan.shape)} under the plan and {list(alone.shape)} in one process: give layers "
-            f"full sizes, they take their part themselves"
+            f"its full shape is {list(plan.shape)} under the plan and {list(reference.shape)} in one process: give "
+            f"layers full sizes, they take their shard themselves"
         )
     return ""
 
 
-def _copies(ranks: list[dict[str, Tensor]], of: str) -> list[Finding]:
-    """What each rank would gather of what it holds, against what the first rank that holds it has."""
+def _copies(ranks: list[dict[str, Tensor]], copy_of: str) -> list[Finding]:
+    """The full tensor that each rank gathers of what it holds, against that of the first rank that holds it."""
     findings = []
     first: dict[str, int] = {}
-    for rank, prints in enumerate(ranks):
-        for name, print_ in prints.items():
+    for rank, fingerprints in enumerate(ranks):
+        for name, held in fingerprints.items():
             other = first.setdefault(name, rank)
             if other != rank:
-                gap, _ = gap_of_rows(print_.unsqueeze(0), ranks[other][name].unsqueeze(0))
-                findings.append(Finding(name, gap, rank, of=of, other=other))
+                difference, _ = difference_of_fingerprints(held.unsqueeze(0), ranks[other][name].unsqueeze(0))
+                findings.append(Finding(name, difference, rank, copy_of=copy_of, other_rank=other))
     return findings
 
 
-def _data(ranks: list[RankStep], parts: list[tuple[int, int]], alone: RankStep) -> list[Finding]:
-    """The ranks' samples together are those of one process, and the ranks of one part of the batch hold the same."""
+def _data(ranks: list[RankStep], shards: list[int], reference: RankStep) -> list[Finding]:
+    """All ranks' samples are those of one process, and ranks on one shard of the batch have the same ones.
+
+    Args:
+        shards: of each rank, the index of its shard of the global batch.
+    """
     findings = []
     first: dict[int, int] = {}
-    for rank, (step, (part, _)) in enumerate(zip(ranks, parts, strict=True)):
-        other = first.setdefault(part, rank)
+    for rank, (step, shard) in enumerate(zip(ranks, shards, strict=True)):
+        other = first.setdefault(shard, rank)
         if other != rank:
             same = step.samples == ranks[other].samples
-            words = "" if same else f"they are not those of rank {other}, which works on the same part of the batch"
-            findings.append(Finding("samples", Gap(0.0 if same else math.inf), rank, words))
-    together = Counter(key for rank in first.values() for key in ranks[rank].samples)
-    expected = Counter(alone.samples)
-    foreign = (together - expected).total()
-    missing = (expected - together).total()
-    words = ""
+            message = "" if same else f"they are not those of rank {other}, which works on the same shard of the batch"
+            findings.append(Finding("samples", Difference(0.0 if same else math.inf), rank, message))
+    taken = Counter(key for rank in first.values() for key in ranks[rank].samples)
+    expected = Counter(reference.samples)
+    foreign = (taken - expected).total()
+    missing = (expected - taken).total()
+    message = ""
     if foreign or missing:
-        words = (
-            f"{foreign} of the {together.total()} samples under the plan{_leaf(ranks[0], ranks, first, alone)} are not "
-            f"among the {expected.total()} that one process takes"
+        message = (
+            f"{foreign} of the {taken.total()} samples under the plan{_leaf(ranks[0], ranks, first, reference)} are "
+            f"not among the {expected.total()} that one process takes"
         )
-    return [Finding("samples", Gap(math.inf if words else 0.0), words=words), *findings]
+    return [Finding("samples", Difference(math.inf if message else 0.0), message=message), *findings]
 
 
-def _leaf(some: RankStep, ranks: list[RankStep], first: dict[int, int], alone: RankStep) -> str:
-    """Which tensor of the batch it is, when it is one alone."""
-    if some.leaves != alone.leaves or len(some.leaves) < 2:
+def _leaf(some: RankStep, ranks: list[RankStep], first: dict[int, int], reference: RankStep) -> str:
+    """Which tensors of the batch differ, when some of them agree."""
+    if some.leaves != reference.leaves or len(some.leaves) < 2:
         return ""
     wrong = []
     for number, leaf in enumerate(some.leaves):
-        together = Counter(key[number] for rank in first.values() for key in ranks[rank].samples)
-        if together != Counter(key[number] for key in alone.samples):
+        taken = Counter(key[number] for rank in first.values() for key in ranks[rank].samples)
+        if taken != Counter(key[number] for key in reference.samples):
             wrong.append(leaf)
     return f" (their {' and '.join(wrong)})" if wrong and len(wrong) < len(some.leaves) else ""
+
+
+def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Finding]:
+    """Each module's output, per sample on every rank that has it, in the order of the calls of one process."""
+    place = {key: row for row, key in enumerate(reference.samples)}
+    calls = titles(ranks)
+    findings = []
+    for name, call in titles([reference])[0].items():
+        expected = reference.outputs[call]
+        found: dict[int, Finding] = {}
+        for rank, (step, titled) in enumerate(zip(ranks, calls, strict=True)):
+            if name in titled:
+                finding = _output(name, step, rank, step.outputs[titled[name]], expected, place)
+                found[rank] = replace(finding, stage=titled[name].stage)
+        if found:
+            worst = max(found.values(), key=lambda finding: finding.difference.relative)
+            by_rank = {rank: finding.difference.relative for rank, finding in found.items()}
+            findings.append(replace(worst, by_rank=by_rank))
+    return findings
+
+
+def titles(ranks: Sequence[RankStep]) -> list[dict[str, Call]]:
+    """Each rank's outputs by their titles in the full model, ``block, call 2, output[0]``.
+
+    A module that several stages of a pipeline call has its calls counted from the first stage on, whichever ranks these
+    stages are on.
+    """
+    counts: dict[str, dict[int, int]] = defaultdict(dict)
+    for step in ranks:
+        for (stage, module), count in step.calls.items():
+            counts[module][stage] = max(count, counts[module].get(stage, 0))
+
+    def title(call: Call) -> str:
+        number = call.number + sum(count for stage, count in counts[call.module].items() if stage < call.stage)
+        return call.module + (f", call {number}" if number > 1 else "") + (f", output{call.path}" if call.path else "")
+
+    return [{title(call): call for call in step.outputs} for step in ranks]
+
+
+def _output(
+    name: str, step: RankStep, rank: int, held: Output, expected: Output, place: Mapping[tuple[str, ...], int]
+) -> Finding:
+    if held.shape != expected.shape:
+        message = f"shape {list(held.shape)} for each sample, in one process {list(expected.shape)}"
+        return Finding(name, Difference(math.inf), rank, message)
+    rows = torch.tensor([place[key] for key in step.samples])
+    difference, row = difference_of_fingerprints(held.rows, expected.rows[rows])
+    return Finding(f"{name}, sample {int(rows[row])}", difference, rank)

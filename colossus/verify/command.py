@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from colossus.config import Config, ConfigError, load_config, require_available
-from colossus.config.plans import world_size
+from colossus.config.plans import describe_plan, world_size
 from colossus.context.grid import build_grid
 from colossus.launch import command
 from colossus.launch.model_check import check_model
@@ -24,9 +24,9 @@ AGREE, FAILED, USAGE, DIFFERENT = 0, 1, 2, 3
 def run(config_path: str, overrides: list[str], *, nproc: int | None = None, steps: int, tolerance: float) -> int:
     """Train the config's model for a few steps in one process and under its plan, and compare.
 
-    The model's parameters, their gradients at every step and the outputs of its modules are compared, see `stages`.
-    The steps are taken by the optimizer of the config, with its learning rates; see `gap.Trust` for the weights that
-    rounding alone would move. Model, gradients and optimizer state must fit into one process in float64.
+    The model's parameters, their gradients at every step and the outputs of its modules are compared, see `checks`.
+    The steps are taken by the optimizer of the config, with its learning rates; see `ComparableWeights` for the
+    weights that rounding alone would move. Model, gradients and optimizer state must fit into one process in float64.
 
     Args:
         nproc: processes of the plan; by default the product of its sizes.
@@ -40,15 +40,15 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
         if command.worker_variables(os.environ) is not None:
             raise ConfigError("verify starts its own processes: run it by itself, without torchrun or srun")
         config = load_config(config_path, overrides, nproc)
-        _check(config)
+        _check_config(config)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
     folder, keep = Path(tempfile.mkdtemp(prefix="colossus-verify-")), False
     try:
-        for alone in (True, False):
-            file = configs.write(folder, config_path, overrides, nproc, steps, alone=alone)
-            code = _launch(config, file, alone)
+        for is_reference in (True, False):
+            file = configs.write(folder, config_path, overrides, nproc, steps, is_reference=is_reference)
+            code = _launch(config, file, is_reference)
             if code:
                 keep = code == FAILED  # what was printed names the failure records
                 return code
@@ -60,7 +60,7 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
             path.unlink(missing_ok=True)
 
 
-def _check(config: Config) -> None:
+def _check_config(config: Config) -> None:
     require_available(config)
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:
@@ -75,9 +75,8 @@ def _check(config: Config) -> None:
 
 
 def _compare(config: Config, folder: Path, steps: int, tolerance: float) -> int:
-    # torch comes in here
-    from colossus.verify.checks import NotComparable
-    from colossus.verify.compare import compare
+    # torch is imported here
+    from colossus.verify.checks import NotComparable, compare
     from colossus.verify.records import Records
     from colossus.verify.report import render
 
@@ -90,15 +89,13 @@ def _compare(config: Config, folder: Path, steps: int, tolerance: float) -> int:
         print(f"colossus: nothing can be compared: {error}", file=sys.stderr)
         return FAILED
     print(render(verdict, config, plan, reference, grid, steps, tolerance))
-    return AGREE if verdict.stage is None else DIFFERENT
+    return AGREE if verdict.check is None else DIFFERENT
 
 
-def _launch(config: Config, file: Path, alone: bool) -> int:
+def _launch(config: Config, file: Path, is_reference: bool) -> int:
     """One of the two runs; its ranks' output goes to a file."""
-    from colossus.verify.report import plan_in_words
-
-    processes = 1 if alone else world_size(config.parallel)
-    what = "one process" if alone else plan_in_words(config)
+    processes = 1 if is_reference else world_size(config.parallel)
+    what = "one process" if is_reference else describe_plan(config)
     print(
         f"{config.name}: {what}, float64, {processes} process{'' if processes == 1 else 'es'} ... ", end="", flush=True
     )
@@ -109,7 +106,7 @@ def _launch(config: Config, file: Path, alone: bool) -> int:
     ended = "done in" if code == 0 else "failed after" if code in (FAILED, USAGE) else "stopped after"
     print(f"{ended} {time.monotonic() - since:.0f} s", flush=True)
     if code == FAILED:
-        run_name = "the run in one process" if alone else "the run under the plan"
+        run_name = "the run in one process" if is_reference else "the run under the plan"
         print(f"colossus: {run_name} failed, so nothing was compared; its ranks' output: {output}", file=sys.stderr)
     return code
 
@@ -131,7 +128,7 @@ def _standard_output_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """What a launch sets for its workers (threads, for one) is not for those of the next launch."""
+    """Restores the variables that a launch sets for its workers (threads, say) before the next launch."""
     kept = dict(os.environ)
     try:
         yield

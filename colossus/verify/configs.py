@@ -1,4 +1,4 @@
-"""The two configs that are launched in place of the user's: his plan, and one process."""
+"""The two configs that are launched in place of the user's: one with their plan, one in one process."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from typing import Any
 
 from colossus.config import Config, load_config
 
-NAMES = {True: "one_process", False: "plan"}
-"""Name of the config file and of the run folder: alone, and under the plan."""
+NAMES = {True: "reference", False: "plan"}
+"""Whether the run is the reference -> name of its config file and run folder."""
 
 
-def write(folder: Path, path: str, overrides: Sequence[str], nproc: int | None, steps: int, *, alone: bool) -> Path:
+def write(
+    folder: Path, path: str, overrides: Sequence[str], nproc: int | None, steps: int, *, is_reference: bool
+) -> Path:
     """Write a config file that loads the user's and changes what `sections` changes. Returns its path.
 
     Args:
-        folder: of the comparison; the records go to the run folder of the same name.
+        folder: of the comparison; the records go to the folder of the same name in it.
+        is_reference: for the run in one process.
     """
-    file = folder / f"{NAMES[alone]}.py"
-    records = folder / NAMES[alone]
+    file = folder / f"{NAMES[is_reference]}.py"
+    records = folder / NAMES[is_reference]
     values = (str(Path(path).resolve()), list(overrides), nproc, steps, str(records))
     arguments = ", ".join(map(repr, values))
     file.write_text(
         f"from colossus.verify.configs import sections as _sections\n\n"
-        f"globals().update(_sections({arguments}, alone={alone}))\n"
+        f"globals().update(_sections({arguments}, is_reference={is_reference}))\n"
     )
     return file
 
 
 def sections(
-    path: str, overrides: list[str], nproc: int | None, steps: int, records: str, *, alone: bool
+    path: str, overrides: list[str], nproc: int | None, steps: int, records: str, *, is_reference: bool
 ) -> dict[str, Any]:
     """The sections of the user's config for one of the two runs.
 
@@ -46,13 +49,13 @@ def sections(
         update={"precision": "fp64", "steps": steps, "eval_every": 0, "log_every": steps}
     )
     out["hooks"] = [{"type": make_recorder, "folder": records}]
-    if alone:
+    if is_reference:
         out["parallel"], out["schedule"] = {"data": 1}, {}
     return out
 
 
 def make_recorder(folder: str) -> Any:
-    # torch comes in here: a config is checked without it
-    from colossus.verify.recorder import Recorder
+    # imported late: a config is checked without torch
+    from colossus.verify.capture import Recorder
 
     return Recorder(folder)

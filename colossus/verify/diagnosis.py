@@ -1,14 +1,15 @@
-"""What a difference looks like: on which ranks' parts it is, and whether a sum was taken too often or not at all."""
+"""What a difference looks like: on which ranks' shards it is, and whether a sum was taken too often or not at all."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from colossus.context.grid import RankGrid
-from colossus.verify.describe import who
-from colossus.verify.difference import Gap
-from colossus.verify.records import ParameterFacts
+from colossus.verify.difference import Difference
+from colossus.verify.records import ParameterInfo
 
 SAME_FACTOR = 1e-6
 """How exactly all elements must share one factor for it to be called one."""
@@ -18,34 +19,34 @@ FLOAT32 = 1e-5
 
 
 def of_values(
-    plan: Tensor, alone: Tensor, facts: ParameterFacts, grid: RankGrid, scale: float, *, is_sum: bool = False
+    plan: Tensor, reference: Tensor, info: ParameterInfo, grid: RankGrid, scale: float, *, is_sum: bool = False
 ) -> list[str]:
-    """Clues from the two whole tensors of a parameter or a gradient.
+    """What tells the two full tensors of a parameter or a gradient apart.
 
     Args:
         scale: differences above it count.
         is_sum: the values are gradients, which are summed over ranks.
     """
-    ranks = _ranks_that_differ(plan, alone, facts, grid, scale)
-    clues = []
+    ranks = _ranks_that_differ(plan, reference, info, grid, scale)
+    lines = []
     wrong = torch.ones_like(plan, dtype=torch.bool)
-    if ranks and len(ranks) < len(_holders(facts, grid)):
-        clues.append(f"only the part of {' and '.join(who(rank, grid) for rank in ranks)} differs")
+    if ranks and len(ranks) < len(_holders(info, grid)):
+        lines.append(f"only the shard of {' and '.join(describe_rank(rank, grid) for rank in ranks)} differs")
         wrong = torch.zeros_like(wrong)
         for rank in ranks:
-            wrong[_part(rank, facts, grid)] = True
-    factor = _factor(plan[wrong].double(), alone[wrong].double())
+            wrong[_box(rank, info, grid)] = True
+    factor = _factor(plan[wrong].double(), reference[wrong].double())
     if factor is not None:
-        where = "there" if clues else "everywhere"
-        clues.append(
-            f"it is {factor:.6g} times that of one process {where}{_sizes(factor, facts, grid) if is_sum else ''}"
+        where = "there" if lines else "everywhere"
+        lines.append(
+            f"it is {factor:.6g} times that of one process {where}{_sizes(factor, info, grid) if is_sum else ''}"
         )
-    return clues
+    return lines
 
 
-def of_size(gap: Gap) -> list[str]:
+def of_size(difference: Difference) -> list[str]:
     """Whether the difference is as small as if something had been computed in float32."""
-    if gap.relative < FLOAT32:
+    if difference.relative < FLOAT32:
         return [
             "the difference is of the size of float32 rounding: something may compute in float32 in both runs "
             "(.float(), a constant made with dtype=torch.float32)"
@@ -53,40 +54,73 @@ def of_size(gap: Gap) -> list[str]:
     return []
 
 
-def _ranks_that_differ(plan: Tensor, alone: Tensor, facts: ParameterFacts, grid: RankGrid, scale: float) -> list[int]:
-    difference = (plan.double() - alone.double()).abs().nan_to_num(nan=torch.inf)
-    return [rank for rank in _holders(facts, grid) if (difference[_part(rank, facts, grid)] > scale).any()]
+def _ranks_that_differ(plan: Tensor, reference: Tensor, info: ParameterInfo, grid: RankGrid, scale: float) -> list[int]:
+    difference = (plan.double() - reference.double()).abs().nan_to_num(nan=torch.inf)
+    return [rank for rank in _holders(info, grid) if (difference[_box(rank, info, grid)] > scale).any()]
 
 
-def _holders(facts: ParameterFacts, grid: RankGrid) -> list[int]:
-    """The first rank that holds each part of the parameter."""
-    shard = {axis for axis in facts.layout.shard_axes if grid.sizes[axis] > 1}
-    home = {axis: facts.pipeline_ranks[0] if axis == "pipeline" else 0 for axis in grid.names if axis not in shard}
-    return [rank for rank in range(grid.world_size) if home.items() <= grid.coordinates(rank).items()]
+def _holders(info: ParameterInfo, grid: RankGrid) -> list[int]:
+    """The first rank that holds each shard of the parameter."""
+    shard = {axis for axis in info.layout.shard_axes if grid.sizes[axis] > 1}
+    first = {axis: info.pipeline_ranks[0] if axis == "pipeline" else 0 for axis in grid.names if axis not in shard}
+    return [rank for rank in range(grid.world_size) if first.items() <= grid.coordinates(rank).items()]
 
 
-def _part(rank: int, facts: ParameterFacts, grid: RankGrid) -> tuple[slice, ...]:
-    box = facts.layout.box(facts.shape, grid.sizes, grid.coordinates(rank))
+def _box(rank: int, info: ParameterInfo, grid: RankGrid) -> tuple[slice, ...]:
+    box = info.layout.box(info.shape, grid.sizes, grid.coordinates(rank))
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def _factor(plan: Tensor, alone: Tensor) -> float | None:
-    square = alone.square().sum().item()
+def _factor(plan: Tensor, reference: Tensor) -> float | None:
+    square = reference.square().sum().item()
     if not square:
         return None
-    factor = (plan * alone).sum().item() / square
-    rest = torch.linalg.vector_norm(plan - factor * alone).item()
+    factor = (plan * reference).sum().item() / square
+    rest = torch.linalg.vector_norm(plan - factor * reference).item()
     return factor if rest <= SAME_FACTOR * square**0.5 else None
 
 
-def _sizes(factor: float, facts: ParameterFacts, grid: RankGrid) -> str:
+def _sizes(factor: float, info: ParameterInfo, grid: RankGrid) -> str:
     """Which axes have as many ranks as the factor, or one over it, says."""
     if factor <= 0:
         return ""
     times = factor if factor > 1 else 1 / factor
-    sizes = {**grid.sizes, "pipeline": len(facts.pipeline_ranks)}  # stages that share it sum over themselves
+    sizes = {**grid.sizes, "pipeline": len(info.pipeline_ranks)}  # stages that share it sum over themselves
     axes = [axis for axis, size in sizes.items() if size > 1 and abs(times - size) < 1e-3]
     if not axes:
         return ""
     what = "a sum over it too many" if factor > 1 else "a sum over it is missing, or a mean taken in its place"
     return f" ({times:.0f} is the size of {' and of '.join(axes)}: {what}?)"
+
+
+def describe_rank(rank: int, grid: RankGrid) -> str:
+    """``rank 1 (data 0, tensor 1)``."""
+    at = ", ".join(f"{axis} {index}" for axis, index in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
+    return f"rank {rank} ({at})"
+
+
+def describe_stages(stages: Iterable[int], rank_of: Mapping[int, int], grid: RankGrid) -> list[str]:
+    """For each stage ``on stage 3 (of 0 to 3): ranks 0, 1 (pipeline 0)``; nothing without a pipeline.
+
+    Args:
+        rank_of: all stages -> pipeline rank.
+    """
+    if len(rank_of) == 1:
+        return []
+    lines = []
+    for stage in stages:
+        index = rank_of[stage]
+        ranks = [str(rank) for rank in range(grid.world_size) if grid.index(rank, "pipeline") == index]
+        plural = "s" if len(ranks) > 1 else ""
+        lines.append(f"on {describe_stage(stage, rank_of)}: rank{plural} {first_names(ranks, 8)} (pipeline {index})")
+    return lines
+
+
+def describe_stage(stage: int, rank_of: Mapping[int, int]) -> str:
+    """``stage 3 (of 0 to 3)``."""
+    return f"stage {stage} (of 0 to {max(rank_of)})"
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FLOOR = 1e-3
-"""A tensor that is small against all tensors of its kind is compared on this part of their common norm."""
+"""A tensor that is small against all of its kind is compared on the scale of this fraction of their common norm."""
 
 SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
@@ -18,67 +18,71 @@ gradients, may be rounding for the most part."""
 
 
 @dataclass(frozen=True)
-class Gap:
+class Difference:
     """The difference of two tensors of one shape, or of two numbers.
 
     Attributes:
         relative: norm of the difference over the scale; infinite when one side is not finite or has another shape.
         absolute: the largest difference of an element.
         index: where that is.
-        plan, alone: the values there.
+        plan, reference: the values there.
     """
 
     relative: float
     absolute: float = 0.0
     index: tuple[int, ...] = ()
     plan: float = math.nan
-    alone: float = math.nan
+    reference: float = math.nan
 
 
-def gap_of(plan: Tensor, alone: Tensor, scale: float, trusted: Tensor | None = None) -> Gap:
-    """Compare in float64 on the scale max(norm of ``alone``, ``scale``).
+def difference_of(plan: Tensor, reference: Tensor, scale: float, comparable: Tensor | None = None) -> Difference:
+    """Compare in float64 on the scale max(norm of ``reference``, ``scale``).
 
     Args:
-        plan, alone: any one shape and dtype.
-        trusted: elements that count; by default all.
+        plan, reference: one shape, any dtype.
+        comparable: mask of the elements that count, of the same shape; by default all do.
     """
-    plan, alone = plan.double(), alone.double()
-    difference = (plan - alone).abs()
-    if trusted is not None:
-        difference = difference.masked_fill(~trusted, 0.0)
+    plan, reference = plan.double(), reference.double()
+    difference = (plan - reference).abs()
+    if comparable is not None:
+        difference = difference.masked_fill(~comparable, 0.0)
     if not difference.numel():
-        return Gap(0.0)
+        return Difference(0.0)
     # equal infinities and two NaN in one place are no difference
-    same = (plan == alone) | (plan.isnan() & alone.isnan())
+    same = (plan == reference) | (plan.isnan() & reference.isnan())
     difference = difference.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
     place = int(difference.argmax())
     index = tuple(int(number) for number in torch.unravel_index(torch.tensor(place), difference.shape))
     distance = torch.linalg.vector_norm(difference).item()
-    scale = max(norm_of([alone]), scale)
+    scale = max(norm_of([reference]), scale)
     relative = distance / scale if scale else (math.inf if distance else 0.0)
-    return Gap(relative, difference[index].item(), index, plan[index].item(), alone[index].item())
+    return Difference(relative, difference[index].item(), index, plan[index].item(), reference[index].item())
 
 
-def gap_of_numbers(plan: float, alone: float) -> Gap:
+def difference_of_numbers(plan: float, reference: float) -> Difference:
     """Two numbers, on the scale of the second."""
-    difference = abs(plan - alone)
+    difference = abs(plan - reference)
     if not math.isfinite(difference):
-        return Gap(0.0 if plan == alone else math.inf, difference, (), plan, alone)
-    return Gap(difference / abs(alone) if alone else (math.inf if difference else 0.0), difference, (), plan, alone)
+        return Difference(0.0 if plan == reference else math.inf, difference, (), plan, reference)
+    return Difference(
+        difference / abs(reference) if reference else (math.inf if difference else 0.0), difference, (), plan, reference
+    )
 
 
-def gap_of_rows(plan: Tensor, alone: Tensor) -> tuple[Gap, int]:
-    """Two `row_prints`; the worst row's gap (index empty: a print does not know it), and the row.
+def difference_of_fingerprints(plan: Tensor, reference: Tensor) -> tuple[Difference, int]:
+    """Compare two `row_fingerprints`, [rows, 2]: the difference of the worst row, and the number of that row.
 
-    A row is compared on the scale of its own norm, or of a small part of the largest row's. ``plan`` and ``alone`` of
-    the gap are norms.
+    A row is compared on the scale of its own norm, but at least of `FLOOR` times the largest row's. A fingerprint does
+    not know which element differs: ``index`` is empty, and ``plan`` and ``reference`` are the norms of the row.
     """
-    difference = (plan - alone).abs().nan_to_num(nan=math.inf).amax(1)
-    norms = alone[:, 0]
+    difference = (plan - reference).abs().nan_to_num(nan=math.inf).amax(1)
+    norms = reference[:, 0]
     scale = norms.clamp(min=FLOOR * norms.max().item())
     relative = torch.where(difference == 0, 0.0, difference / scale)
     row = int(relative.argmax())
-    return Gap(relative[row].item(), difference[row].item(), (), plan[row, 0].item(), alone[row, 0].item()), row
+    return Difference(
+        relative[row].item(), difference[row].item(), (), plan[row, 0].item(), reference[row, 0].item()
+    ), row
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
@@ -87,11 +91,11 @@ def norm_of(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(squares))
 
 
-class Trust:
+class ComparableWeights:
     """Which weights can be compared after optimizer steps.
 
-    The optimizer of the config takes the steps, since it is part of what must not depend on the plan: one that
-    computes with a whole parameter (a norm, a factorisation) is wrong on a rank's part. Where a true gradient is zero
+    The optimizer of the config takes the steps, since it must not depend on the plan either: one that computes with a
+    full parameter (a norm, a factorisation) is wrong on a rank's shard. Where a true gradient is zero
     (a key bias of attention: softmax ignores it) both runs hold rounding noise, which Adam and the like turn into
     larger steps, and a sign into full ones. So weights whose gradient was noise at some step (`SMALL`, `NOISE`) are
     left out, unless it was exactly zero in both runs. Losses, outputs and gradients of later steps stay comparable: a
@@ -99,24 +103,24 @@ class Trust:
     """
 
     def __init__(self) -> None:
-        self._trusted: dict[str, Tensor] = {}
+        self._masks: dict[str, Tensor] = {}
 
-    def learn(self, plan: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
-        """Take in the gradients of one step."""
-        count = sum(grad.numel() for grad in alone.values())
-        of_all = NOISE * norm_of(alone.values()) / math.sqrt(max(count, 1))
-        for name, grad in alone.items():
+    def update(self, plan: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+        """Exclude what was noise among the gradients of one step."""
+        count = sum(grad.numel() for grad in reference.values())
+        of_all = NOISE * norm_of(reference.values()) / math.sqrt(max(count, 1))
+        for name, grad in reference.items():
             limit = max(SMALL * norm_of([grad]) / math.sqrt(max(grad.numel(), 1)), of_all)
             other = plan.get(name)
             idle = (grad == 0) & (other == 0) if other is not None else grad == 0
             clear = (grad.abs() >= limit) | idle
-            self._trusted[name] = self._trusted[name] & clear if name in self._trusted else clear
+            self._masks[name] = self._masks[name] & clear if name in self._masks else clear
 
-    def of(self, name: str) -> Tensor | None:
-        """The mask of a parameter; None for what has no gradient, and is compared as a whole."""
-        return self._trusted.get(name)
+    def mask(self, name: str) -> Tensor | None:
+        """Which elements of a parameter are compared; None for one without a gradient, of which all are."""
+        return self._masks.get(name)
 
     @property
-    def left_out(self) -> int:
+    def num_left_out(self) -> int:
         """Weights that are not compared."""
-        return sum(int((~trusted).sum()) for trusted in self._trusted.values())
+        return sum(int((~mask).sum()) for mask in self._masks.values())

@@ -12,7 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from colossus.layers.dropout import Dropout
 
-#: functions of torch.nn.functional that draw masks, and the place of the rate among their arguments
+#: functions of torch.nn.functional that draw masks: name and position of the argument that is the rate
 _DRAWING = {
     "dropout": ("p", 1),
     "dropout1d": ("p", 1),
@@ -24,8 +24,8 @@ _DRAWING = {
 }
 
 
-class Silence:
-    """No dropout in this process from here on, as far as modules and ``F.*`` calls go.
+class DisabledDropout:
+    """Turns dropout off in this process, from here on: in the modules of a model, and in calls of ``F.*``.
 
     A name that was imported out of torch.nn.functional (``from torch.nn.functional import dropout``) is not reached.
 
@@ -35,14 +35,14 @@ class Silence:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = [name or "the model" for name, module in model.named_modules() if _silence(module)]
+        self.modules = [name or "the model" for name, module in model.named_modules() if _disable(module)]
         self.calls: set[str] = set()
         for name, (key, place) in _DRAWING.items():
             setattr(F, name, self._without(name, getattr(F, name), key, place))
 
     def _without(self, name: str, function: Callable[..., Any], key: str, place: int) -> Callable[..., Any]:
         @functools.wraps(function)
-        def quiet(*args: Any, **kwargs: Any) -> Any:
+        def without_dropout(*args: Any, **kwargs: Any) -> Any:
             if len(args) > place:
                 args, rate = (*args[:place], 0.0, *args[place + 1 :]), args[place]
             else:
@@ -53,10 +53,10 @@ class Silence:
                 self.calls.add(f"torch.nn.functional.{name}")
             return function(*args, **kwargs)
 
-        return quiet
+        return without_dropout
 
 
-def _silence(module: nn.Module) -> bool:
+def _disable(module: nn.Module) -> bool:
     """Set the rate of a module to zero; whether it had one."""
     if isinstance(module, Dropout | _DropoutNd):
         rate, module.p = module.p, 0.0

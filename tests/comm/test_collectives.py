@@ -20,7 +20,7 @@ from colossus.comm import accounting, collectives, log, shared_memory
 from colossus.comm.conjugate import conjugate, start
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.recompute import checkpoint
+from colossus.layers.activation_checkpoint import checkpoint
 
 PAIRS = [
     ("gather", "reduce_scatter"),
@@ -273,7 +273,7 @@ def _errors(context: ParallelContext) -> list[str]:
         lambda: collectives.reduce_scatter(x, group, -4),
         lambda: collectives.reduce_scatter(torch.zeros(()), group, 0),
         lambda: collectives.all_to_all(x, group, split_dim=1, concat_dim=7),
-        lambda: collectives.own_part(torch.zeros(()), group, 0),
+        lambda: collectives.own_chunk(torch.zeros(()), group, 0),
     ]
     said = []
     with accounting.count() as moved:

@@ -45,7 +45,7 @@ def message(number: int) -> list[Tensor]:
 
 def _both_ways(context: ParallelContext, ring_bytes: int, shared: bool) -> None:
     """Both ranks send far more than fits before they receive: whoever must wait takes first what is due to him."""
-    links._RING_BYTES = ring_bytes
+    links._BUFFER_BYTES = ring_bytes
     shared_memory.enable(shared)
     link, other = linked(context), 1 - context.rank
     assert link.takes_early is not shared
@@ -81,7 +81,7 @@ def test_a_later_message_may_be_wanted_first() -> None:
 
 
 def _larger_than_the_ring(context: ParallelContext) -> None:
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     link, other = linked(context), 1 - context.rank
     sizes = [10, 40_000, 10, 8_000, 50_000]
     coming = [link.receive(other, [torch.empty(size)], f"{size}") for size in sizes]
@@ -97,7 +97,7 @@ def test_a_message_larger_than_the_ring_goes_another_way() -> None:
 
 
 def _to_the_last_byte(context: ParallelContext) -> None:
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     link, other = linked(context), 1 - context.rank
     for number in range(20):  # four of them fill the ring
         incoming = link.receive(other, [torch.empty(4096)], "quarter")
@@ -111,7 +111,7 @@ def test_messages_that_fill_the_ring_to_its_last_byte() -> None:
 
 def _slow_reader(context: ParallelContext) -> float:
     """A sender goes on while there is room, and waits when there is none."""
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     link = linked(context)
     since = time.monotonic()
     if context.rank == 0:
@@ -164,10 +164,10 @@ def test_a_message_of_another_size_is_told() -> None:
 def _other_step(context: ParallelContext) -> None:
     link = linked(context)
     if context.rank == 0:
-        link.send(1, [torch.ones(100)], "activation of microbatch 3", mark=(4, "batch"))
+        link.send(1, [torch.ones(100)], "activation of microbatch 3", key=(4, "batch"))
         time.sleep(0.5)
     else:
-        link.receive(0, [torch.empty(100)], "activation of microbatch 3", mark=(5, "batch")).wait()
+        link.receive(0, [torch.empty(100)], "activation of microbatch 3", key=(5, "batch")).wait()
 
 
 def test_a_message_of_another_step_is_told() -> None:
@@ -176,7 +176,7 @@ def test_a_message_of_another_step_is_told() -> None:
 
 
 def _killed(context: ParallelContext, sending: bool) -> None:
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     link = linked(context)
     if context.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -218,7 +218,7 @@ def test_a_sockets_buffer_holds_the_answers_to_all_unread_messages() -> None:
 
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     one.settimeout(1.0)
-    for _ in range(mailbox._MOST_UNREAD + 1):
+    for _ in range(mailbox._MAX_UNREAD + 1):
         one.sendall(b"\0")
     other.close()
     one.close()

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from colossus.config import ConfigError, as_dict, as_source, load_config, require_available
 from colossus.config.errors import brief
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.plans import arithmetic, nearest_plans, world_size
+from colossus.config.plans import describe_sizes, nearest_plans, world_size
 from colossus.config.signatures import parameters
 from colossus.models.options import GPTOptions
 from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
@@ -686,20 +686,22 @@ def test_without_a_number_of_processes_the_sizes_say_it(parallel: dict[str, Any]
     assert not any(line.startswith("parallel:") for line in wrong)  # the product is right by itself
     assume(not wrong)
     assert loaded.parallel.data == parallel.get("data", 1)
-    product = math.prod(int(word) for word in arithmetic(loaded.parallel).replace(" x ", " ").split() if word.isdigit())
+    product = math.prod(
+        int(word) for word in describe_sizes(loaded.parallel).replace(" x ", " ").split() if word.isdigit()
+    )
     assert product == world_size(loaded.parallel)
 
 
 def test_suggestions_do_not_use_axes_that_the_config_does_not() -> None:
     config = load_config(dict(parallel=dict(data=2, tensor=2)))
-    for plan in nearest_plans(config, 4, most=100):
+    for plan in nearest_plans(config, None, 4, most=100):
         assert "pipeline" not in plan
         assert "sequence" not in plan
 
 
 def test_nearest_plans_of_many_processes() -> None:
     config = load_config(dict(parallel=dict(data=2, tensor=2), train=dict(global_batch_size=10080)))
-    assert len(nearest_plans(config, 10080)) == 4
+    assert len(nearest_plans(config, None, 10080)) == 4
 
 
 # What is declared but not there yet

@@ -42,7 +42,7 @@ def test_ranks_that_cannot_talk_are_reported(
 
 
 def test_ranks_that_fail_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dies(rank: int, *rest: object) -> None:
+    def dies(nproc: int, cuda: bool, rank: int) -> None:
         raise SystemExit(5 if rank == 1 else 0)
 
     monkeypatch.setattr(probe, "_rank", dies)

@@ -14,7 +14,7 @@ from helpers.training import Trace, assert_same_numbers, assert_same_run, batch_
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.runtime.executor import Executor, Totals
+from colossus.schedule.runtime.executor import Executor, StepTotals
 
 STEPS, BATCH, LAYERS = 3, 12, 6
 MODEL = dict(num_layers=LAYERS)
@@ -34,7 +34,7 @@ def config(parallel: dict[str, Any], kind: str = "1f1b", microbatches: int = 1, 
 
 
 @cache
-def alone(**model: Any) -> Trace:
+def reference(**model: Any) -> Trace:
     return run_plan(1, config({}, model=model), STEPS)[0]
 
 
@@ -42,8 +42,8 @@ def assert_parity(world: int, settings: dict[str, Any], **model: Any) -> None:
     traces = run_plan(world, settings, STEPS)
     for trace in traces:
         assert trace.losses == traces[0].losses, "ranks report different losses"
-        assert_same_run(trace, alone(**model), **EXACT)
-        assert_same_numbers(trace, alone(**model))
+        assert_same_run(trace, reference(**model), **EXACT)
+        assert_same_numbers(trace, reference(**model))
 
 
 def schedules() -> Iterator[Any]:
@@ -126,7 +126,7 @@ def test_any_split_is_the_same_run(split: Any) -> None:
     settings["model"]["vocab_size"] = 256
     traces = run_plan(4, settings, STEPS)
     for trace in traces:
-        assert_same_run(trace, alone(vocab_size=256), **EXACT)
+        assert_same_run(trace, reference(vocab_size=256), **EXACT)
 
 
 def test_a_broken_sum_of_tied_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def _watched_peaks(rank: int, settings: dict[str, Any]) -> int:
     peaks: list[int] = []
     real = Executor.run
 
-    def run(self: Executor, *args: Any) -> Totals:
+    def run(self: Executor, *args: Any) -> StepTotals:
         totals = real(self, *args)
         peaks.append(totals.peak_in_flight)
         return totals
@@ -210,9 +210,9 @@ def test_a_rank_holds_its_stage_only_and_the_tied_weight_by_its_first_name() -> 
     (first, first_names), (second, second_names) = run_ranks(
         2, _numbers_held, config(dict(pipeline=2)), with_context=False
     )
-    whole = sum(value.numel() for value in alone().start.values())
-    tied = alone().start["embedding.weight"].numel()
-    assert first + second == whole + tied
+    total = sum(value.numel() for value in reference().start.values())
+    tied = reference().start["embedding.weight"].numel()
+    assert first + second == total + tied
     assert set(first_names) & set(second_names) == {"embedding.weight"}
 
 

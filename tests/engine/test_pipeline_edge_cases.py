@@ -46,10 +46,10 @@ def train(
     )
     engine = colossus.initialize(settings, model=factory, loss_fn=squares)
     index, count = engine.context.index("data"), engine.context.size("data")
-    part = SAMPLES // count
+    size = SAMPLES // count
     numbers: list[float] = []
     for step in range(2):
-        result = engine.train_step(batch_of(step)[index * part : (index + 1) * part])
+        result = engine.train_step(batch_of(step)[index * size : (index + 1) * size])
         numbers += [result.loss, result.grad_norm]
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     names = list(full_state_dict(engine.model, engine.context))
@@ -68,7 +68,7 @@ def assert_same(factory: Callable[[], nn.Module], world: int, parallel: dict[str
 
 
 class Twice(nn.Module):
-    """A linear without bias that is used twice: its late gradients come in two parts."""
+    """A linear without bias that is used twice: its deferred gradients are two tasks."""
 
     def __init__(self, linear: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Needy(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("what", "expected"),
     [
         ("bias", "object has no attribute 'bias'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
         ("buffer", "object has no attribute 'mask'(?s:.*)A PipelineBlock must name every module, parameter and buffer"),
@@ -135,8 +135,8 @@ class Needy(nn.Module):
         ("attribute", r"stage 1: \w+ on a tensor of shape \(6, 6\) that has no values here"),
     ],
 )
-def test_what_a_block_uses_without_naming_it(what: str, words: str) -> None:
-    with pytest.raises(RankError, match=words):
+def test_what_a_block_uses_without_naming_it(what: str, expected: str) -> None:
+    with pytest.raises(RankError, match=expected):
         run_ranks(2, train, lambda: Needy(what), dict(pipeline=2), dict(microbatches=1), with_context=False, timeout=30)
 
 
@@ -242,7 +242,7 @@ class Counted(nn.Module):
 
 
 def _small_rings(rank: int, kind: str, options: dict[str, Any], world: int) -> None:
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     settings = dict(
         parallel=dict(pipeline=world),
         schedule=dict(type=kind, microbatches=6, **options),

@@ -121,9 +121,9 @@ def train(
     index, count = engine.context.index("data"), engine.context.size("data")
     numbers = []
     for step, (samples, tokens) in enumerate(shapes):
-        part = samples // count
+        size = samples // count
         batch = batch_of(step, samples, tokens)
-        own = slice(index * part, (index + 1) * part)
+        own = slice(index * size, (index + 1) * size)
         batch = {"inputs": {k: v[own] for k, v in batch["inputs"].items()}, "labels": batch["labels"][own]}
         result = engine.train_step(batch)
         numbers.append((result.loss, result.grad_norm))
@@ -230,7 +230,7 @@ def test_a_sequential_with_a_stage_without_parameters(kind: str) -> None:
 
 
 class Hooked(nn.Sequential):
-    """A weight whose gradient is changed by a hook, and told to another one."""
+    """A weight whose gradient is changed by a hook, and seen by another one."""
 
     def __init__(self) -> None:
         super().__init__(nn.Embedding(13, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 13))
@@ -239,22 +239,22 @@ class Hooked(nn.Sequential):
 def _train_hooked(rank: int, plan: dict[str, Any], schedule: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
     settings = dict(parallel=plan, schedule=schedule, train=dict(global_batch_size=6, precision="fp64"), device="cpu")
     engine = colossus.initialize(settings, model=Hooked, loss_fn=loss)
-    told: list[Tensor] = []
+    seen: list[Tensor] = []
     for name, parameter in engine.model.named_parameters():
         if name == "1.weight":
             parameter.register_hook(lambda gradient: gradient + 0.01)
-            parameter.register_post_accumulate_grad_hook(told.append)
+            parameter.register_post_accumulate_grad_hook(seen.append)
     batch = batch_of(0, 6, 5)
     engine.train_step({"inputs": batch["inputs"]["ids"], "labels": batch["labels"]})
     gradients = full_state_dict(engine.model, engine.context, gradients=True)
     engine.close()
-    return gradients, len(told)
+    return gradients, len(seen)
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
 def test_hooks_see_each_gradient_once(kind: str) -> None:
-    wanted, told = run_ranks(1, _train_hooked, {}, dict(microbatches=3), with_context=False)[0]
-    assert told == 3
+    wanted, seen = run_ranks(1, _train_hooked, {}, dict(microbatches=3), with_context=False)[0]
+    assert seen == 3
     results = run_ranks(2, _train_hooked, dict(pipeline=2), dict(type=kind, microbatches=3), with_context=False)
     assert sum(count for _, count in results) == 3
     for gradients, _ in results:

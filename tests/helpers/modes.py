@@ -11,7 +11,7 @@ from helpers.ranks import grid_of, run_ranks
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import TENSOR_MODES
 
 BATCH, TOKENS = 12, 6

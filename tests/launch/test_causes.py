@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import colossus
 from colossus.config import ConfigError
 from colossus.context.grid import RankGrid
 from colossus.launch import causes, failure
@@ -203,6 +204,26 @@ def test_the_record_of_a_stuck_rank_holds_its_stack() -> None:
     assert "within 4 s" in stuck.message
 
 
-def test_only_the_first_rank_tells(tmp_path: Path) -> None:
-    assert [failure.is_first_to_tell(tmp_path) for _ in range(3)] == [True, False, False]
-    assert list(itertools.repeat(failure.is_first_to_tell(None), 2)) == [True, True]
+@pytest.mark.parametrize(
+    ("room", "is_left_out"), [("launch", True), ("monitor", True), ("verify", True), ("engine", False)]
+)
+def test_frames_of_what_surrounds_a_run_are_left_out(room: str, is_left_out: bool) -> None:
+    filename = str(Path(colossus.__file__).parent / room / "some.py")
+    space: dict[str, Any] = {}
+    exec(compile("def call(function):\n    function()\n", filename, "exec"), space)
+
+    def broken_step_of_the_user() -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom") as caught:
+        space["call"](broken_step_of_the_user)
+    error = caught.value
+    assert error.__traceback__ is not None
+    held = failure.of_exception(error.with_traceback(error.__traceback__.tb_next), 0)
+    assert "broken_step_of_the_user" in held.traceback
+    assert (filename not in held.traceback) == is_left_out
+
+
+def test_only_the_first_rank_reports(tmp_path: Path) -> None:
+    assert [failure.is_first_to_report(tmp_path) for _ in range(3)] == [True, False, False]
+    assert list(itertools.repeat(failure.is_first_to_report(None), 2)) == [True, True]

@@ -23,14 +23,14 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert len(losses) == 5
     assert all(loss > 0 for loss in losses)
     assert "done: 5 steps" in out
-    code, out, err = finish(start([*COMMAND[:-1], "alone", "parallel.pipeline=1"], tmp_path))
+    code, out, err = finish(start([*COMMAND[:-1], "reference", "parallel.pipeline=1"], tmp_path))
     assert code == 0, err
-    alone = [row["loss"] for row in rows_of(tmp_path / "alone") if "loss" in row]
-    assert losses == pytest.approx(alone, rel=1e-5)
+    reference = [row["loss"] for row in rows_of(tmp_path / "reference") if "loss" in row]
+    assert losses == pytest.approx(reference, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "message"),
     [
         (["parallel.pipeline=3"], "3 stages for 2 blocks (0 to 1): every stage needs a block; use at most 2 stages"),
         (["schedule.microbatches=3"], "8"),
@@ -39,10 +39,10 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
         (["parallel.pipeline.split=[1, 2]"], "1 + 2 = 3, but the model has 2 blocks"),
     ],
 )
-def test_refused_before_any_process(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_refused_before_any_process(tmp_path: Path, overrides: list[str], message: str) -> None:
     code, out, err = run(tmp_path, *overrides)
     assert code == 2, out + err
-    assert words in err
+    assert message in err
     assert not (tmp_path / "run" / "failures").exists()
 
 
@@ -54,18 +54,18 @@ def test_a_bad_schedule_is_refused_with_its_first_bad_action(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("trouble", "messages"),
     [
         ("raise", ["the block of stage 1 has failed", "rank 1", "pipeline 1", "_trouble"]),
         ("kill", ["rank 1", "pipeline 1", "SIGKILL"]),
         ("hang", ["timeout: rank 1 did not send the gradient of microbatch", "within 3 s"]),
     ],
 )
-def test_a_stage_that_fails_ends_the_run(tmp_path: Path, trouble: str, words: list[str]) -> None:
+def test_a_stage_that_fails_ends_the_run(tmp_path: Path, trouble: str, messages: list[str]) -> None:
     since = time.monotonic()
     code, out, err = run(tmp_path, TROUBLE=trouble)
     assert code == 1, out + err
-    for word in words:
-        assert word in err
+    for message in messages:
+        assert message in err
     assert time.monotonic() - since < 45, "torch takes a few seconds to import, the time-out is 3"
     assert len([row for row in rows_of(tmp_path / "run") if "loss" in row]) == 2

@@ -16,7 +16,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
+from colossus.engine.gradients.axes import gradient_sum_axes
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
 SHARDED = [False, True]
@@ -333,9 +333,9 @@ def test_tokens_split_between_blocks_are_guarded_too() -> None:
         (lambda: layers.Linear(7, 6, split="row"), "in_features = 7 does not divide .* of tensor; 6 or 8 does"),
         (lambda: layers.Linear(6, 6, split="diagonal"), "split = 'diagonal'; use None"),
         (lambda: layers.Attention(9, 3), "num_heads = 3 does not divide over the 2 ranks of tensor"),
-        (lambda: layers.Attention(8, 4, 1), "num_kv_heads = 1 .*fewer key/value heads than tensor ranks"),
-        (lambda: layers.Attention(10, 4), "hidden_size = 10 does not divide into num_heads = 4"),
-        (lambda: layers.Attention(8, 4, 3), "num_heads = 4 is not a multiple of num_kv_heads = 3"),
+        (lambda: layers.Attention(8, 4, 1), "num_kv_heads = 1 is fewer than the 2 ranks of tensor: .* at most 1 ranks"),
+        (lambda: layers.Attention(10, 4), "hidden_size = 10 is not a multiple of num_heads = 4; nearest: 8 or 12"),
+        (lambda: layers.Attention(8, 4, 3), "num_kv_heads = 3 does not divide num_heads = 4 .* nearest: 2"),
         (lambda: layers.TransformerBlock(8, 4, mlp="relu"), "mlp = 'relu'"),
         (lambda: layers.TransformerBlock(8, 4, norm="batch"), "norm = 'batch'"),
         (lambda: layers.Dropout(1.0), "p = 1.0"),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.launched.fake_engine import FakeEngine
+from helpers.ranks import run_ranks
+from helpers.training import batch_of, config_of
 
+import colossus
+from colossus.comm import accounting
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
-from colossus.models.options import GPTOptions
 from colossus.monitor.display import LiveDisplay, PlainDisplay, make_display
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.mfu import flops_per_token, peak_flops
+from colossus.monitor.mfu import peak_flops
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "time"]
 
@@ -134,6 +138,59 @@ def test_peaks_are_known_or_not_never_guessed() -> None:
     assert peak_flops("Tesla T4", "bf16") is None
 
 
-def test_flops_per_token_counts_parameters_and_attention() -> None:
-    options = GPTOptions(num_layers=2, hidden_size=64, seq_len=32)
-    assert flops_per_token(options) == 6 * options.num_parameters() + 12 * 2 * 64 * 32
+# -- comm.accounting ------------------------------------------------------------------------------------------
+
+
+def run_counted(rank: int, path: Path, counted: bool) -> list[dict[str, Any]]:
+    """Body of a rank: three steps with an evaluation after the second; what each train step sends, by axis."""
+    plan = dict(data=2, tensor=2)
+    config = config_of(plan, 3, "fp32", comm=dict(accounting=counted), train=dict(eval_every=2))
+    engine = colossus.initialize(config)
+    shard = engine.context.index("data")
+    batches: list[Any] = [
+        {key: value[4 * shard : 4 * shard + 4] for key, value in batch_of(step).items()} for step in range(3)
+    ]
+    engine.loaders = SimpleNamespace(train=batches, validation=batches[:1], description="made here")  # type: ignore[assignment]
+    sent: list[accounting.Counter] = []
+    step = engine.train_step
+
+    def counted_step(batch: Any) -> Any:
+        assert len(accounting.listeners) == (counted and rank == 0)
+        with accounting.count() as moved:
+            result = step(batch)
+        sent.append(moved)
+        return result
+
+    engine.train_step = counted_step  # type: ignore[method-assign]
+    fit(engine, [Metrics(path)])
+    assert not accounting.listeners
+    engine.close()
+    return [
+        {axis: {"calls": moved.calls(axis), "bytes": moved.bytes(axis)} for _, axis, _ in moved.entries}
+        for moved in sent
+    ]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_rows_have_what_a_step_sends_along_each_axis(tmp_path: Path, counted: bool) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sent = run_ranks(4, run_counted, path, counted, with_context=False)[0]
+    assert len(sent) == 3
+    for moved in sent:
+        assert moved.keys() == {"data", "tensor", "dataxtensor"}
+        assert all(axis["bytes"] > 0 for axis in moved.values())
+    rows = rows_of(path)
+    assert ["validation_loss" in row for row in rows] == [False, True, True]
+    assert [row.get("comm") for row in rows] == (sent if counted else [None] * 3)
+
+
+def test_a_step_that_fails_ends_the_count(tmp_path: Path) -> None:
+    engine = FakeEngine(steps=3, fail_at=2)
+    engine.config = engine.config.model_copy(
+        update={"comm": engine.config.comm.model_copy(update={"accounting": True})}
+    )
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(ArithmeticError):
+        fit(engine, [Metrics(path)])
+    assert not accounting.listeners
+    assert [row["comm"] for row in rows_of(path)] == [{}]

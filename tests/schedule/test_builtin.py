@@ -29,14 +29,14 @@ def make(name: str, stages: int, microbatches: int, chunks: int = 2) -> Actions:
 
 
 def simulated(name: str, stages: int, microbatches: int, chunks: int = 2) -> Simulation:
-    """With a stage's time in proportion to its part of the model."""
+    """With a stage's time in proportion to its share of the model."""
     actions = make(name, stages, microbatches, chunks)
-    pieces = len(placement(actions))
-    return simulate(actions, Times(stages=[stages / pieces] * pieces))
+    num_stages = len(placement(actions))
+    return simulate(actions, Times(stages=[stages / num_stages] * num_stages))
 
 
 def ends(simulation: Simulation) -> dict[tuple[str, int, int], tuple[float, float]]:
-    """(kind, stage, microbatch) -> (start, end) of the compute actions; a whole backward counts as its two halves."""
+    """(kind, stage, microbatch) -> (start, end) of compute actions; a full backward counts as both of a split one."""
     out = {}
     for own in simulation.spans:
         for span in own:
@@ -119,7 +119,7 @@ def test_activations_in_flight(stages: int, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_rank_has_one_stage_and_whole_backwards(name: str) -> None:
+def test_one_rank_has_one_stage_and_full_backwards(name: str) -> None:
     """What the engine runs without a pipeline."""
     (own,) = SCHEDULES.get(name)(1, 3)
     turns = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
@@ -176,7 +176,7 @@ def test_threads_with_blocking_sends_come_to_an_end(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "stages", "microbatches", "options", "words"),
+    ("kind", "stages", "microbatches", "options", "message"),
     [
         ("1f1b", 0, 4, {}, "stages must be a whole number of at least 1, got 0"),
         ("1f1b", 2, 0, {}, "microbatches must be a whole number of at least 1, got 0"),
@@ -190,6 +190,6 @@ def test_threads_with_blocking_sends_come_to_an_end(name: str) -> None:
         (lambda stages, microbatches: [[], []], 2, 4, {}, "no rank computes anything"),
     ],
 )
-def test_wrong_arguments(kind: Any, stages: int, microbatches: int, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_wrong_arguments(kind: Any, stages: int, microbatches: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_schedule(kind, stages, microbatches, **options)

@@ -43,9 +43,9 @@ def test_a_dropped_action_is_named() -> None:
     for name, rank, index in PLACES:
         actions = copy(name)
         dropped = actions[rank].pop(index)
-        words = refusal(actions)
-        assert words.startswith(f"rank {rank}, "), (name, dropped, words)
-        assert str(dropped) in words, (name, dropped, words)
+        message = refusal(actions)
+        assert message.startswith(f"rank {rank}, "), (name, dropped, message)
+        assert str(dropped) in message, (name, dropped, message)
 
 
 def test_an_action_done_twice_is_named() -> None:
@@ -53,9 +53,9 @@ def test_an_action_done_twice_is_named() -> None:
         actions = copy(name)
         action = actions[rank][index]
         actions[rank].insert(index + 1, action)
-        words = refusal(actions)
-        assert words.startswith(f"rank {rank}, action {index + 1} ({action}) "), (name, words)
-        assert "comes after the step" in words or f"is done already by action {index}; drop one" in words
+        message = refusal(actions)
+        assert message.startswith(f"rank {rank}, action {index + 1} ({action}) "), (name, message)
+        assert "comes after the step" in message or f"is done already by action {index}; drop one" in message
 
 
 def test_swapped_actions_are_refused_or_still_right() -> None:
@@ -134,21 +134,21 @@ def test_values_in_another_order_than_awaited() -> None:
     actions = make_schedule("gpipe", 2, 2)
     first, second = (actions[1].index(Action("receive_activation", 1, index, 0)) for index in range(2))
     actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
-    words = refusal(actions, 2)
-    assert "rank 1" in words
-    assert "action" in words
+    message = refusal(actions, 2)
+    assert "rank 1" in message
+    assert "action" in message
 
 
 def test_activations_in_flight_above_the_bound() -> None:
-    words = refusal(SCHEDULES["gpipe"], bound=[3, 2, 1])
-    assert words == (
+    message = refusal(SCHEDULES["gpipe"], bound=[3, 2, 1])
+    assert message == (
         "rank 1, action 7 (forward of microbatch 2 on stage 1) makes 3 activations in flight, and the schedule "
         "promises at most 2; put a backward before it"
     )
 
 
 @pytest.mark.parametrize(
-    ("own", "words"),
+    ("own", "message"),
     [
         (["forward"], "rank 0, action 0 (forward): no action; make it with Action(kind, stage, microbatch)"),
         ([Action("forwards", 0, 0)], "no action; make it with Action"),  # type: ignore[arg-type]
@@ -174,16 +174,16 @@ def test_activations_in_flight_above_the_bound() -> None:
         ),
     ],
 )
-def test_odd_actions(own: list[Action], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+def test_odd_actions(own: list[Action], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         check([own], MICROBATCHES)
 
 
 def test_stages_and_ranks_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="rank 1 of 2 has no stage: give it one, or use fewer ranks"):
         check([[Action("forward")], []], 1)
-    words = refusal([[Action("forward", 0, 0)], [Action("forward", 0, 1)]])
-    assert words.startswith("rank 1, action 0 (forward of microbatch 1 on stage 0): stage 0 is on rank 0")
+    message = refusal([[Action("forward", 0, 0)], [Action("forward", 0, 1)]])
+    assert message.startswith("rank 1, action 0 (forward of microbatch 1 on stage 0): stage 0 is on rank 0")
 
 
 def test_how_actions_look() -> None:

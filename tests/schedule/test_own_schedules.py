@@ -1,13 +1,11 @@
-"""Schedules that a user writes: compute actions are enough, and what is wrong with them is told."""
+"""Schedules that a user writes: compute actions are enough, and an error says what is wrong with them."""
 
 from __future__ import annotations
 
 import pytest
 
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import make_schedule
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
+from colossus.schedule.build import bounded, complete, make_schedule
 
 
 def compute(*letters: str) -> list[Action]:
@@ -23,9 +21,9 @@ def test_compute_actions_alone_will_do() -> None:
 
 
 def test_compute_actions_that_wait_for_each_other() -> None:
-    late = [compute("F00", "B00", "F01", "B01"), compute("F11", "F10", "B10", "B11")]
+    waiting = [compute("F00", "B00", "F01", "B01"), compute("F11", "F10", "B10", "B11")]
     with pytest.raises(ValueError, match="rank 0") as caught:
-        complete(late)
+        complete(waiting)
     assert str(caught.value) == (
         "rank 0, action 1 (backward of microbatch 0 on stage 0) waits for ever for the backward of microbatch 0 on "
         "stage 1: rank 1 has it as action 2, behind rank 1, action 0 (forward of microbatch 1 on stage 1); move one of "

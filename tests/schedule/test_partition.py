@@ -186,8 +186,8 @@ WRONG_BLOCKS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_BLOCKS)
 def test_wrong_blocks(name: str) -> None:
-    blocks, words = WRONG_BLOCKS[name]
-    with pytest.raises(ValueError, match=words):
+    blocks, message = WRONG_BLOCKS[name]
+    with pytest.raises(ValueError, match=message):
         pipeline_blocks(Given(blocks))
 
 
@@ -270,10 +270,10 @@ def test_stages_equal_in_parameters() -> None:
 
 def test_sizes_are_those_of_the_whole_model() -> None:
     """Whatever the tensor ranks: all ranks and plans cut alike."""
-    alone = make_partition(meta(lambda: GPT(**SIZES)), straight(3))
+    reference = make_partition(meta(lambda: GPT(**SIZES)), straight(3))
     for sizes, bounds in run_ranks(2, _sizes):
-        assert sizes == dict(alone.sizes)
-        assert bounds == alone.bounds
+        assert sizes == dict(reference.sizes)
+        assert bounds == reference.bounds
 
 
 def _sizes(context: ParallelContext) -> Any:
@@ -313,17 +313,17 @@ WRONG_SPLITS: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("split", "words"), WRONG_SPLITS)
-def test_wrong_splits(split: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("split", "message"), WRONG_SPLITS)
+def test_wrong_splits(split: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_partition(meta(lambda: GPT(**SIZES)), straight(3), split)
 
 
 def test_more_stages_than_blocks() -> None:
-    words = (
+    message = (
         r"8 stages for 6 blocks \(embedding, blocks\.0 to blocks\.3, head\): every stage needs a block; use at most 6"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         make_partition(meta(lambda: GPT(**SIZES)), {stage: stage % 4 for stage in range(8)})
 
 
@@ -396,10 +396,10 @@ def test_the_stages_in_turn_are_the_model(name: str) -> None:
     rank_of, split = PLACES[name]
     whole = build(Mixed, ParallelContext(grid(), seed=3))
     ids = torch.randint(0, 11, (3, 6))
-    parts = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
+    partitions = {rank: stage_of(Mixed, rank_of, rank, split=split)[1] for rank in set(rank_of.values())}
     x: Any = ids
     for stage, rank in rank_of.items():
-        x = parts[rank].call(stage)(x)
+        x = partitions[rank].forward_of(stage)(x)
     assert torch.equal(x, whole(ids))
 
 
@@ -434,10 +434,10 @@ def test_calling_what_is_elsewhere() -> None:
             ValueError, match=r"GPT is called as a whole, .* has stage 1 of 3 only: call engine\.train_"
         ):
             held(torch.zeros(1, 6, dtype=torch.long))
-    words = (
+    message = (
         r"blocks\.3 \(TransformerBlock\) is on stage 2 \(pipeline rank 2\), but is called on rank 1: a PipelineBlock"
     )
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         model.blocks[3](torch.zeros(1, 6, 16))
     with pytest.raises(ValueError, match=r"blocks\.3\.mlp\.down \(Linear\) is on stage 2"):
         model.blocks[3].mlp.down(torch.zeros(1, 6, 64))
@@ -446,7 +446,7 @@ def test_calling_what_is_elsewhere() -> None:
 def test_all_stages_on_one_rank_is_the_whole_model() -> None:
     model, made = stage_of(lambda: GPT(**SIZES), {0: 0, 1: 0}, 0)
     ids = torch.randint(0, 19, (2, 6))
-    assert torch.equal(made.call(1)(made.call(0)(ids)), model(ids))
+    assert torch.equal(made.forward_of(1)(made.forward_of(0)(ids)), model(ids))
 
 
 def test_only_its_own_part_is_ever_brought_to_life(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,10 +530,10 @@ def test_measure_on_tensor_ranks(mode: str) -> None:
         results = run_ranks(2, _measured, sequence_sharded=True)
     else:
         results = run_ranks(4, _measured, plan=grid_of({"row": 2, "col": 2}), mode="2d")
-    (alone, _) = _measured(ParallelContext(grid()))
+    (reference, _) = _measured(ParallelContext(grid()))
     for costs, calls in results:
         assert costs == results[0][0]
         assert calls == len(costs) == 6
-        for cost, whole in zip(costs[1:5], alone[1:5], strict=True):
+        for cost, whole in zip(costs[1:5], reference[1:5], strict=True):
             assert whole.parameter_bytes / len(results) <= cost.parameter_bytes < whole.parameter_bytes
             assert 0 < cost.activation_bytes < whole.activation_bytes

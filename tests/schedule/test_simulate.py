@@ -69,7 +69,7 @@ def test_nothing_takes_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "words"),
+    ("times", "message"),
     [
         (dict(forward=-1.0), "forward: a time is a finite number of at least 0, got -1.0"),
         (dict(transfer=float("nan")), "transfer: a time is a finite number of at least 0, got nan"),
@@ -77,6 +77,6 @@ def test_nothing_takes_time() -> None:
         (dict(stages=[1.0]), "times.stages has 1 factors for 2 stages"),
     ],
 )
-def test_times_that_cannot_be(times: dict[str, float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_times_that_cannot_be(times: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         simulate(TWO, Times(**times))  # type: ignore[arg-type]

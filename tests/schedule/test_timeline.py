@@ -1,4 +1,4 @@
-"""``colossus show --timeline``: the picture in letters, in a file, and the words for a schedule that is wrong."""
+"""``colossus show --timeline``: the picture in letters, in a file, and the error for a schedule that is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from colossus.cli.main import main
 from colossus.registry import SCHEDULES
 from colossus.schedule.build import make_schedule
-from colossus.schedule.draw.timeline import draw, figures
+from colossus.schedule.draw.timeline import draw, summary
 from colossus.schedule.simulate import Times, simulate
 
 REPOSITORY = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_rows_fit_any_width(name: str, width: int) -> None:
 
 
 def test_figures_of_ranks_that_differ() -> None:
-    text = figures(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
+    text = summary(simulate(make_schedule("1f1b", 2, 2), Times(stages=[1.0, 2.0])))
     assert text.splitlines()[0] == "makespan 15, bubble 40.0 %"
     assert text.splitlines()[-2:] == ["   0  60.0 %               2", "   1  20.0 %               1"]
 
@@ -153,7 +153,7 @@ def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--timeline=out.jpg"], "colossus: --timeline: out.jpg: the picture ends with .svg, .png, .pdf\n"),
         (["--timeline", "out"], "colossus: --timeline: out: the picture ends with .svg, .png, .pdf\n"),
@@ -161,9 +161,9 @@ def test_a_wrong_schedule_is_refused_in_words(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_pictures_that_cannot_be(
-    config: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["show", config, *words]) == 2
+    assert main(["show", config, *arguments]) == 2
     assert capsys.readouterr().err == message
 
 

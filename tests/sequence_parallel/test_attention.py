@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from colossus.comm import accounting, links, shared_memory
+from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import recompute
-from colossus.sequence_parallel import kernels, ring, tiles, travel, ulysses
+from colossus.layers import activation_checkpoint
+from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.sequence_parallel.order import local_indices, order, require_divisible
-from colossus.sequence_parallel.tiles import Pair
-from colossus.sequence_parallel.traffic import cheaper, document_traffic, traffic
+from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
+from colossus.sequence_parallel.tiles import ScoreBlock
+from colossus.sequence_parallel.traffic import attention_traffic, cheaper
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -106,7 +107,7 @@ def plan(ring_ranks: int, ulysses_ranks: int = 1) -> RankGrid:
 
 @dataclass
 class Run:
-    """This rank's part of an attention, forward and backward."""
+    """This rank's share of an attention, forward and backward."""
 
     case: Case
     groups: SequenceGroups
@@ -224,7 +225,7 @@ def test_odd_lengths_on_each_rank() -> None:
 def _without_shared_memory(context: ParallelContext) -> None:
     shared_memory.enable(False)
     _exact(context, SHAPES[::3])
-    assert travel._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
+    assert comm_ring._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
 
 
 def test_exact_without_shared_memory() -> None:
@@ -233,7 +234,7 @@ def test_exact_without_shared_memory() -> None:
 
 def _larger_than_the_links(context: ParallelContext) -> None:
     """Messages that do not fit go through c10d; some of these do fit."""
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     _exact(context, [Case(local=local, batch=1, head_dim=16, documents="packed") for local in (2, 200, 4, 120)])
 
 
@@ -243,7 +244,7 @@ def test_blocks_larger_than_the_links() -> None:
 
 def _links_filled_to_the_end(context: ParallelContext) -> None:
     """Four messages take the room of the links to the last byte."""
-    links._RING_BYTES = 64 << 10
+    links._BUFFER_BYTES = 64 << 10
     _exact(context, [Case(local=16, batch=1, head_dim=16)] * 3)
 
 
@@ -252,7 +253,7 @@ def test_blocks_that_fill_the_links_to_the_last_byte() -> None:
 
 
 def _exchanged_one_by_one(context: ParallelContext) -> None:
-    ulysses._TOGETHER_BYTES = 0
+    ulysses._COALESCE_BYTES = 0
     _exact(context, SHAPES[::3])
 
 
@@ -296,9 +297,9 @@ def test_inputs_need_not_be_contiguous() -> None:
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        recompute.SAVED.add(ring.RING_ATTENTION)
+        activation_checkpoint.SAVED.add(ring.RING_ATTENTION)
     else:
-        recompute.SAVED.discard(ring.RING_ATTENTION)
+        activation_checkpoint.SAVED.discard(ring.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)
@@ -309,7 +310,7 @@ def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple
             return run.attend(run.attend(q * weight, k, v).tanh(), k, v)
 
         def saved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return recompute.checkpoint(twice, q, k, v, context=context, kind=kind)
+            return activation_checkpoint.checkpoint(twice, q, k, v, context=context, kind=kind)
 
         for got, wanted in zip(run.results(saved), run.results(twice), strict=True):
             assert torch.equal(got, wanted)
@@ -368,7 +369,7 @@ def _of_groups_made_again(context: ParallelContext) -> int:
         again.close()
         del again, _exact_of
         gc.collect()
-    return len(travel._links)
+    return len(comm_ring._links)
 
 
 def test_links_die_with_their_group() -> None:
@@ -400,17 +401,18 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
     ranks = ring_ranks * ulysses_ranks
     case = Case(local=6, heads=8, kv_heads=4, head_dim=3, batch=2, documents="any")
     tokens = case.batch * case.local * ranks
-    values = traffic(tokens, 8, 4, 3, **ways)
-    numbers = document_traffic(tokens, **ways)
+    values = attention_traffic(tokens, 8, 4, 3, **ways)
+    # document numbers are gathered over the Ulysses ranks, and go round the ring with the keys in each direction
+    gathered, passed = (ulysses_ranks - 1) * tokens / ranks, (ring_ranks - 1) / ring_ranks * tokens
     for got in run_ranks(ranks, _counted, case, plan=plan(ring_ranks, ulysses_ranks)):
-        assert got == [(values.forward, values.backward), (numbers.forward, numbers.backward)]
+        assert got == [(values.forward, values.backward), (gathered + passed, passed)]
     if ulysses_ranks == 1:
         assert values.forward == 2 * (ring_ranks - 1) / ring_ranks * tokens * 4 * 3
         assert values.backward == 2 * values.forward
 
 
 def test_a_plan_that_splits_nothing_sends_nothing() -> None:
-    assert traffic(100, 4, 4, 8).total == document_traffic(100).total == 0
+    assert attention_traffic(100, 4, 4, 8).total == 0
 
 
 @pytest.mark.parametrize(
@@ -425,9 +427,9 @@ def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for piece in Pair(length, ranks, index, source, causal).tiles():
-            rows, columns = (at.stop - at.start for at in (piece.queries, piece.keys))
-            scores += rows * (rows + 1) // 2 if piece.causal else rows * columns
+        for tile in ScoreBlock(length, ranks, index, source, causal).tiles():
+            rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
+            scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
 
 
@@ -484,31 +486,31 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    pair = Pair(4, 2, 0, 1, False)
-    assert not list(pair.tiles(between[:, :4], between[:, 4:]))
+    block = ScoreBlock(4, 2, 0, 1, False)
+    assert not list(block.tiles(between[:, :4], between[:, 4:]))
 
 
 def test_no_mask_is_larger_than_a_tile() -> None:
     documents = torch.arange(3000)[None] // 7
-    for piece in Pair(3000, 1, 0, 0, True).tiles(documents, documents):
-        assert piece.mask is not None
-        assert piece.mask.numel() <= tiles.TILE**2
+    for tile in ScoreBlock(3000, 1, 0, 0, True).tiles(documents, documents):
+        assert tile.mask is not None
+        assert tile.mask.numel() <= tiles.TILE**2
 
 
 # -- the tests can fail ------------------------------------------------------------------------------------
 
 
-def _own_part_dropped(context: ParallelContext) -> None:
+def _own_share_dropped(context: ParallelContext) -> None:
     """The owner takes what arrives and forgets its own."""
 
     def backward(*args: Any) -> Any:
         dq, dk, dv = ring_backward(*args)
-        with patch.object(travel.Ring, "blocks", first_only):
+        with patch.object(ring, "_rotating_blocks", first_only):
             _, own_dk, own_dv = ring_backward(*args)
         return dq, dk - own_dk, dv - own_dv
 
-    def first_only(self: Any, *args: Any) -> Any:
-        yield self.index, list(args[:2])
+    def first_only(k: Tensor, v: Tensor, documents: Tensor | None, group: AxisGroup) -> Any:
+        yield group.index, [k, v]
 
     ring_backward = ring._backward
     with patch.object(ring, "_backward", backward):
@@ -516,14 +518,14 @@ def _own_part_dropped(context: ParallelContext) -> None:
 
 
 def _chunks_swapped(context: ParallelContext) -> None:
-    def swapped(self: Pair) -> Any:
-        if self.theirs < self.mine:
-            yield tiles.AttentionTile(slice(0, self.length), slice(self.length // 2, self.length))
+    def swapped(self: ScoreBlock) -> Any:
+        if self.key_rank < self.query_rank:
+            yield tiles.AttentionTile(slice(0, self.num_tokens), slice(self.num_tokens // 2, self.num_tokens))
         else:
-            yield from whole(self)
+            yield from right(self)
 
-    whole = Pair._whole
-    with patch.object(Pair, "_whole", swapped):
+    right = ScoreBlock._tiles_of_one_document
+    with patch.object(ScoreBlock, "_tiles_of_one_document", swapped):
         _exact(context, [Case()])
 
 
@@ -540,7 +542,7 @@ def _tokens_in_order(context: ParallelContext) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "what"),
-    [(_own_part_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
+    [(_own_share_dropped, "dk is off"), (_chunks_swapped, "out is off"), (_tokens_in_order, "out is off")],
 )
 def test_these_tests_can_fail(wrong: Any, what: str) -> None:
     with pytest.raises(RankError, match=what):
@@ -554,18 +556,18 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 @given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
 def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
     total = times * math.lcm(2 * ring_ranks, ring_ranks * ulysses_ranks)
-    parts = [
+    shards = [
         local_indices(total, ring_ranks, ulysses_ranks, i, j) for i in range(ring_ranks) for j in range(ulysses_ranks)
     ]
-    assert {len(part) for part in parts} == {total // (ring_ranks * ulysses_ranks)}
-    together = [token for part in parts for token in part]
-    assert together == order(total, ring_ranks)
-    assert sorted(together) == list(range(total))
+    assert {len(shard) for shard in shards} == {total // (ring_ranks * ulysses_ranks)}
+    tokens = [token for shard in shards for token in shard]
+    assert tokens == zigzag_order(total, ring_ranks)
+    assert sorted(tokens) == list(range(total))
 
 
 def test_the_zigzag() -> None:
-    assert order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert order(5, 1) == [0, 1, 2, 3, 4]
+    assert zigzag_order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert zigzag_order(5, 1) == [0, 1, 2, 3, 4]
     assert local_indices(8, 2, 2, 1, 0) == [2, 3]
 
 

@@ -22,8 +22,8 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.conjugate import start
 from colossus.comm.shared_memory import enable
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies.all_reduce import gradient_sum_axes
-from colossus.layers.layer import model_parallel_of
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel import route
 
 HIDDEN, HEADS, WIDE = 24, 6, 36
@@ -473,7 +473,7 @@ def deferred(context: ParallelContext) -> list[str]:
     def later(model: nn.Module) -> None:
         for scale in (1.0, 2.0, 3.0):
             loss = model(x * scale).square().sum()
-            with weights.deferring() as rest:
+            with weights.deferred_wgrad() as rest:
                 loss.backward()
             assert len(rest) == 2
             for work in rest:

@@ -11,11 +11,12 @@ from helpers.modes import MODES, Mode, own
 
 from colossus import layers
 from colossus.comm import accounting
+from colossus.comm.cost import Traffic
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.layer import model_parallel_of
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import unwrap, wrap
-from colossus.tensor_parallel.traffic import Traffic, matmul_traffic
+from colossus.tensor_parallel.traffic import matmul_traffic
 
 SHAPE, WIDE = (12, 6, 24), 36
 POLICIES = [(keep, weights) for keep in (False, True) for weights in ("matmul", "microbatch", "step")]
@@ -24,22 +25,22 @@ POLICIES = [(keep, weights) for keep in (False, True) for weights in ("matmul", 
 def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int], microbatches: int) -> dict[str, Any]:
     """Calls and elements of a linear over a step, and what its formula says."""
     layer = build(lambda: layers.Linear(*sizes, split=split), context)
-    plan = model_parallel_of(context)
-    assert plan.shardings is not None
+    parallel = model_parallel_of(context)
+    assert parallel.shardings is not None
     assert layer.sharding is not None
-    source, target = plan.shardings.ends(split)
+    source, target = parallel.shardings.default_layouts(split)
     local = own(context, torch.zeros(*SHAPE[:2], sizes[0]))
-    x = wrap(local, plan.regions.user, plan.regions.user, plan)
-    held = torch.zeros([math.ceil(n) for n in _local(SHAPE[:2] + sizes[:1], source, context)], requires_grad=True)
+    x = wrap(local, parallel.regions.user, parallel.regions.user, parallel)
+    local_x = torch.zeros([math.ceil(n) for n in _local(SHAPE[:2] + sizes[:1], source, context)], requires_grad=True)
     assert x.shape[-1] == sizes[0]
-    plan.weights.begin_step()
+    parallel.weights.begin_step()
     with accounting.count() as moved:
         for index in range(microbatches):
-            y = layer.apply_local(held, source, target)
+            y = layer.apply_local(local_x, source, target)
             if index == microbatches - 1:
-                plan.weights.arm()
+                parallel.weights.set_last_microbatch()
             y.sum().backward()
-        plan.weights.end_step()
+        parallel.weights.end_step()
     formula = matmul_traffic(layer.sharding, source, target, (*SHAPE[:2], sizes[0]), sizes[1], context.grid.sizes)
     want = formula.step(microbatches, keep=context.options.keep_gathered, weights=context.options.weight_scope)
     return {"counted": Traffic(moved.calls(), moved.bytes() / 4), "formula": want}
@@ -75,7 +76,7 @@ A, W = S * HIDDEN, HIDDEN * HIDDEN  # elements of an activation and of a square 
 
 
 def block(mode: Mode, keep: bool, weights: str, microbatches: int = 1) -> Traffic:
-    """The four linears of a transformer block, by the tables."""
+    """The four linears of a transformer block, by their shardings."""
     from colossus.layout.activation import Activation
     from colossus.registry import TENSOR_MODES
     from colossus.tensor_parallel.choice import Shardings
@@ -83,20 +84,20 @@ def block(mode: Mode, keep: bool, weights: str, microbatches: int = 1) -> Traffi
 
     kind = TENSOR_MODES.get(mode.name)
     sizes = dict(zip(kind.axes, mode.shape, strict=True))
-    tables = Shardings.of(kind, Activation(), sizes, sequence_sharded=mode.sequence_sharded, keep=keep)
+    shardings = Shardings.of(kind, Activation(), sizes, sequence_sharded=mode.sequence_sharded, keep=keep)
     total = Traffic()
     qkv = {"query": HIDDEN, "key": HIDDEN, "value": HIDDEN}
-    for split, inner, parts in (
+    for split, inner, outputs in (
         ("column", HIDDEN, qkv),
         ("row", HIDDEN, {"": HIDDEN}),
         ("column", HIDDEN, {"": 4 * HIDDEN}),
         ("row", 4 * HIDDEN, {"": HIDDEN}),
     ):
-        table = tables.choose(split, inner, parts)
-        assert isinstance(table, MatmulSharding)
-        source, target = tables.ends(split)
-        out = sum(parts.values())
-        total += matmul_traffic(table, source, target, (16, 128, inner), out, sizes).step(
+        sharding = shardings.choose(split, inner, outputs)
+        assert isinstance(sharding, MatmulSharding)
+        source, target = shardings.default_layouts(split)
+        out = sum(outputs.values())
+        total += matmul_traffic(sharding, source, target, (16, 128, inner), out, sizes).step(
             microbatches, keep=keep, weights=weights
         )
     return total
@@ -164,14 +165,14 @@ def test_the_block_moves_less_than_published_implementations() -> None:
 
 def _block(context: ParallelContext) -> tuple[int, float]:
     layer = build(lambda: layers.TransformerBlock(HIDDEN, 8), context)
-    plan = model_parallel_of(context)
-    outer = plan.regions.outer
+    parallel = model_parallel_of(context)
+    outer = parallel.regions.outer
     local = outer.at(3).chunk((16, 128, HIDDEN), context.grid.sizes)
     x = torch.zeros(local, requires_grad=True)
-    plan.weights.begin_step()
+    parallel.weights.begin_step()
     with accounting.count() as moved:
-        unwrap(layer(wrap(x * 1.0, outer, outer, plan)), plan)[0].sum().backward()
-        plan.weights.end_step()
+        unwrap(layer(wrap(x * 1.0, outer, outer, parallel)), parallel)[0].sum().backward()
+        parallel.weights.end_step()
     return moved.calls(), moved.bytes() / 1e6
 
 

@@ -28,11 +28,16 @@ from colossus.context.grid import RankGrid
 from colossus.engine.fit import fit
 from colossus.engine.initialize import initialize
 from colossus.layout.layout import Layout
-from colossus.verify import command, diagnosis
-from colossus.verify import difference as gap
-from colossus.verify import fingerprints as prints
-from colossus.verify.recorder import Recorder
-from colossus.verify.records import ParameterFacts
+from colossus.verify import command, configs, diagnosis
+from colossus.verify.capture import Recorder
+from colossus.verify.difference import (
+    ComparableWeights,
+    Difference,
+    difference_of,
+    difference_of_fingerprints,
+    difference_of_numbers,
+)
+from colossus.verify.records import ParameterInfo, row_fingerprints
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,8 +151,8 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def launch(config: object, file: Path, alone: bool) -> int:
-        world = 1 if alone else world_size(load_config(file).parallel)
+    def launch(config: object, file: Path, is_reference: bool) -> int:
+        world = 1 if is_reference else world_size(load_config(file).parallel)
         file.with_suffix("").mkdir()
         run_ranks(world, run_forked, str(file), world, with_context=False)
         return 0
@@ -356,8 +361,8 @@ def test_of_wrong_gradients_the_first_in_backward_is_named(verify: Verify) -> No
     assert "down." not in out.partition("agree ")[0]
 
 
-def test_the_part_of_a_split_parameter_is_named(verify: Verify) -> None:
-    """The gradient of a layer's weight, wrong on one of the two ranks that hold a part of it."""
+def test_the_shard_of_a_split_parameter_is_named(verify: Verify) -> None:
+    """The gradient of a layer's weight, wrong on one of the two ranks that hold a shard of it."""
     text = NET.replace(
         "self.norm =",
         "if os.environ.get('RANK') == '1':\n"
@@ -369,7 +374,7 @@ def test_the_part_of_a_split_parameter_is_named(verify: Verify) -> None:
     assert "DIFFERENT at step 1: the gradient of up.weight\n" in out
     assert "shape [16, 6], layout [" in out
     assert "S(tensor)" in out
-    assert "only the part of rank 1 (tensor 1) differs" in out
+    assert "only the shard of rank 1 (tensor 1) differs" in out
     assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
 
 
@@ -400,7 +405,7 @@ def test_data_that_depends_on_the_rank(verify: Verify) -> None:
     assert "  4 of the 8 samples under the plan (their [0]) are not among the 8 that one process takes" in out
     code, out, _ = verify(text, "parallel.tensor=2")
     assert code == 3
-    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same part of the batch" in out
+    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same shard of the batch" in out
 
 
 def test_an_initial_value_that_depends_on_the_rank(verify: Verify) -> None:
@@ -491,7 +496,7 @@ def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
     kinds = ("initial values", "gradients", "weights after a step")
     assert [counts(out)[kind] for kind in kinds] == [tensors] * 3
     assert counts(out)["outputs of modules"] == 5, "two blocks, the norm, the head, the model"
-    assert counts(out)["samples"] == (3 if plan == "tied" else 2), "all, and those of ranks on one part"
+    assert counts(out)["samples"] == (3 if plan == "tied" else 2), "all, and those of ranks on one shard"
     assert "not compared: 32 weights" in out
     if plan == "tied":
         assert counts(out)["copies on other ranks"] == 3 * (36 + 2), "of data rank 1, and of the tied weight"
@@ -548,7 +553,7 @@ def test_a_gradient_that_is_halved_on_one_stage(verify: Verify, plan: list[str],
     assert counts(out)["outputs of modules"] == 6
 
 
-def test_the_part_of_a_split_parameter_on_a_later_stage_is_named(verify: Verify) -> None:
+def test_the_shard_of_a_split_parameter_on_a_later_stage_is_named(verify: Verify) -> None:
     text = chain(behind="layers.Linear(16, 16)").replace(
         "self.down =",
         "if os.environ.get('RANK') == '3':\n"
@@ -559,7 +564,7 @@ def test_the_part_of_a_split_parameter_on_a_later_stage_is_named(verify: Verify)
     assert code == 3
     assert "DIFFERENT at step 1: the gradient of behind.weight\n" in out
     assert "on stage 1 (of 0 to 1): ranks 2, 3 (pipeline 1)\n" in out
-    assert "only the part of rank 3 (pipeline 1, tensor 1) differs" in out
+    assert "only the shard of rank 3 (pipeline 1, tensor 1) differs" in out
     assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
 
 
@@ -626,7 +631,7 @@ def test_stages_must_see_the_same_batch(verify: Verify) -> None:
     """)
     code, out, _ = verify(text, *PIPELINE)
     assert code == 3
-    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same part of the batch" in out
+    assert "the samples on rank 1\n  they are not those of rank 0, which works on the same shard of the batch" in out
 
 
 def test_notes_of_all_stages_are_one_note(verify: Verify) -> None:
@@ -683,81 +688,79 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 verify found a difference" in capsys.readouterr().out
 
 
-# -- parts ----------------------------------------------------------------------------------------------------
+# -- units ----------------------------------------------------------------------------------------------------
 
 
-def test_prints_see_every_element_and_no_batch_size() -> None:
+def test_fingerprints_see_every_element_and_no_batch_size() -> None:
     x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     for place in [(0, 0, 0), (3, 2, 4), (2, 1, 3)]:
         other = x.clone()
         other[place] += 1e-6
-        found, row = gap.gap_of_rows(prints.row_prints(other), prints.row_prints(x))
+        found, row = difference_of_fingerprints(row_fingerprints(other), row_fingerprints(x))
         assert row == place[0]
         assert found.relative > 1e-8
-    torch.testing.assert_close(prints.row_prints(x[1:3]), prints.row_prints(x)[1:3], rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(row_fingerprints(x[1:3]), row_fingerprints(x)[1:3], rtol=1e-14, atol=1e-14)
     swapped = x[:, [1, 0, 2]]
-    assert gap.gap_of_rows(prints.row_prints(swapped), prints.row_prints(x))[0].relative > 1e-3
-    assert prints.row_prints(torch.ones(2)).shape == prints.row_prints(torch.ones(2, 0, 3)).shape == (2, 2)
+    assert difference_of_fingerprints(row_fingerprints(swapped), row_fingerprints(x))[0].relative > 1e-3
+    assert row_fingerprints(torch.ones(2)).shape == row_fingerprints(torch.ones(2, 0, 3)).shape == (2, 2)
 
 
-def test_gaps() -> None:
+def test_differences() -> None:
     one = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    assert gap.gap_of(one, one, 0.0) == gap.Gap(0.0, 0.0, (0, 0), 3.0, 3.0)
+    assert difference_of(one, one, 0.0) == Difference(0.0, 0.0, (0, 0), 3.0, 3.0)
     off = one + torch.tensor([[0.0, 0.0], [0.5, 0.0]])
-    assert gap.gap_of(off, one, 0.0) == gap.Gap(0.1, 0.5, (1, 0), 0.5, 0.0)
-    assert gap.gap_of(off, one, 50.0).relative == 0.01
-    assert gap.gap_of(off, one, 0.0, trusted=one > 0).relative == 0.0
-    broken = gap.gap_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0)
+    assert difference_of(off, one, 0.0) == Difference(0.1, 0.5, (1, 0), 0.5, 0.0)
+    assert difference_of(off, one, 50.0).relative == 0.01
+    assert difference_of(off, one, 0.0, comparable=one > 0).relative == 0.0
+    broken = difference_of(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), 0.0)
     assert (broken.relative, broken.index) == (torch.inf, (1,))
-    assert gap.gap_of_numbers(torch.nan, 1.0).relative == torch.inf
-    assert gap.gap_of_numbers(1.5, 1.0).relative == 0.5
+    assert difference_of_numbers(torch.nan, 1.0).relative == torch.inf
+    assert difference_of_numbers(1.5, 1.0).relative == 0.5
 
 
-def test_trust_keeps_what_was_never_used_and_drops_noise() -> None:
-    trust = gap.Trust()
-    alone = {"used": torch.tensor([1.0, 2.0, 0.0]), "key": torch.tensor([1e-17, 0.0])}
+def test_weights_that_were_never_used_are_compared_and_noise_is_not() -> None:
+    weights = ComparableWeights()
+    reference = {"used": torch.tensor([1.0, 2.0, 0.0]), "key": torch.tensor([1e-17, 0.0])}
     plan = {"used": torch.tensor([1.0, 2.0, 0.0]), "key": torch.tensor([-1e-17, 0.0])}
-    trust.learn(plan, alone)
-    kept = [trust.of(name) for name in ("used", "key")]
+    weights.update(plan, reference)
+    kept = [weights.mask(name) for name in ("used", "key")]
     assert [mask.tolist() for mask in kept if mask is not None] == [[True, True, True], [False, True]]
-    trust.learn({**plan, "key": torch.ones(2)}, {**alone, "key": torch.ones(2)})
-    assert trust.left_out == 1, "moved by noise once, it stays where the noise has sent it"
+    weights.update({**plan, "key": torch.ones(2)}, {**reference, "key": torch.ones(2)})
+    assert weights.num_left_out == 1, "moved by noise once, it stays where the noise has sent it"
 
 
-def test_clues_name_ranks_and_factors() -> None:
+def test_a_diagnosis_names_ranks_and_factors() -> None:
     grid = RankGrid({"data": 2, "tensor": 4}, {"data": ("data",), "tensor": ("tensor",)})
-    facts = ParameterFacts((8, 3), Layout.sharded(2, d0=("tensor",)), ("data",), "Linear")
-    alone = torch.arange(24, dtype=torch.float64).view(8, 3) + 1
-    plan = alone.clone()
+    info = ParameterInfo((8, 3), Layout.sharded(2, d0=("tensor",)), ("data",), "Linear")
+    reference = torch.arange(24, dtype=torch.float64).view(8, 3) + 1
+    plan = reference.clone()
     plan[2:4] *= 0.5
-    assert diagnosis.of_values(plan, alone, facts, grid, 0.0, is_sum=True) == [
-        "only the part of rank 1 (data 0, tensor 1) differs",
+    assert diagnosis.of_values(plan, reference, info, grid, 0.0, is_sum=True) == [
+        "only the shard of rank 1 (data 0, tensor 1) differs",
         "it is 0.5 times that of one process there "
         "(2 is the size of data: a sum over it is missing, or a mean taken in its place?)",
     ]
-    whole = dataclasses.replace(facts, layout=Layout.whole(2))
-    assert diagnosis.of_values(4 * alone, alone, whole, grid, 0.0, is_sum=True) == [
+    whole = dataclasses.replace(info, layout=Layout.whole(2))
+    assert diagnosis.of_values(4 * reference, reference, whole, grid, 0.0, is_sum=True) == [
         "it is 4 times that of one process everywhere (4 is the size of tensor: a sum over it too many?)"
     ]
-    assert diagnosis.of_values(alone + 1, alone, whole, grid, 0.0) == []
+    assert diagnosis.of_values(reference + 1, reference, whole, grid, 0.0) == []
 
 
 def test_the_recorder_is_the_hook_of_both_runs(tmp_path: Path) -> None:
-    from colossus.verify import configs
-
     user = config_file(tmp_path, GPT + "\nhooks = [print]\nlr_schedule = dict(type='linear')\n")
     overrides = [*TWO_BY_TWO, "train.precision=fp32", "train.steps=50", "schedule.microbatches=2"]
-    configs = {
-        alone: load_config(configs.write(tmp_path, str(user), overrides, None, 2, alone=alone))
-        for alone in (True, False)
+    loaded = {
+        is_reference: load_config(configs.write(tmp_path, str(user), overrides, None, 2, is_reference=is_reference))
+        for is_reference in (True, False)
     }
-    for alone, config in configs.items():
+    for is_reference, config in loaded.items():
         assert [type(hook.type(**hook.options)) for hook in config.hooks] == [Recorder]
         assert (config.train.precision, config.train.steps, config.train.schedule_steps) == ("fp64", 2, 50)
         assert config.lr_schedule.type == "linear"
-        assert config.schedule.microbatches == (1 if alone else 2)
-    assert (configs[True].parallel.data, configs[True].parallel.tensor.size) == (1, 1)
-    assert (configs[False].parallel.data, configs[False].parallel.tensor.size) == (2, 2)
+        assert config.schedule.microbatches == (1 if is_reference else 2)
+    assert (loaded[True].parallel.data, loaded[True].parallel.tensor.size) == (1, 1)
+    assert (loaded[False].parallel.data, loaded[False].parallel.tensor.size) == (2, 2)
 
 
 # -- through the launcher -------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""What every data-parallel strategy shares: buckets, the axes of a gradient's sum, the norm, tied weights."""
+"""What data-parallel strategies share: which axes a gradient is summed over, buckets, tied weights, the norm."""

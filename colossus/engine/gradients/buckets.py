@@ -1,4 +1,4 @@
-"""Flat buffers in which gradients are reduced together."""
+"""Flat buffers: gradients that are reduced by one collective."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from colossus.context.groups import AxisGroup
 
 
 class Bucket:
-    """Gradients of some parameters side by side, and behind them one flag each: whether any rank used it.
+    """A flat buffer of the gradients of some parameters, and behind them one flag each: whether any rank used it.
 
-    A parameter that no rank used keeps ``grad = None``, so the optimizer leaves it alone as it would in one process;
-    the flags travel with the gradients and cost no call of their own.
+    A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process. The
+    flags are summed with the gradients, without a collective of their own.
+
+    Args:
+        group: the ranks whose gradients are summed.
     """
 
     def __init__(self, params: list[nn.Parameter], group: AxisGroup) -> None:
@@ -24,7 +27,7 @@ class Bucket:
         total = sum(sizes)
         self.flat = torch.zeros(total + len(params), dtype=params[0].dtype, device=params[0].device)
         self.views = [
-            part.view(param.shape) for part, param in zip(self.flat[:total].split(sizes), params, strict=True)
+            flat.view(param.shape) for flat, param in zip(self.flat[:total].split(sizes), params, strict=True)
         ]
         self.flags = self.flat[total:]
         self._position = {id(param): index for index, param in enumerate(params)}
@@ -40,20 +43,20 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a finished gradient in, and let the parameter's ``grad`` be the place in the bucket."""
+        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on."""
         index = self._position[id(param)]
         assert param.grad is not None
         self.views[index].copy_(param.grad)
         param.grad = self.views[index]
         self._present.add(index)
 
-    def forget(self) -> None:
-        """Drop what was taken."""
+    def reset(self) -> None:
+        """Drop the gradients taken in a step that failed."""
         self._present.clear()
         self._pending = None
 
     def start(self) -> None:
-        """Start the reduction; parameters that are not here count as zero and unused."""
+        """Start the all-reduce; a parameter without a gradient on this rank counts as zero and unused."""
         self.flags.fill_(1.0)
         for index, view in enumerate(self.views):
             if index not in self._present:
@@ -62,7 +65,7 @@ class Bucket:
         self._pending = collectives.all_reduce(self.flat, self.group, owned=True)
 
     def finish(self) -> None:
-        """Wait for the sums."""
+        """Wait for the sums, and give each parameter its own."""
         assert self._pending is not None
         total = self._pending.wait()
         if total is not self.flat:

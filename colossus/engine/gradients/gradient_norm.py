@@ -12,13 +12,14 @@ from colossus.layout.parameter import ParameterSpec, spec_of
 
 
 class GradientNorm:
-    """Sum of squares over the gradients this rank counts.
+    """The sum of squares of the gradients that this rank counts.
 
-    A part held by several ranks is counted by the first of them, so that the plain sum over ``axes`` is exact. The
-    ranks of one data index agree on all gradients, so the sum goes over the axes that shard parameters, and no further.
+    A shard that several ranks hold is counted by the first of them, so that the plain sum over ``axes`` is exact. All
+    replicas of a shard have the same gradient by then, so the sum goes over the axes that shard parameters, and no
+    further.
 
     Args:
-        counted_elsewhere: ids of parameters that another stage shares and counts.
+        counted_elsewhere: ids of tied parameters that another pipeline rank counts.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class GradientNorm:
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
     def gradients(self) -> list[list[Tensor]]:
-        """All gradients of this rank, those of one dtype together."""
+        """All gradients of this rank, grouped by dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for param in self.params:
             if param.grad is not None:
@@ -57,6 +58,6 @@ class GradientNorm:
 def _is_first(
     spec: ParameterSpec | None, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
 ) -> bool:
-    """Whether this rank is the first of those that hold the same part; the stages of a pipeline hold different ones."""
+    """Whether this rank is the first of those that hold the same shard; stages hold different parameters."""
     axes = tuple(axis for axis in axes if axis != "pipeline")
     return spec.layout.owns(sizes, at, axes) if spec is not None else all(at[axis] == 0 for axis in axes)

@@ -1,4 +1,4 @@
-"""Weights that stages of different ranks share: one logical parameter, with one gradient."""
+"""Tied weights: parameters that stages of different ranks share, with one gradient."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from colossus.engine.gradients.buckets import Bucket
 
 
 class TiedGradients:
-    """Sums the gradients of shared parameters over the stages that have them, after the sum over data ranks.
+    """Sums the gradients of tied parameters over the pipeline ranks that hold them, after the sum over data ranks.
 
     Args:
-        shared: for each such parameter of this rank the pipeline ranks that hold it, the one that counts it in the
-            norm first. In one order on all ranks.
+        tied: the tied parameters of this rank, each with the pipeline ranks that hold it; the first of these counts it
+            in the gradient norm. In the same order on all ranks.
     """
 
-    def __init__(self, shared: Sequence[tuple[nn.Parameter, tuple[int, ...]]], context: ParallelContext) -> None:
+    def __init__(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], context: ParallelContext) -> None:
         here = context.index("pipeline")
-        together: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
-        for param, ranks in shared:
+        by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
+        for param, ranks in tied:
             if param.requires_grad:
-                together.setdefault((ranks, param.dtype), []).append(param)
+                by_ranks.setdefault((ranks, param.dtype), []).append(param)
         self._buckets = [
-            Bucket(params, context.subgroup("pipeline", sorted(ranks))) for (ranks, _), params in together.items()
+            Bucket(params, context.subgroup("pipeline", sorted(ranks))) for (ranks, _), params in by_ranks.items()
         ]
         #: ids of those that another rank counts in the norm
-        self.counted_elsewhere = {id(param) for param, ranks in shared if ranks[0] != here}
+        self.counted_elsewhere = {id(param) for param, ranks in tied if ranks[0] != here}
 
     def sum(self) -> None:
-        """All ranks that share parameters must call, once their own gradients are complete."""
+        """Collective over the ranks that share parameters, once their own gradients are complete."""
         for bucket in self._buckets:
             for param in bucket.params:
                 if param.grad is not None:
@@ -41,10 +41,10 @@ class TiedGradients:
             bucket.finish()
 
 
-def shared_parameters(
+def tied_parameters(
     held: Mapping[str, nn.Parameter], ranks_of: Mapping[str, tuple[int, ...]]
 ) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-    """Of the parameters of this rank those that other ranks hold, too.
+    """The parameters of this rank that other pipeline ranks hold, too, each with all ranks that do.
 
     Args:
         held: this rank's, by name.

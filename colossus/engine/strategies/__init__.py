@@ -1,1 +1,1 @@
-"""Data-parallel strategies, one per file: how the data axis keeps its replicas together."""
+"""Data-parallel strategies, one per file: how the replicas of the data axis are kept alike."""

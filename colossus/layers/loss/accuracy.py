@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.layers.loss.split_logits import take_split
+from colossus.layers.loss.split_logits import local_logits_and_labels
 
 
 @torch.no_grad()
@@ -25,23 +25,23 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
         that hold other samples.
     """
     count = (labels != ignore_index).sum().double()
-    split, labels = take_split(logits, labels)
+    split, labels = local_logits_and_labels(logits, labels)
     columns = split.local[..., : split.stop - split.start]
     valid = labels != ignore_index
-    here = (labels >= split.start) & (labels < split.stop) & valid
-    column = (labels - split.start).masked_fill_(~here, 0).unsqueeze(-1)
+    is_local = (labels >= split.start) & (labels < split.stop) & valid
+    column = (labels - split.start).masked_fill_(~is_local, 0).unsqueeze(-1)
     if columns.shape[-1]:
-        own = columns.gather(-1, column).squeeze(-1).masked_fill_(~here, 0.0)
+        target = columns.gather(-1, column).squeeze(-1).masked_fill_(~is_local, 0.0)
     else:  # a rank that holds only padding
-        own = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
+        target = torch.zeros(labels.shape, dtype=columns.dtype, device=columns.device)
     if split.group is not None:
-        own = collectives.all_reduce(own, split.group, owned=True).wait()
-    own = own.unsqueeze(-1)
+        target = collectives.all_reduce(target, split.group, owned=True).wait()
+    target = target.unsqueeze(-1)
     index = torch.arange(split.start, split.stop, device=labels.device)
-    # what cannot be compared counts as higher: a model that gives NaN is never right
-    above = ~(columns <= own) | ((columns == own) & (index < labels.unsqueeze(-1)))
+    # NaN counts as higher: a model that gives NaN is never right
+    above = ~(columns <= target) | ((columns == target) & (index < labels.unsqueeze(-1)))
     higher = above.sum(-1).double()
     if split.group is not None:
         higher = collectives.all_reduce(higher, split.group, owned=True).wait()
     correct = ((higher < k) & valid).sum().double()
-    return split.settle(correct), count
+    return split.to_user_sum(correct), count

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.layers.embedding import check_range
-from colossus.layers.loss.split_logits import SplitLogits, take_split
+from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
 
 
 def cross_entropy(
@@ -24,9 +24,8 @@ def cross_entropy(
     """Sum of the losses of all valid tokens, and their number.
 
     The engine divides by the number of valid tokens of the global batch, so that the loss does not depend on how the
-    batch is split: sum and number are of the samples this rank holds in the user layout. With the vocabulary split over
-    n ranks one all-gather of 3 numbers per token (4 with smoothing) does all: each rank's maximum, its sum of
-    exponentials, and the target's logit where it has it.
+    batch is split: sum and number are of the samples this rank holds in the user layout. A vocabulary that is
+    split over ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
 
     Args:
         logits: [.., vocabulary], plain or with split features.
@@ -36,13 +35,13 @@ def cross_entropy(
 
     Returns:
         (sum, count): scalars, the same on all tensor ranks that hold the same samples. In 3D a rank's sum is its share
-        of the sum over all ranks (see `SplitLogits.settle`), since other ranks have the logits of its samples.
+        of the sum over all ranks (see `SplitLogits.to_user_sum`), since other ranks have the logits of its samples.
 
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
-    split, labels = take_split(logits, labels)
+    split, labels = local_logits_and_labels(logits, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
     if split.group is None and z_loss == 0.0:
@@ -52,53 +51,68 @@ def cross_entropy(
         return loss, count
     check_range(labels.masked_fill(~valid, 0), split.total, "labels")
     loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
-    return split.settle(loss), count
+    return split.to_user_sum(loss), count
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Sum of the losses of a rank's rows, of logits whose vocabulary is split. Shapes are per rank, of t rows.
+
+        logits          [t, v]     the first stop - start columns are of the vocabulary, the rest is padding
+        labels, valid   [t]        of these rows, over all of the vocabulary
+        log_sum         [t]        log-sum-exp over the whole vocabulary, the same on all ranks of the group
+
+        forward  each rank's maximum, sum of exponentials and target logit (0 where another rank has it), and the sum
+                 of logits when smoothing, are all-gathered: 3 or 4 [t]. The loss, a scalar, is the same on all ranks.
+        dgrad    dlogits [t, v] = (softmax - one_hot(labels)) * grad, more with smoothing and z_loss; 0 for padding
+                 no communication: the loss is replicated over the group, so grad is the same on all ranks, and with
+                 log_sum, which is saved, a column's gradient needs no other column
+
+    There is no weight, and so no wgrad.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, span: SplitLogits, smoothing: float, z_loss: float
+        ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, split: SplitLogits, smoothing: float, z_loss: float
     ) -> Tensor:
-        held = logits[:, : span.stop - span.start]
-        here = (labels >= span.start) & (labels < span.stop) & valid
-        column = (labels - span.start).masked_fill_(~here, 0)
-        if held.shape[1]:
-            top = held.amax(-1)
-            exponentials = (held - top.unsqueeze(-1)).exp_().sum(-1)
-            picked = held.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~here, 0.0)
+        columns = logits[:, : split.stop - split.start]
+        is_local = (labels >= split.start) & (labels < split.stop) & valid
+        column = (labels - split.start).masked_fill_(~is_local, 0)
+        if columns.shape[1]:
+            maximum = columns.amax(-1)
+            exponentials = (columns - maximum.unsqueeze(-1)).exp_().sum(-1)
+            target = columns.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill_(~is_local, 0.0)
         else:  # a rank that holds only padding
-            top = logits.new_full((logits.shape[0],), float("-inf"))
-            exponentials, picked = torch.zeros_like(top), torch.zeros_like(top)
-        rows = [top, exponentials, picked] + ([held.sum(-1)] if smoothing else [])
-        parts = torch.stack(rows).unsqueeze(0)
-        if span.group is not None:
-            parts = collectives.all_gather(parts, span.group).wait()
-        highest = parts[:, 0].amax(0)
-        log_sum = highest + (parts[:, 1] * (parts[:, 0] - highest).exp()).sum(0).log()
-        loss = log_sum - parts[:, 2].sum(0)
+            maximum = logits.new_full((logits.shape[0],), float("-inf"))
+            exponentials, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
+        rows = [maximum, exponentials, target] + ([columns.sum(-1)] if smoothing else [])
+        by_rank = torch.stack(rows).unsqueeze(0)
+        if split.group is not None:
+            by_rank = collectives.all_gather(by_rank, split.group).wait()
+        highest = by_rank[:, 0].amax(0)
+        log_sum = highest + (by_rank[:, 1] * (by_rank[:, 0] - highest).exp()).sum(0).log()
+        loss = log_sum - by_rank[:, 2].sum(0)
         if smoothing:
-            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - parts[:, 3].sum(0) / span.total)
+            loss = (1.0 - smoothing) * loss + smoothing * (log_sum - by_rank[:, 3].sum(0) / split.total)
         if z_loss:
             loss = loss + z_loss * log_sum.square()
-        ctx.save_for_backward(logits, log_sum, column, here, valid)
-        ctx.options = span, smoothing, z_loss
+        ctx.save_for_backward(logits, log_sum, column, is_local, valid)
+        ctx.options = split, smoothing, z_loss
         return loss.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, column, here, valid = ctx.saved_tensors
-        span, smoothing, z_loss = ctx.options
-        width = span.stop - span.start
+        logits, log_sum, column, is_local, valid = ctx.saved_tensors
+        split, smoothing, z_loss = ctx.options
+        width = split.stop - split.start
         weight = valid.to(logits.dtype) * grad
         out = (logits - log_sum.unsqueeze(-1)).exp_()
         out.mul_((weight * (1.0 + 2.0 * z_loss * log_sum)).unsqueeze(-1))
         if width:
-            hit = (weight * (smoothing - 1.0)).masked_fill(~here, 0.0)
+            hit = (weight * (smoothing - 1.0)).masked_fill(~is_local, 0.0)
             out.scatter_add_(1, column.unsqueeze(1), hit.unsqueeze(1))
         if smoothing:
-            out.sub_((weight * (smoothing / span.total)).unsqueeze(-1))
+            out.sub_((weight * (smoothing / split.total)).unsqueeze(-1))
         if width < out.shape[1]:
             out[:, width:] = 0.0
         return out, None, None, None, None, None

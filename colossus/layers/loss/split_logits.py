@@ -19,14 +19,13 @@ from colossus.tensor_parallel.route import Route, run
 
 @dataclass(frozen=True)
 class SplitLogits:
-    """One rank's part of the logits.
+    """One rank's rows and columns of the logits.
 
     Attributes:
-        local: [.., columns held], padding behind ``stop - start`` of them.
-        group: over which the columns are split; None when they are whole.
-        start, stop: columns held, of ``total``.
-        sum_over: a sum over the rows held becomes one of the rows in the user layout by summing over this group,
-        shared_by: divided by this number: the ranks that then hold the same sum and are counted as different.
+        local: [.., columns], of which those behind the first ``stop - start`` are padding.
+        group: over which the columns are split; None when the rank has all.
+        start, stop: the rank's columns, of ``total``.
+        sum_over, shared_by: see `to_user_sum`; None and 1 when the rank's rows are those of its own samples.
     """
 
     local: Tensor
@@ -37,20 +36,21 @@ class SplitLogits:
     sum_over: AxisGroup | None = None
     shared_by: int = 1
 
-    def settle(self, total: Tensor) -> Tensor:
-        """A sum over the rows held, as the user layout has it; its gradient passes as it is.
+    def to_user_sum(self, local_sum: Tensor) -> Tensor:
+        """From a sum over the rank's rows to one that the user layout can add up over ranks; its gradient is unchanged.
 
-        Where these are other rows than those of the rank's samples (3D), ranks whose samples share them each get an
-        equal share: the sum over all ranks is exact, that of one rank is not the sum of its own samples.
+        In 3D the rank's rows are not those of its samples. The sums are added over ``sum_over`` and divided by
+        ``shared_by``, the ranks of different samples that then hold the same sum: the sum over all ranks is exact, that
+        of one rank is not the sum of its own samples.
         """
         if self.sum_over is None:
-            return total
-        settled: Tensor = _Settle.apply(total, self.sum_over, self.shared_by)
-        return settled
+            return local_sum
+        total: Tensor = _UserSum.apply(local_sum, self.sum_over, self.shared_by)
+        return total
 
 
-def take_split(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
-    """The parts of the logits, and the labels of the rows held.
+def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
+    """The rank's rows and columns of the logits, and the labels of these rows.
 
     Args:
         logits: [.., columns], plain or with split features.
@@ -66,33 +66,36 @@ def take_split(logits: Tensor, labels: Tensor) -> tuple[SplitLogits, Tensor]:
     parallel = logits.parallel
     local, activation, _ = unwrap(logits, parallel)
     context, ndim, user = parallel.context, local.dim(), parallel.regions.user
-    here, there = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
+    rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
         _check(logits, labels, labels)
-    held = labels if here == there else run(Route.of(moves(there, here), context).forward, labels).wait()
-    _check(logits, labels, held)
+    own = labels if rows == user_rows else run(Route.of(moves(user_rows, rows), context).forward, labels).wait()
+    _check(logits, labels, own)
     group = context.group(activation.features)
     width = local.shape[-1]
     total = logits.num_features or width * group.size
     start = min(group.index * width, total)
-    mine, users = here.shard_axes, there.shard_axes
-    extra = tuple(axis for axis in mine if axis not in users)
-    shared_by = math.prod(context.grid.sizes[axis] for axis in users if axis not in mine)
+    axes, user_axes = rows.shard_axes, user_rows.shard_axes
+    extra = tuple(axis for axis in axes if axis not in user_axes)
+    shared_by = math.prod(context.grid.sizes[axis] for axis in user_axes if axis not in axes)
     moved = bool(extra) or shared_by > 1
     split = SplitLogits(
         local, group, start, min(start + width, total), total, context.group(extra) if moved else None, shared_by
     )
-    return split, held
+    return split, own
 
 
-def _check(logits: Tensor, labels: Tensor, held: Tensor) -> None:
-    if held.shape != logits.shape[:-1]:
+def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
+    """``own``: the labels of the rank's rows."""
+    if own.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
         )
 
 
-class _Settle(torch.autograd.Function):
+class _UserSum(torch.autograd.Function):
+    """A scalar summed over a group and divided; backward is the identity: each rank keeps the gradient of its rows."""
+
     @staticmethod
     def forward(ctx: Any, total: Tensor, group: AxisGroup, shared_by: int) -> Tensor:
         return collectives.all_reduce(total, group).wait() / shared_by

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
+from colossus.schedule.build import bounded, complete
 
 
 @SCHEDULES.register("gpipe")

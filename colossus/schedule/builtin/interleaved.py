@@ -1,8 +1,9 @@
 """Interleaved 1F1B (Megatron, 2104.04473): each rank has several stages, so the pipeline fills with smaller ones.
 
-Microbatches go in groups; a group passes all chunks before the next one starts. The paper's groups have one microbatch
-per rank, so their number has to divide. Here they are as equal as can be and have at least that many, which keeps
-its bubble, (p - 1) / (chunks m + p - 1) for p ranks, at any number of microbatches m >= p, for a little more memory.
+Microbatches go in groups; a group passes all chunks of a rank before the next group starts. The paper's groups have
+one microbatch per rank, so the number of microbatches has to divide by that of ranks. Here groups are as equal as can
+be and have at least that many, which keeps the paper's bubble, (p - 1) / (chunks m + p - 1) for p ranks, at any number
+of microbatches m >= p, for a little more memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import itertools
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import require_counts
+from colossus.schedule.build import bounded, complete, require_counts
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
@@ -26,19 +25,19 @@ def _groups(stages: int, microbatches: int) -> list[range]:
 
 
 def _warm_up(stages: int, microbatches: int, chunks: int, rank: int) -> int:
-    """Forwards before the first backward: those of a group on all chunks but one, and two for each rank behind."""
+    """Forwards before the first backward: a group's on all chunks but one, and two for each rank that follows."""
     group = len(_groups(stages, microbatches)[0])
     return min(2 * (stages - rank - 1) + (chunks - 1) * group, microbatches * chunks)
 
 
-def _most(stages: int, microbatches: int, chunks: int = 2) -> list[int]:
+def _bound(stages: int, microbatches: int, chunks: int = 2) -> list[int]:
     if stages == 1 or chunks == 1:
         return [min(stages - rank, microbatches) for rank in range(stages)]
     return [min(_warm_up(stages, microbatches, chunks, rank) + 1, microbatches * chunks) for rank in range(stages)]
 
 
 @SCHEDULES.register("interleaved")
-@bounded(_most)
+@bounded(_bound)
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Actions:
     """Rank r has the stages r, r + ``stages``, r + 2 ``stages``, ...: ``chunks`` of them.
 
@@ -49,13 +48,13 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Actions:
     if stages == 1 or chunks == 1:
         return one_f_one_b(stages, microbatches)
     groups = _groups(stages, microbatches)
-    passes = [(chunk, index) for group in groups for chunk in range(chunks) for index in group]
-    returns = [(chunk, index) for group in groups for chunk in reversed(range(chunks)) for index in group]
+    forward_order = [(chunk, index) for group in groups for chunk in range(chunks) for index in group]
+    backward_order = [(chunk, index) for group in groups for chunk in reversed(range(chunks)) for index in group]
     out: Actions = []
     for rank in range(stages):
-        forwards = [Action("forward", chunk * stages + rank, index) for chunk, index in passes]
-        backwards = [Action("backward", chunk * stages + rank, index) for chunk, index in returns]
-        ahead = _warm_up(stages, microbatches, chunks, rank)
-        turns = [action for pair in zip(forwards[ahead:], backwards, strict=False) for action in pair]
-        out.append([*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]])
+        forwards = [Action("forward", chunk * stages + rank, index) for chunk, index in forward_order]
+        backwards = [Action("backward", chunk * stages + rank, index) for chunk, index in backward_order]
+        warm_up = _warm_up(stages, microbatches, chunks, rank)
+        steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
+        out.append([*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]])
     return complete(out)

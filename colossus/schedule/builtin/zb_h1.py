@@ -1,17 +1,16 @@
-"""ZB-H1 (zero bubble, 2401.10241): 1F1B with the backward in halves, those of the weights filling the tail.
+"""ZB-H1 (zero bubble, 2401.10241): 1F1B with a split backward, the weight gradients filling the cool-down.
 
-The gradient of a stage's input goes on its way as soon as it is there; rank r is r microbatches late with the
-gradients of its weights, which it then has left to do while the pipeline drains. No rank holds more activations
-than the first rank of 1F1B. When the halves take as long as a forward, the bubble is (p - 1) / (3 m + p - 1).
+The gradient of a stage's input (dgrad) is sent as soon as it is made; rank r defers the gradients of its weights
+(wgrad) by r microbatches, and so has them left to do while the pipeline drains. No rank holds more activations than
+the first rank of 1F1B. When dgrad and wgrad each take as long as a forward, the bubble is (p - 1) / (3 m + p - 1).
 """
 
 from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
+from colossus.schedule.build import bounded, complete
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
-from colossus.schedule.memory import bounded
-from colossus.schedule.transfers import complete
 
 
 @SCHEDULES.register("zb-h1")
@@ -22,14 +21,14 @@ def zb_h1(stages: int, microbatches: int) -> Actions:
         return one_f_one_b(stages, microbatches)
     out: Actions = []
     for stage in range(stages):
-        ahead = min(stages - stage - 1, microbatches)
-        actions = [Action("forward", stage, index) for index in range(ahead)]
+        warm_up = min(stages - stage - 1, microbatches)
+        actions = [Action("forward", stage, index) for index in range(warm_up)]
         for index in range(microbatches):
-            if ahead + index < microbatches:
-                actions.append(Action("forward", stage, ahead + index))
+            if warm_up + index < microbatches:
+                actions.append(Action("forward", stage, warm_up + index))
             actions.append(Action("backward_input", stage, index))
             if index >= stage:
                 actions.append(Action("backward_weight", stage, index - stage))
-        late = range(max(0, microbatches - stage), microbatches)
-        out.append([*actions, *(Action("backward_weight", stage, index) for index in late)])
+        deferred = range(max(0, microbatches - stage), microbatches)
+        out.append([*actions, *(Action("backward_weight", stage, index) for index in deferred)])
     return complete(out)

@@ -11,8 +11,8 @@ from colossus.schedule.actions import COMPUTE
 from colossus.schedule.simulate import Simulation
 
 FORMATS = (".svg", ".png", ".pdf")
-#: kind -> (colour, hatch): apart in print, too
-_LOOK = {
+#: kind -> (colour, hatch); the hatch tells them apart in print without colours
+_STYLE = {
     "forward": ("#9ecae1", ""),
     "backward": ("#fdae6b", "//"),
     "backward_input": ("#fdae6b", "//"),
@@ -65,7 +65,7 @@ def _rows(rows: Any, simulation: Simulation) -> None:
             action = span.action
             if action.kind not in COMPUTE:
                 continue
-            colour, hatch = _LOOK[action.kind]
+            colour, hatch = _STYLE[action.kind]
             name = _NAMES[action.kind]
             rows.barh(
                 rank,

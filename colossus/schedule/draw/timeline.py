@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from colossus.schedule.actions import COMPUTE, Action
-from colossus.schedule.clock import Span
-from colossus.schedule.simulate import Simulation
+from colossus.schedule.simulate import Simulation, Span
 
 #: kind -> (letter, what fills the rest of its cell)
-_LOOK = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
+_STYLE = {"forward": ("F", "-"), "backward": ("B", "="), "backward_input": ("B", "="), "backward_weight": ("W", "~")}
 _IDLE = "."
-#: columns for the shortest action beyond which a short schedule is not stretched
+#: a short schedule is stretched until its shortest action has this many columns, and no further
 _WIDEST = 6
 
 
@@ -24,16 +23,16 @@ def draw(simulation: Simulation, width: int = 100) -> str:
         width: columns of the whole; at least 20 are used.
     """
     chunk = _chunks(simulation)
-    heads = [f"rank {rank}  " for rank in range(len(simulation.spans))]
-    margin = max(map(len, heads))
-    room = max(20, width) - margin
-    work = [[span for span in own if span.action.kind in COMPUTE] for own in simulation.spans]
-    columns, numbers = _scale(simulation, work, room)
-    rows = [_row(own, chunk, columns, simulation.makespan, numbers) for own in work]
-    lines = [f"{head:<{margin}}{row}" for head, row in zip(heads, rows, strict=True)]
+    labels = [f"rank {rank}  " for rank in range(len(simulation.spans))]
+    margin = max(map(len, labels))
+    available = max(20, width) - margin
+    computed = [[span for span in own if span.action.kind in COMPUTE] for own in simulation.spans]
+    columns, numbered = _scale(simulation, computed, available)
+    rows = [_row(own, chunk, columns, simulation.makespan, numbered) for own in computed]
+    lines = [f"{label:<{margin}}{row}" for label, row in zip(labels, rows, strict=True)]
     end = round(columns * simulation.makespan)
-    axis = f"{'time':<{margin}}0{f'{simulation.makespan:g}':>{max(1, end - 1)}}"
-    return "\n".join([*lines, axis, _legend(simulation, chunk, numbers)])
+    scale = f"{'time':<{margin}}0{f'{simulation.makespan:g}':>{max(1, end - 1)}}"
+    return "\n".join([*lines, scale, _legend(simulation, chunk, numbered)])
 
 
 def _chunks(simulation: Simulation) -> dict[int, int]:
@@ -46,28 +45,28 @@ def _chunks(simulation: Simulation) -> dict[int, int]:
 
 
 def _label(action: Action, chunk: dict[int, int]) -> str:
-    letter = _LOOK[action.kind][0]
+    letter = _STYLE[action.kind][0]
     return f"{letter.lower() if chunk[action.stage] % 2 else letter}{action.microbatch}"
 
 
-def _scale(simulation: Simulation, work: list[list[Span]], room: int) -> tuple[float, bool]:
+def _scale(simulation: Simulation, computed: list[list[Span]], available: int) -> tuple[float, bool]:
     """Columns per unit of time, and whether every cell has room for its number."""
-    spans = [span for own in work for span in own if span.end > span.start]
+    spans = [span for own in computed for span in own if span.end > span.start]
     if not spans:
         return 0.0, False
     shortest = min(span.end - span.start for span in spans)
     needed = max(len(str(span.action.microbatch)) + 1 for span in spans)
-    even = int(room * shortest / simulation.makespan + 1e-9)
+    even = int(available * shortest / simulation.makespan + 1e-9)
     if even >= needed:
         return min(even, max(_WIDEST, needed)) / shortest, True
-    return room / simulation.makespan, False
+    return available / simulation.makespan, False
 
 
-def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbers: bool) -> str:
+def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float, numbered: bool) -> str:
     row = [_IDLE] * round(columns * makespan)
     for span in own:
-        label, fill = _label(span.action, chunk), _LOOK[span.action.kind][1]
-        if numbers:
+        label, fill = _label(span.action, chunk), _STYLE[span.action.kind][1]
+        if numbered:
             start, stop = round(columns * span.start), round(columns * span.end)
             row[start:stop] = f"{label:{fill}<{stop - start}}"[: stop - start]
         else:  # the columns whose middle is in the span
@@ -76,22 +75,22 @@ def _row(own: list[Span], chunk: dict[int, int], columns: float, makespan: float
     return "".join(row)
 
 
-def _legend(simulation: Simulation, chunk: dict[int, int], numbers: bool) -> str:
+def _legend(simulation: Simulation, chunk: dict[int, int], numbered: bool) -> str:
     kinds = {span.action.kind for own in simulation.spans for span in own}
-    parts = ["F forward"]
+    entries = ["F forward"]
     if "backward" in kinds:
-        parts.append("B backward")
+        entries.append("B backward")
     if "backward_input" in kinds:
-        parts += ["B backward of inputs", "W backward of weights"]
-    parts.append(f"{_IDLE} idle")
+        entries += ["B backward of inputs", "W backward of weights"]
+    entries.append(f"{_IDLE} idle")
     if max(chunk.values()) > 0:
-        parts.append("capitals: a rank's 1st, 3rd ... stage, small: its 2nd, 4th ...")
-    if not numbers:
-        parts.append("too narrow for numbers of microbatches")
-    return "; ".join(parts)
+        entries.append("capitals: a rank's 1st, 3rd ... stage, small: its 2nd, 4th ...")
+    if not numbered:
+        entries.append("too narrow for numbers of microbatches")
+    return "; ".join(entries)
 
 
-def figures(simulation: Simulation) -> str:
+def summary(simulation: Simulation) -> str:
     """Makespan, bubble and, for each rank, its bubble and the most activations it holds."""
     lines = [
         f"makespan {simulation.makespan:g}, bubble {100 * simulation.bubble:.1f} %",

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline begin in a chain of blocks: stated, or equal in something. No torch."""
+"""What ``parallel.pipeline.split`` means: a cost that stages share equally, or their stated bounds. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from colossus.schedule.partition.balance import StageCost
 #: "parameters", "time", "memory", a number of blocks for each stage, or the names of blocks with which stages begin
 Split = str | Sequence[int] | Sequence[str]
 
-#: bytes held for a byte of parameters: weight, gradient, and the two moments of Adam
+#: bytes held for each byte of parameters: weight, gradient, and the two moments of Adam
 COPIES_OF_PARAMETERS = 4
 
 
@@ -22,8 +22,8 @@ class BlockCost:
 
     Attributes:
         seconds: forward and backward.
-        parameter_bytes: the rank's part of its parameters.
-        activation_bytes: what it holds from forward to backward.
+        parameter_bytes: of this rank's shards of its parameters.
+        activation_bytes: held from forward to backward.
     """
 
     seconds: float
@@ -37,11 +37,11 @@ def stage_cost(
     costs: Sequence[BlockCost] | None,
     in_flight: Sequence[int] | None,
 ) -> StageCost:
-    """What `split_chain` is to make equal.
+    """The cost that `split_chain` balances.
 
     Args:
         split: "parameters", "time" or "memory".
-        elements: of the parameters of each block.
+        elements: number of elements of the parameters of each block.
         costs: of each block, for "time" and "memory".
         in_flight: for "memory", the microbatches that each stage holds.
     """
@@ -95,7 +95,7 @@ def _bounds_of_counts(counts: Sequence[int], names: Sequence[str], num_stages: i
         problem = f"every stage needs a block, but stage {counts.index(min(counts))} has {min(counts)}"
     elif sum(counts) != len(names):
         total = " + ".join(map(str, counts))
-        problem = f"{total} = {sum(counts)}, but the model has {len(names)} blocks ({spans(names)})"
+        problem = f"{total} = {sum(counts)}, but the model has {len(names)} blocks ({name_ranges(names)})"
     if problem:
         raise ValueError(f"split = {list(counts)}: {problem}; give the number of blocks of each stage")
     return (0, *itertools.accumulate(counts))
@@ -107,7 +107,7 @@ def _bounds_of_names(begins: Sequence[str], names: Sequence[str], num_stages: in
             near = difflib.get_close_matches(name, names, n=1, cutoff=0)
             raise ValueError(
                 f"split = {list(begins)}: no block is named {name!r}; did you mean {near[0]!r}? Blocks are "
-                f"{spans(names)}"
+                f"{name_ranges(names)}"
             )
     # the first stage can only begin with the first block, so it may be left out
     stated = [*begins] if begins and begins[0] == names[0] else [names[0], *begins]
@@ -120,20 +120,20 @@ def _bounds_of_names(begins: Sequence[str], names: Sequence[str], num_stages: in
     for (before, low), (after, high) in itertools.pairwise(zip(stated, bounds, strict=True)):
         if high <= low:
             raise ValueError(
-                f"split = {list(begins)}: {after!r} does not come after {before!r} in the model ({spans(names)})"
+                f"split = {list(begins)}: {after!r} does not come after {before!r} in the model ({name_ranges(names)})"
             )
     return (*bounds, len(names))
 
 
-def spans(names: Sequence[str]) -> str:
-    """``embedding, blocks.0 to blocks.3, head``: numbers that follow each other are drawn together."""
-    parts: list[tuple[str, str]] = []
+def name_ranges(names: Sequence[str]) -> str:
+    """``embedding, blocks.0 to blocks.3, head``: consecutive numbers are written as a range."""
+    ranges: list[tuple[str, str]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
-        last_stem, _, last_number = parts[-1][1].rpartition(".") if parts else ("", "", "")
+        last_stem, _, last_number = ranges[-1][1].rpartition(".") if ranges else ("", "", "")
         follows = number.isdigit() and last_number.isdigit() and int(number) == int(last_number) + 1
-        if parts and follows and stem == last_stem:
-            parts[-1] = (parts[-1][0], name)
+        if ranges and follows and stem == last_stem:
+            ranges[-1] = (ranges[-1][0], name)
         else:
-            parts.append((name, name))
-    return ", ".join(first if first == last else f"{first} to {last}" for first, last in parts)
+            ranges.append((name, name))
+    return ", ".join(first if first == last else f"{first} to {last}" for first, last in ranges)

@@ -1,4 +1,4 @@
-"""What the blocks of a model cost, by running them: for a pipeline whose stages take equally long, or equal memory."""
+"""Measures what the blocks of a model cost: for stages that take equally long, or equal memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from colossus.comm import collectives
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.rng_streams import RngStreams
+from colossus.layers.batch_info import BatchInfo
+from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.schedule.partition.bounds import BlockCost
@@ -27,35 +29,37 @@ def measure_blocks(
     factory: Callable[[], nn.Module],
     context: ParallelContext,
     sample: Any,
+    info: BatchInfo | None = None,
     *,
     dtype: torch.dtype | None = None,
     repeats: int = 3,
 ) -> list[BlockCost]:
     """The cost of each block of a model, the mean over all ranks, so that they agree. All ranks must call.
 
-    One block at a time is brought to life, run forward and backward, and let go, on what the blocks before it make of
-    ``sample``; the model of the run, its random streams and its weights are not touched. A block's activations are the
+    One block at a time is allocated, run forward and backward on what the blocks before it make of ``sample``, and
+    freed; the model of the run, its random streams and its weights are not touched. A block's activations are the
     tensors that autograd saves in its forward, parameters excepted, and its input, which is held to the backward.
 
     Args:
         factory: builds the model; called once for every block.
-        sample: what the model takes: the input of one microbatch on this rank.
+        sample: the model's input, for one microbatch on this rank.
+        info: what layers may ask about the batch.
         dtype: as of `build`.
-        repeats: timed runs, after one that is not; the fastest counts.
+        repeats: timed runs, after one that is not timed; the fastest counts.
 
     Raises:
         ValueError: for a model that is no chain of blocks.
     """
-    alone = copy.copy(context)  # its layers have a plan of their own, and do not meet the weights of the run's model
-    alone.rng = RngStreams(context.rng.seed)
-    # a plan remembers the weights that it coalesces: those of a block could not be let go
-    alone.options = dataclasses.replace(context.options, coalesce=False)
+    scratch = copy.copy(context)  # layers built under it share no weight store with the model of the run
+    scratch.rng = RngStreams(context.rng.seed)
+    # a weight store keeps what it coalesces: a block's weights could not be freed
+    scratch.options = dataclasses.replace(context.options, coalesce=False)
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:
-        model, partition = _build_block(factory, alone, len(measured), dtype)
+        model, partition = _build_block(factory, scratch, len(measured), dtype)
         num_blocks = partition.num_stages
-        with alone:
+        with scratch, model_parallel_of(scratch).batch_scope.enter(info or BatchInfo()):
             cost, x = _measure(model, partition.blocks[len(measured)], x, context.device, repeats)
         measured.append(cost)
     return _mean(measured, context)
@@ -64,17 +68,17 @@ def measure_blocks(
 def _build_block(
     factory: Callable[[], nn.Module], context: ParallelContext, index: int, dtype: torch.dtype | None
 ) -> tuple[nn.Module, Partition]:
-    """The model with block ``index`` alone brought to life, and the partition with one stage for each block."""
-    made: list[Partition] = []
+    """The model with only block ``index`` allocated, and the partition with one stage for each block."""
+    partitions: list[Partition] = []
 
     def prepare(model: nn.Module) -> None:
-        made.append(_one_stage_each(model))
-        keep_stages_of(model, made[0], index)
+        partitions.append(_one_stage_per_block(model))
+        keep_stages_of(model, partitions[0], index)
 
-    return build(factory, context, dtype=dtype, prepare=prepare), made[0]
+    return build(factory, context, dtype=dtype, prepare=prepare), partitions[0]
 
 
-def _one_stage_each(model: nn.Module) -> Partition:
+def _one_stage_per_block(model: nn.Module) -> Partition:
     count = len(pipeline_blocks(model))
     return make_partition(model, {stage: stage for stage in range(count)}, [1] * count)
 
@@ -85,31 +89,30 @@ def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, 
     owned = {parameter.untyped_storage()._cdata for parameter in parameters}
     held: dict[int, Tensor] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         given = _as_input(x)
         out = block.call(given)
     for leaf in _tensors(given):
-        note(leaf)
+        hold(leaf)
     activation_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in held.items() if key not in owned)
     held.clear()
-    _backward(out)  # the untimed run
+    _backward(out)  # of the run that is not timed
     following = tree_map(_detached, out)
     del given, out
     seconds = math.inf
     for _ in range(repeats):
-        _let_go(parameters)
+        _clear_gradients(parameters)
         fresh = _as_input(x)
         _synchronize(device)
         start = time.perf_counter()
         _backward(block.call(fresh))
         _synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
-    mine = {name: parameter for name, parameter in model.named_parameters() if name in block.parameters}
-    parameter_bytes = sum(parameter.numel() * parameter.element_size() for parameter in mine.values())
+    parameter_bytes = sum(parameter.nbytes for name, parameter in model.named_parameters() if name in block.parameters)
     return BlockCost(seconds, parameter_bytes, activation_bytes), following
 
 
@@ -122,17 +125,17 @@ def _backward(out: Any) -> None:
 
 
 def _as_input(x: Any) -> Any:
-    """A block's input as its stage gets it: cut off from what made it, and asking for a gradient.
+    """A block's input as its stage gets it: detached from what made it, and requiring a gradient.
 
-    A copy: blocks may write to their input, and not to a leaf of autograd.
+    A copy: blocks may write to their input in place, which autograd forbids for a leaf.
     """
 
-    def cut(leaf: Any) -> Any:
+    def detach(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return leaf.detach().requires_grad_(leaf.is_floating_point()).clone()
 
-    return tree_map(cut, x)
+    return tree_map(detach, x)
 
 
 def _detached(leaf: Any) -> Any:
@@ -143,7 +146,7 @@ def _tensors(x: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-def _let_go(parameters: Iterable[nn.Parameter]) -> None:
+def _clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
 

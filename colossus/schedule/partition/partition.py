@@ -1,4 +1,4 @@
-"""Which blocks of a model each stage of a pipeline runs, and what a rank therefore holds of it."""
+"""Which blocks of a model each stage of a pipeline runs, and which parameters a rank therefore holds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from colossus.construct.build_model import keep_attributes_on_meta
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
 from colossus.layout.parameter import record_full_order, spec_of
 from colossus.schedule.partition.balance import split_chain
-from colossus.schedule.partition.bounds import BlockCost, Split, spans, stage_cost, stated_bounds
+from colossus.schedule.partition.bounds import BlockCost, Split, name_ranges, stage_cost, stated_bounds
 
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A model cut into stages.
+    """A model split into stages.
 
     Attributes:
-        blocks: the chain that the model is.
+        blocks: of the whole model, in order.
         bounds: stage s runs ``blocks[bounds[s]:bounds[s + 1]]``.
         rank_of: stage -> index along the pipeline axis.
         stages_of: name of a parameter -> the stages that use it, ascending.
         names: of all parameters of the whole model, in the order of ``named_parameters``.
-        sizes: name of a parameter -> its elements, whatever the plan.
+        sizes: name of a parameter -> number of elements of the whole parameter.
     """
 
     blocks: tuple[NamedBlock, ...]
@@ -47,8 +47,8 @@ class Partition:
     def blocks_of(self, stage: int) -> tuple[NamedBlock, ...]:
         return self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
 
-    def call(self, stage: int) -> Callable[[Any], Any]:
-        """Runs the blocks of a stage in turn, each on what the one before returned."""
+    def forward_of(self, stage: int) -> Callable[[Any], Any]:
+        """A function that runs the blocks of a stage in turn, each on what the one before returned."""
         calls = [block.call for block in self.blocks_of(stage)]
         return lambda x: run_blocks(calls, x)
 
@@ -61,16 +61,14 @@ class Partition:
         return [name for name in self.names if stage in self.stages_of[name]]
 
     def describe(self) -> list[str]:
-        """One line per stage: where it is, its blocks, and the elements of its parameters, whatever the plan."""
+        """One line per stage: its rank, its blocks, and the elements of its whole parameters."""
         lines = []
         for stage in range(self.num_stages):
             blocks = self.blocks_of(stage)
+            names = name_ranges([block.name for block in blocks])
             elements = sum(self.sizes[name] for name in self.parameters_on(stage))
             count = f"{len(blocks)} block{'' if len(blocks) == 1 else 's'}"
-            lines.append(
-                f"stage {stage} on rank {self.rank_of[stage]}: {spans([block.name for block in blocks])} ({count}), "
-                f"{elements:,} parameters"
-            )
+            lines.append(f"stage {stage} on rank {self.rank_of[stage]}: {names} ({count}), {elements:,} parameters")
         return lines
 
 
@@ -82,14 +80,14 @@ def make_partition(
     costs: Sequence[BlockCost] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Partition:
-    """Cut a model that is a chain of blocks into stages.
+    """Split a model that is a chain of blocks into stages.
 
     Args:
         model: whole; on the meta device or not.
         rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
-        split: what the stages are equal in, as far as they can be: elements of their ``"parameters"`` whatever the plan
-            (a tied one counts wherever it is used), ``"time"`` or ``"memory"``; or the number of blocks of each stage;
-            or the name of the block with which each stage but the first begins (or each, beginning with the first).
+        split: the cost that stages share as equally as they can: ``"parameters"`` (elements of whole parameters; a tied
+            one counts on every stage that uses it), ``"time"`` or ``"memory"``; or the number of blocks of each stage;
+            or the name of the block with which each stage begins, with or without that of the first stage.
         costs: of every block, for ``"time"`` and ``"memory"`` (see `colossus.schedule.partition.measure`).
         in_flight: for ``"memory"``, the most microbatches that each stage holds at a time.
 
@@ -106,9 +104,9 @@ def make_partition(
     assert sorted(rank_of) == list(range(num_stages))
     if num_stages > len(blocks):
         raise ValueError(
-            f"{num_stages} stages for {len(blocks)} blocks ({spans([block.name for block in blocks])}): every stage "
-            f"needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer chunks "
-            f"of the schedule), or cut the model into more blocks"
+            f"{num_stages} stages for {len(blocks)} blocks ({name_ranges([block.name for block in blocks])}): every "
+            f"stage needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer "
+            f"chunks of the schedule), or cut the model into more blocks"
         )
     sizes = {name: _elements(parameter) for name, parameter in model.named_parameters()}
     if isinstance(split, str):
@@ -129,12 +127,11 @@ def make_partition(
 
 
 def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
-    """Leave a model on the meta device what the stages of one pipeline rank use: for ``build(prepare=...)``.
+    """Delete from a model on the meta device what no stage of one pipeline rank uses: for ``build(prepare=...)``.
 
-    Parameters and buffers of other ranks are deleted, in every module that has them (None would be a legal value: a
-    missing bias); one that several stages share stays on each of their ranks under all its names, the first one
-    included. Buffers that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from
-    then on.
+    Parameters and buffers of other ranks are deleted from every module that has them, rather than set to None, which
+    may mean a missing bias. One that several stages share stays on each of their ranks, under all its names. Buffers
+    that no block owns stay. Calling the model, or a module of another rank, raises a ValueError from then on.
     """
     here = set(partition.stages_on(rank))
     if len(here) == partition.num_stages:
@@ -151,32 +148,32 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and not here.intersection(buffers.get(buffer_names[id(buffer)], here)):
                 del module._buffers[leaf]
-        stages = modules.get(name, [])  # what no block owns is everywhere
+        stages = modules.get(name, [])  # empty: owned by no block, so every rank has it
         if stages and not here.intersection(stages):
             keep_attributes_on_meta(module)
-            module.register_forward_pre_hook(_Elsewhere(_elsewhere(name, module, stages[0], partition, rank)))
+            module.register_forward_pre_hook(_RefuseCall(_not_on_this_rank(name, module, stages[0], partition, rank)))
     if "" not in modules:
-        model.register_forward_pre_hook(_Elsewhere(_in_parts(model, partition, rank)))
+        model.register_forward_pre_hook(_RefuseCall(_called_as_a_whole(model, partition, rank)))
 
 
-class _Elsewhere:
-    """A forward pre-hook of what this rank cannot run."""
+class _RefuseCall:
+    """A forward pre-hook of a module that this rank cannot run."""
 
-    def __init__(self, words: str) -> None:
-        self.words = words
+    def __init__(self, message: str) -> None:
+        self.message = message
 
     def __call__(self, module: nn.Module, args: Any) -> NoReturn:
-        raise ValueError(self.words)
+        raise ValueError(self.message)
 
 
-def _elsewhere(name: str, module: nn.Module, stage: int, partition: Partition, rank: int) -> str:
+def _not_on_this_rank(name: str, module: nn.Module, stage: int, partition: Partition, rank: int) -> str:
     return (
         f"{name} ({type(module).__name__}) is on stage {stage} (pipeline rank {partition.rank_of[stage]}), but is "
         f"called on rank {rank}: a PipelineBlock must own (name) every module that it calls"
     )
 
 
-def _in_parts(model: nn.Module, partition: Partition, rank: int) -> str:
+def _called_as_a_whole(model: nn.Module, partition: Partition, rank: int) -> str:
     stages = ", ".join(map(str, partition.stages_on(rank)))
     return (
         f"{type(model).__name__} is called as a whole, but pipeline rank {rank} has stage {stages} of "

@@ -12,55 +12,54 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from colossus.layers.layer import ModelParallel
+from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
-from colossus.schedule.runtime.transport import Transport
-from colossus.schedule.runtime.values import flatten_value, gradients, signature, unflatten_value
+from colossus.schedule.runtime.transport import StageMicrobatch, Transport
+from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
-#: (stage, microbatch)
-Key = tuple[int, int]
-Work = list[Callable[[], None]]
-#: told of every action: what, when it began, when it ended, in seconds of `time.perf_counter`
-Watcher = Callable[[Action, float, float], None]
+#: the deferred weight gradients of one backward: each call makes one and accumulates it
+WgradTasks = list[Callable[[], None]]
+#: called after every action with its start and end, in seconds of `time.perf_counter`
+ActionTimer = Callable[[Action, float, float], None]
 
 
 class Stages(Protocol):
-    """What the executor calls: the stages of a model, and what surrounds their gradients."""
+    """The stages of a model on this rank, as the executor calls them."""
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
-        """Run a stage on what the stage before returned (None for the first). The last returns (sum, count)."""
+        """Run a stage on what the stage before returned (None for the first). The last returns (loss sum, count)."""
 
     def is_trained(self, stage: int) -> bool:
-        """Whether any parameter of a stage wants a gradient."""
+        """Whether any parameter of a stage requires a gradient."""
 
     def before_backward(self, microbatch: int) -> None:
-        """A backward of this microbatch follows, which may recompute parts of its forward."""
+        """A backward of this microbatch follows; with activation checkpointing it recomputes its forward."""
 
-    def whole(self) -> AbstractContextManager[None]:
-        """Around a backward that is not in halves."""
+    def full_backward(self) -> AbstractContextManager[None]:
+        """Around a backward that makes the gradients of inputs and of weights (dgrad and wgrad)."""
 
-    def run_wgrad(self, work: Work) -> None:
-        """Make the gradients of weights that `deferring` left."""
+    def deferred_wgrad(self) -> AbstractContextManager[WgradTasks]:
+        """Around a backward that makes the gradients of inputs only: those of weights are left in the list."""
 
-    def deferring(self) -> AbstractContextManager[Work]:
-        """Backward inside makes gradients of inputs only, and leaves those of weights in the list."""
+    def run_wgrad(self, tasks: WgradTasks) -> None:
+        """Make the gradients of weights that `deferred_wgrad` left."""
 
-    def before_last(self, stage: int) -> None:
-        """What follows completes the gradients of a stage's parameters."""
+    def before_last_backward(self, stage: int) -> None:
+        """The action that follows completes the gradients of a stage's parameters."""
 
-    def after_last(self, stage: int) -> None:
-        """What `before_last` announced is done."""
+    def after_last_backward(self, stage: int) -> None:
+        """The action that `before_last_backward` announced is done."""
 
     def reduce(self, stage: int) -> None:
-        """No more gradients come for a stage: start what is left of their reduction."""
+        """No more gradients come for a stage: start those of its reductions that have not been started."""
 
 
 @dataclass
-class Totals:
-    """Sums over the microbatches of a step on this rank, not yet over ranks; zeros where the last stage is elsewhere.
+class StepTotals:
+    """Sums over the microbatches of a step on this rank, not yet over ranks; zeros on ranks without the last stage.
 
     Attributes:
-        peak_in_flight: the most activations held at once: (stage, microbatch) between forward and last backward.
+        peak_in_flight: the most activations held at once, see `colossus.schedule.actions.in_flight`.
     """
 
     loss_sum: Tensor
@@ -70,32 +69,34 @@ class Totals:
 
 @dataclass
 class _State:
-    """What a step has made so far."""
+    """The intermediate results of a step."""
 
     batches: Sequence[Any]
-    shape: Hashable
-    roots: dict[Key, list[Tensor]] = field(default_factory=dict)
-    #: a stage's output on the way to a stage of the same rank
-    passed: dict[Key, Any] = field(default_factory=dict)
-    edges: dict[Key, list[GradientEdge]] = field(default_factory=dict)
-    #: gradients of a stage's input
-    made: dict[Key, list[Tensor]] = field(default_factory=dict)
-    later: dict[Key, Work] = field(default_factory=dict)
-    sums: list[Tensor] = field(default_factory=list)
+    batch_shape: Hashable
+    #: tensors of a stage's input, detached from the stage before, that get a gradient
+    roots: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)
+    #: a stage's output, until it is sent or a stage of the same rank takes it
+    outputs: dict[StageMicrobatch, tuple[ValueSpec, list[Tensor]]] = field(default_factory=dict)
+    #: where the backward of a stage begins
+    edges: dict[StageMicrobatch, list[GradientEdge]] = field(default_factory=dict)
+    #: gradients of a stage's input, until they are sent or a stage of the same rank takes them
+    input_gradients: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)
+    wgrad_tasks: dict[StageMicrobatch, WgradTasks] = field(default_factory=dict)
+    loss_sums: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
     in_flight: int = 0
-    peak: int = 0
+    peak_in_flight: int = 0
 
 
 class Executor:
-    """Runs the lists of one rank, of checked schedules for one placement of stages.
+    """Runs the actions of one rank, of checked schedules that place the stages alike.
 
     Args:
-        stages: what is called.
+        stages: those of this rank.
         rank_of: stage -> index of the rank that has it.
-        transport: brings values to other ranks; None when there is one rank.
+        transport: to other ranks; None when there is one rank.
         parallel: of the model's layers.
-        watch: told of every action with its times; for measurements.
+        timer: called after every action; for measurements.
     """
 
     def __init__(
@@ -104,54 +105,49 @@ class Executor:
         rank_of: Mapping[int, int],
         transport: Transport | None,
         parallel: ModelParallel,
-        watch: Watcher | None = None,
+        timer: ActionTimer | None = None,
     ) -> None:
-        self.stages, self.rank_of, self.transport, self.parallel, self.watch = (
-            stages,
-            rank_of,
-            transport,
-            parallel,
-            watch,
-        )
-        self.last = max(rank_of)
+        self.stages, self.rank_of, self.transport = stages, rank_of, transport
+        self.parallel, self.timer = parallel, timer
+        self.last_stage = max(rank_of)
 
-    def run(self, actions: Sequence[Action], batches: Sequence[Any], mark: object = None) -> Totals:
+    def run(self, actions: Sequence[Action], batches: Sequence[Any], step_id: object = None) -> StepTotals:
         """Run one step, or the forwards of one evaluation.
 
         The loss of a microbatch is backpropagated as its sum: no rank and no microbatch knows the number of valid
-        tokens of the global batch before all are through, so gradients are sums here and are divided once, when they
-        have been reduced. This is the one place that decides how a loss is scaled.
+        tokens of the global batch before the end of the step, so gradients are sums here and are divided once, when
+        they have been reduced. This is the one place that decides how a loss is scaled.
 
         Args:
             actions: of this rank, in order.
             batches: the microbatches, of equal shapes, the same on all ranks of a model.
-            mark: what this step is about, the same on all ranks of a model; two ranks that do not agree are told.
+            step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
 
         Raises:
-            ValueError: when a stage returns what cannot go on to the next.
+            ValueError: when a stage returns what cannot be passed to the next.
         """
-        state = _State(batches, signature(batches[0]))
+        state = _State(batches, batch_signature(batches[0]))
         if self.transport is not None:
-            self.transport.mark = mark
-        final = _last_uses(actions)
-        receives = _ahead(actions) if self.transport is not None and self.transport.takes_early else None
+            self.transport.step_id = step_id
+        last_backwards = _last_backwards(actions)
+        early = _receives_after(actions) if self.transport is not None and self.transport.receives_early else None
         for index, action in enumerate(actions):
-            began = time.perf_counter() if self.watch is not None else 0.0
-            if receives is not None and action.kind in COMPUTE:
-                for coming in next(receives):
-                    self.transport.await_early(coming, state.shape)  # type: ignore[union-attr]
-            if index in final:
-                self.stages.before_last(action.stage)
+            began = time.perf_counter() if self.timer is not None else 0.0
+            if early is not None and action.kind in COMPUTE:
+                for receive in next(early):
+                    self.transport.post_receive_early(receive, state.batch_shape)  # type: ignore[union-attr]
+            if index in last_backwards:
+                self.stages.before_last_backward(action.stage)
                 self._do(action, state)
-                self.stages.after_last(action.stage)
+                self.stages.after_last_backward(action.stage)
             else:
                 self._do(action, state)
-            if self.watch is not None:
-                self.watch(action, began, time.perf_counter())
+            if self.timer is not None:
+                self.timer(action, began, time.perf_counter())
         if self.transport is not None:
             self.transport.flush()
         zero = torch.zeros((), dtype=torch.float64, device=self.parallel.context.device)
-        return Totals(_total(state.sums, zero), _total(state.counts, zero), state.peak)
+        return StepTotals(_total(state.loss_sums, zero), _total(state.counts, zero), state.peak_in_flight)
 
     def _do(self, action: Action, state: _State) -> None:
         key = action.stage, action.microbatch
@@ -160,90 +156,87 @@ class Executor:
             self._forward(key, state)
         elif kind == "backward":
             self.stages.before_backward(action.microbatch)
-            with self.stages.whole():
+            with self.stages.full_backward():
                 self._backward(key, state)
             state.in_flight -= 1
         elif kind == "backward_input":
             self.stages.before_backward(action.microbatch)
-            with self.stages.deferring() as work:
+            with self.stages.deferred_wgrad() as tasks:
                 self._backward(key, state)
-            state.later[key] = work
+            state.wgrad_tasks[key] = tasks
         elif kind == "backward_weight":
             with torch.no_grad():
-                self.stages.run_wgrad(state.later.pop(key))
+                self.stages.run_wgrad(state.wgrad_tasks.pop(key))
             state.in_flight -= 1
         elif kind == "reduce":
             self.stages.reduce(action.stage)
-        elif kind != "step":  # the engine steps, once it has the norm of all gradients
+        elif kind != "step":  # the optimizer steps in the engine, once it has the norm of all gradients
             self._transfer(action, key, state)
 
-    def _transfer(self, action: Action, key: Key, state: _State) -> None:
+    def _transfer(self, action: Action, key: StageMicrobatch, state: _State) -> None:
         assert self.transport is not None
         if action.kind == "send_activation":
-            description, tensors = state.passed.pop(key)
-            self.transport.send_value(action, description, tensors, state.shape)
+            spec, tensors = state.outputs.pop(key)
+            self.transport.send_value(action, spec, tensors, state.batch_shape)
         elif action.kind == "send_gradient":
-            self.transport.send(action, state.made.pop(key))
+            self.transport.send(action, state.input_gradients.pop(key))
         elif action.kind == "receive_activation":
-            self.transport.await_value(action, state.shape)
+            self.transport.post_receive_value(action, state.batch_shape)
         else:
-            self.transport.await_gradient(action, state.shape)
+            self.transport.post_receive_gradient(action, state.batch_shape)
 
-    def _forward(self, key: Key, state: _State) -> None:
-        stage, index = key
-        before = (stage - 1, index)
+    def _forward(self, key: StageMicrobatch, state: _State) -> None:
+        stage, microbatch = key
         value = None
         if stage:
             if self.rank_of[stage - 1] == self.rank_of[stage]:
-                description, tensors = state.passed.pop(before)
-                # what backward of that stage has kept must not change when this one begins in place
+                spec, tensors = state.outputs.pop((stage - 1, microbatch))
+                # a copy: this stage may write to its input in place, and the stage before has saved it for backward
                 tensors = [tensor.clone() for tensor in tensors]
             else:
                 assert self.transport is not None
-                description, tensors = self.transport.value(stage, index)
-            value, state.roots[key] = unflatten_value(description, tensors, self.parallel)
-        out = self.stages.forward(stage, index, value, state.batches[index])
+                spec, tensors = self.transport.wait_value(stage, microbatch)
+            value, state.roots[key] = unflatten_value(spec, tensors, self.parallel)
+        out = self.stages.forward(stage, microbatch, value, state.batches[microbatch])
         state.in_flight += 1
-        state.peak = max(state.peak, state.in_flight)
-        if stage == self.last:
+        state.peak_in_flight = max(state.peak_in_flight, state.in_flight)
+        if stage == self.last_stage:
             loss, count = out
-            state.sums.append(loss.detach())
+            state.loss_sums.append(loss.detach())
             state.counts.append(count)
             if torch.is_grad_enabled():
-                state.edges[key] = [_edge_of_loss(loss, index)]
+                state.edges[key] = [_edge_of_loss(loss, microbatch)]
             return
-        description, tensors = flatten_value(out, self.parallel, f"stage {stage}")
+        spec, tensors = flatten_value(out, self.parallel, f"stage {stage}")
         edges = [
-            get_gradient_edge(tensor)
-            for tensor, leaf in zip(tensors, description.tensors, strict=True)
-            if leaf.needs_gradient
+            get_gradient_edge(tensor) for tensor, leaf in zip(tensors, spec.tensors, strict=True) if leaf.needs_gradient
         ]
         if torch.is_grad_enabled():
             if not edges and (state.roots.get(key) or self.stages.is_trained(stage)):
                 raise ValueError(
-                    f"stage {stage} returned {description}, of which nothing requires a gradient: the parameters of "
+                    f"stage {stage} returned {spec}, of which nothing requires a gradient: the parameters of "
                     f"this stage and those before it would never change. Does a block detach its output, or return "
                     f"integers only?"
                 )
             state.edges[key] = edges
-        # without its graph: an output that no backward needs is freed as soon as it is sent
-        state.passed[key] = description, [tensor.detach() for tensor in tensors]
+        # detached from its graph: an output that backward does not need is freed as soon as it is sent
+        state.outputs[key] = spec, [tensor.detach() for tensor in tensors]
 
-    def _backward(self, key: Key, state: _State) -> None:
-        stage, index = key
-        if stage == self.last:
-            # None is 1.0 to autograd; a tensor would make it import sympy, 0.5 s on each rank
-            arrived: list[Tensor | None] = [None]
+    def _backward(self, key: StageMicrobatch, state: _State) -> None:
+        stage, microbatch = key
+        if stage == self.last_stage:
+            # None is 1.0 to autograd; given a tensor it would import sympy, 0.5 s on each rank
+            output_gradients: list[Tensor | None] = [None]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
-            arrived = list(state.made.pop((stage + 1, index)))
+            output_gradients = list(state.input_gradients.pop((stage + 1, microbatch)))
         else:
             assert self.transport is not None
-            arrived = list(self.transport.gradient(stage, index))
+            output_gradients = list(self.transport.wait_gradient(stage, microbatch))
         edges = state.edges.pop(key)
-        if edges:  # edges, not tensors: what is recomputed inside is then reached by function modes
-            torch.autograd.backward(edges, arrived)
+        if edges:  # given tensors, backward would turn off torch function modes, which a recomputed forward needs
+            torch.autograd.backward(edges, output_gradients)
         if stage:
-            state.made[key] = gradients(state.roots.pop(key))
+            state.input_gradients[key] = gradients(state.roots.pop(key))
 
 
 def _edge_of_loss(loss: Tensor, microbatch: int) -> GradientEdge:
@@ -255,32 +248,32 @@ def _edge_of_loss(loss: Tensor, microbatch: int) -> GradientEdge:
     return get_gradient_edge(loss)
 
 
-def forwards(actions: Sequence[Action], microbatches: int) -> list[Action]:
-    """What is left of a rank's list when nothing is trained, for the first few microbatches.
+def forward_only(actions: Sequence[Action], microbatches: int) -> list[Action]:
+    """The actions of a rank's list that an evaluation needs, for as many microbatches as it has.
 
-    The ranks keep the order of the whole lists, so what could not hang cannot hang now.
+    All ranks keep the order of the full lists, so the rest of a schedule without deadlock has none either.
     """
     kinds = ("forward", "send_activation", "receive_activation")
     return [action for action in actions if action.kind in kinds and action.microbatch < microbatches]
 
 
-def _last_uses(actions: Sequence[Action]) -> set[int]:
+def _last_backwards(actions: Sequence[Action]) -> set[int]:
     """Indices of the actions that complete the gradients of a stage."""
     return set({action.stage: index for index, action in enumerate(actions) if action.kind in LAST_USE}.values())
 
 
-def _ahead(actions: Sequence[Action]) -> Iterator[list[Action]]:
-    """For each compute action the receives between it and the next one: they are awaited while it runs."""
-    coming: list[Action] = []
+def _receives_after(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """For each compute action the receives between it and the next one: posted early, they overlap with it."""
+    receives: list[Action] = []
     is_first = True
     for action in actions:
         if action.kind in COMPUTE:
             if not is_first:
-                yield coming
-            coming, is_first = [], False
+                yield receives
+            receives, is_first = [], False
         elif action.kind in ("receive_activation", "receive_gradient"):
-            coming.append(action)
-    yield coming
+            receives.append(action)
+    yield receives
 
 
 def _total(values: list[Tensor], zero: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What stages of a pipeline run in: random numbers of their own, and no tensors that have no values here."""
+"""The contexts in which a pipeline runs a stage: its own random state, and a guard against other ranks' tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from colossus.random import GlobalRng
 
 
 class StageRng:
-    """Inside, torch's generators are this stage's own, and go on where they stopped; outside they are as they were.
+    """Inside, torch's generators have a state of their own, which goes on where it stopped; outside they are untouched.
 
-    A plain dropout then draws other masks on each stage, and what the ranks draw outside (the order of a user's
+    A plain dropout then draws other masks on each pipeline rank, and what ranks draw outside (the order of a user's
     DataLoader, say) stays the same on all of them, however much their stages draw.
     """
 
@@ -37,10 +37,12 @@ class StageRng:
 
 
 class MetaTensorGuard(TorchFunctionMode):
-    """Inside, computing with what has no values on this rank is an error; torch on CPU would give any numbers.
+    """Inside, an operation on a tensor of the meta device is an error: it belongs to a stage of another rank.
+
+    Without it, some operations on CPU would return any numbers (uninitialized memory).
 
     Raises:
-        ValueError: for a tensor on the meta device, and for a parameter or buffer that is on another stage.
+        ValueError: naming the stage, the operation, and the shape of the tensor.
     """
 
     def __init__(self, stage: int) -> None:
@@ -58,11 +60,11 @@ class MetaTensorGuard(TorchFunctionMode):
                     raise ValueError(
                         f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
                         f"here. It belongs to another stage, or somebody took hold of it while the model was built "
-                        f"(w = self.head.weight in pipeline_blocks, say). {NAME_IT}"
+                        f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"
                     )
         return func(*args, **kwargs)
 
 
-NAME_IT = (
+MUST_NAME_ALL = (
     "A PipelineBlock must name every module, parameter and buffer that it uses, and look them up when it is called"
 )

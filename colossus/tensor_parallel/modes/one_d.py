@@ -1,4 +1,4 @@
-"""1D (Megatron-LM, 1909.08053): weights split over one axis, by output (column) or by input (row).
+"""1D (Megatron-LM, 1909.08053): weights split over one axis, by output features (column) or by input features (row).
 
 With ``sequence_sharded`` (2205.05198) the activations between blocks are split by tokens over the same axis.
 """
@@ -35,7 +35,7 @@ class OneD(TensorMode):
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         if split == "column":
-            whole = replace(regions.user, grad_partial=AXIS)
-            return (MatmulSharding(x=whole, weight=BY_OUT, weight_used=BY_OUT, y=regions.inner),)
-        partial = replace(regions.user, partial=AXIS)
-        return (MatmulSharding(x=regions.inner, weight=BY_IN, weight_used=BY_IN, y=partial),)
+            x = replace(regions.user, grad_partial=AXIS)
+            return (MatmulSharding(x=x, weight=BY_OUT, gathered_weight=BY_OUT, y=regions.inner),)
+        y = replace(regions.user, partial=AXIS)
+        return (MatmulSharding(x=regions.inner, weight=BY_IN, gathered_weight=BY_IN, y=y),)

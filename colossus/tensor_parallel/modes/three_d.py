@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from colossus.arithmetic import either, nearest_powers
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import TENSOR_MODES
@@ -23,10 +24,9 @@ class ThreeD(TensorMode):
     def default_shape(cls, size: int, depth: int) -> tuple[int, ...]:
         side = round(size ** (1 / 3))
         if side**3 != size:
-            low = side if side**3 < size else side - 1
             raise ValueError(
-                f"3d: parallel.tensor.size = {size} is not a cube (q x q x q); use {max(low, 1) ** 3} or "
-                f"{(low + 1) ** 3}, or give parallel.tensor.shape for a box"
+                f"3d: parallel.tensor.size = {size} is not a cube (q x q x q); use "
+                f"{either(nearest_powers(size, 3))}, or give parallel.tensor.shape for a box"
             )
         return side, side, side
 
@@ -43,7 +43,7 @@ class ThreeD(TensorMode):
         sharding = MatmulSharding(
             x=replace(rows, features=(contracted,), grad_partial=(gathered,)),
             weight=Layout(((gathered, "i"), (contracted,))),
-            weight_used=Layout(((gathered,), (contracted,)), grad_partial=("i",)),
+            gathered_weight=Layout(((gathered,), (contracted,)), grad_partial=("i",)),
             y=replace(rows, features=(gathered,), partial=(contracted,)),
         )
         return (sharding,)

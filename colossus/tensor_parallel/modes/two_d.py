@@ -38,13 +38,13 @@ class TwoD(TensorMode):
         move_x = MatmulSharding(
             x=replace(regions.user, grad_partial=COL),
             weight=Layout((COL, ROW)),
-            weight_used=Layout((COL, ()), grad_partial=ROW),
+            gathered_weight=Layout((COL, ()), grad_partial=ROW),
             y=regions.inner,
         )
         reduce_y = MatmulSharding(
             x=regions.outer,
             weight=Layout((ROW, COL)),
-            weight_used=Layout(((), COL), grad_partial=ROW),
+            gathered_weight=Layout(((), COL), grad_partial=ROW),
             y=replace(regions.user, partial=COL),
         )
         return move_x, reduce_y

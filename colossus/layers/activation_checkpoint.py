@@ -1,4 +1,4 @@
-"""Activation checkpointing that repeats the random draws of the first pass, full or selective."""
+"""Activation checkpointing, full or selective, whose recomputation draws the random numbers of the first pass again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colossus.sequence_parallel.ring import RING_ATTENTION
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-#: what ``selective`` keeps: results that cost a matmul, an attention or a trip over the network
+#: operations whose results ``selective`` keeps: matmuls, attention and collectives
 SAVED = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -39,16 +39,20 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def checkpoint(
-    function: Callable[..., Any], *args: Any, context: ParallelContext, kind: str = "full", own_draws: bool = False
+    function: Callable[..., Any],
+    *args: Any,
+    context: ParallelContext,
+    kind: str = "full",
+    preserve_rng_state: bool = True,
 ) -> Any:
     """``function(*args)`` whose activations are computed again in backward instead of kept.
 
     Args:
         function: of plain local tensors.
-        context: whose random streams the recomputation repeats.
+        context: its random streams are set back for the recomputation.
         kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
-
-        own_draws: the function draws from the context's streams alone, so that torch's generators need not be kept.
+        preserve_rng_state: whether torch's own generators are restored for the recomputation. False is faster, and
+            right for a function that draws from the context's streams alone.
 
     Raises:
         ValueError: for another kind.
@@ -61,12 +65,12 @@ def checkpoint(
     def run(*inputs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             return function(*inputs)
-        # every collective is kept under ``selective``: its recomputation reads the result and moves nothing
-        moved = accounting.paused() if kind == "selective" else contextlib.nullcontext()
-        with rng.replay(position), moved:
+        # ``selective`` keeps the result of every collective: the recomputation reads it and sends nothing
+        counting = accounting.paused() if kind == "selective" else contextlib.nullcontext()
+        with rng.replay(position), counting:
             return function(*inputs)
 
     options: dict[str, Any] = {}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=not own_draws, **options)
+    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)

@@ -1,0 +1,41 @@
+"""Arithmetic of sizes, as error messages show it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def round_up(value: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``value``."""
+    return -(-value // unit) * unit
+
+
+def nearest_multiples(value: int, unit: int) -> list[int]:
+    """The multiples of ``unit``, from ``unit`` on, that are nearest to ``value``: one on either side, or ``value``."""
+    return sorted({value // unit * unit, round_up(value, unit)} - {0}) or [unit]
+
+
+def nearest_powers(value: int, exponent: int) -> list[int]:
+    """The numbers q ** exponent, q >= 1, on either side of ``value``, which is none of them."""
+    root = round(value ** (1 / exponent))
+    root -= root**exponent > value
+    return [max(root, 1) ** exponent, (root + 1) ** exponent]
+
+
+def either(numbers: Iterable[int]) -> str:
+    """``28 or 32``."""
+    return " or ".join(map(str, numbers))
+
+
+def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:
+    """``train.global_batch_size = 30 is not a multiple of data 4 x microbatches 2 = 8; nearest: 24 or 32``.
+
+    Args:
+        by: what ``unit`` is, with its number.
+    """
+    return f"{name} = {value} is not a multiple of {by}; nearest: {either(nearest_multiples(value, unit))}"
+
+
+def factors(sizes: Mapping[str, int]) -> str:
+    """``data 2 x pipeline 1 x tensor 4``."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,242 @@
+"""Ranks as processes of this one, joined by a process group: for ``colossus doctor``, for tests and for benchmarks.
+
+Forked by default: a rank starts in 0.1 s, where a new Python would import torch for seconds, and functions and
+arguments need no pickling. The parent must then never have run a multi-threaded operation (a child hangs in its first
+one), so it is set to one thread while it forks; CUDA and macOS do not allow fork at all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks failed; the message names the first of them with its traceback.
+
+    Attributes:
+        tracebacks: of ranks that raised.
+        exit_codes: of ranks that ended without an answer; the negative number of a signal that killed them.
+        silent: ranks that were killed because nothing moved any more.
+    """
+
+    def __init__(self, tracebacks: dict[int, str], exit_codes: dict[int, int], silent: list[int]) -> None:
+        self.tracebacks, self.exit_codes, self.silent = tracebacks, exit_codes, silent
+        if tracebacks:
+            first = min(tracebacks)
+            message = f"rank {first} failed\n{tracebacks[first]}"
+        elif exit_codes:
+            message = f"ranks ended without an answer, with exit codes {exit_codes}"
+        else:
+            message = f"ranks {silent} did not answer"
+        super().__init__(message)
+
+
+class LocalRanks:
+    """``world`` processes with a process group of their own (none for one rank), each with one object.
+
+    They stay alive between calls: while one group works the others wait in a read, hold their memory and use no
+    processor time.
+
+    Args:
+        make: rank -> the object, built in the child after the process group.
+        patience: seconds without progress, see `StallDetector`, after which the ranks that have not answered are
+            killed.
+        start: ``fork`` or ``spawn``; what is spawned must be picklable.
+        backend: of the process group.
+        collective_timeout: seconds; by default torch's own.
+
+    Raises:
+        RanksFailed: from here and from ``call``; the ranks are gone then.
+    """
+
+    def __init__(
+        self,
+        world: int,
+        make: Callable[[int], Any],
+        *,
+        patience: float = 300.0,
+        start: str = "fork",
+        backend: str = "gloo",
+        collective_timeout: float | None = None,
+    ) -> None:
+        self.world, self.patience = world, patience
+        self._folder = tempfile.TemporaryDirectory(prefix="colossus-ranks-")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        context: Any = multiprocessing.get_context(start)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            store = os.path.join(self._folder.name, "store")
+            for rank in range(world):
+                here, there = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(there, rank, world, store, backend, collective_timeout, make)
+                )
+                process.start()
+                there.close()
+                self._pipes.append(here)
+                self._processes.append(process)
+            self._collect()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if threads != 1:
+                torch.set_num_threads(threads)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """``getattr(object, method)(*args)`` on every rank at once; the results by rank."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((method, args)))
+        return self._collect()
+
+    def _collect(self) -> list[Any]:
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        tracebacks: dict[int, str] = {}
+        exit_codes: dict[int, int] = {}
+        stall = StallDetector([process.pid for process in self._processes], self.patience)
+        while waiting and not stall.is_stalled():
+            ready = wait(list(waiting), timeout=0.5)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    done, value = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join()
+                    exit_codes[rank] = self._processes[rank].exitcode
+                    continue
+                (results if done else tracebacks)[rank] = value
+            if ready:
+                stall.note_progress()
+        if waiting or tracebacks or exit_codes:
+            self.close()
+            raise RanksFailed(tracebacks, exit_codes, sorted(waiting.values()))
+        return [results[rank] for rank in range(self.world)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        self._folder.cleanup()
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
+    """``body(rank)`` once on each of ``world`` ranks; the results by rank. ``options`` are those of `LocalRanks`."""
+    with LocalRanks(world, _Once(body), **options) as ranks:
+        return ranks.call("run")
+
+
+class _Once:
+    """Makes of each rank an object whose one method runs the body."""
+
+    def __init__(self, body: Callable[[int], Any]) -> None:
+        self.body = body
+
+    def __call__(self, rank: int) -> _Once:
+        self.rank = rank
+        return self
+
+    def run(self) -> Any:
+        return self.body(self.rank)
+
+
+def _serve(
+    pipe: Connection,
+    rank: int,
+    world: int,
+    store: str,
+    backend: str,
+    collective_timeout: float | None,
+    make: Callable[[int], Any],
+) -> None:
+    code = 0
+    try:
+        torch.set_num_threads(1)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+        if world > 1:
+            timeout = timedelta(seconds=collective_timeout) if collective_timeout is not None else None
+            dist.init_process_group(
+                backend, rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout
+            )
+        held = make(rank)
+        pipe.send_bytes(pickle.dumps((True, None)))
+        while True:
+            try:
+                method, args = pickle.loads(pipe.recv_bytes())
+            except EOFError:  # the parent has gone
+                break
+            pipe.send_bytes(pickle.dumps((True, getattr(held, method)(*args))))
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        code = 1
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        os._exit(code)  # destructors of broken process groups can hang
+
+
+class StallDetector:
+    """Tells a hang from a slow or busy machine: nothing has moved for ``patience`` seconds.
+
+    What moves is an answer or a line of output (the caller notes those), or processor time of the processes and of
+    their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Where the
+    system does not tell processor times (no /proc) only the former count.
+    """
+
+    def __init__(self, pids: Sequence[int], patience: float) -> None:
+        self._pids, self._patience = list(pids), patience
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        self._since, self._used = time.monotonic(), processor_seconds(self._pids)
+
+    def is_stalled(self) -> bool:
+        if time.monotonic() - self._since < self._patience / 4:
+            return False
+        if processor_seconds(self._pids) - self._used > 0.02 * self._patience:
+            self.note_progress()
+        return time.monotonic() - self._since > self._patience
+
+
+def processor_seconds(pids: Sequence[int]) -> float:
+    """Processor time that these processes and all their children have used so far; 0 where there is no /proc."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            ticks += sum(map(int, fields[11:15]))  # own and of children that have ended, user and system
+            below = [int(word) for word in children.read_text().split()] if children.exists() else []
+        except (OSError, ValueError):
+            continue
+        ticks += round(processor_seconds(below) * os.sysconf("SC_CLK_TCK"))
+    return ticks / os.sysconf("SC_CLK_TCK")

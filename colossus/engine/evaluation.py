@@ -1,0 +1,68 @@
+"""Evaluation: batches run forward only, with the model in eval mode, and their losses summed over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.reduction import StepReduction
+from colossus.engine.results import EvalResult
+from colossus.schedule.runtime.executor import StepTotals
+
+
+class Evaluation:
+    """Evaluates a model.
+
+    Args:
+        forward: runs a batch of this rank forward; sums of this rank, not yet over ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, context: ParallelContext, forward: Callable[[Any], StepTotals], reduction: StepReduction
+    ) -> None:
+        self._model, self._context, self._forward, self._reduction = model, context, forward, reduction
+
+    @torch.no_grad()
+    def one_batch(self, batch: Any) -> EvalResult:
+        with self._eval_mode():
+            totals = self._forward(batch)
+            return self._reduction.evaluation(totals.loss_sum, totals.tokens)
+
+    @torch.no_grad()
+    def all_batches(
+        self, loader: Any, max_batches: int | None, wants_stop: Callable[[], bool]
+    ) -> tuple[EvalResult, bool]:
+        """Sums over a loader's batches, and whether they were all evaluated: not when a rank wanted to stop.
+
+        Args:
+            wants_stop: asked before each batch; one rank's wish ends the evaluation on all of them.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        tokens = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        complete = True
+        with self._eval_mode():
+            for batch in islice(loader, max_batches):
+                if self._reduction.any_rank(wants_stop()):
+                    complete = False
+                    break
+                totals = self._forward(batch)
+                loss_sum += totals.loss_sum
+                tokens += totals.tokens
+            return self._reduction.evaluation(loss_sum, tokens), complete
+
+    @contextmanager
+    def _eval_mode(self) -> Iterator[None]:
+        was_training = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            with self._context:
+                yield
+        finally:
+            for module, mode in was_training:  # one by one: a user may have put some into eval mode
+                module.training = mode

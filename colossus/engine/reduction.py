@@ -1,0 +1,80 @@
+"""What the ranks add up at the end of a step or an evaluation: losses, tokens, the gradient norm, wishes to stop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.results import EvalResult
+from colossus.layers.model_parallel import model_parallel_of
+
+
+class StepReduction:
+    """One small all-reduce per step; it divides gradients by the tokens of the global batch, and clips them.
+
+    The loss is a sum over the axes that split samples or tokens, the squared norm over the axes that shard
+    parameters. One all-reduce goes over both: where the loss is the same on several ranks, one of them counts it, and
+    so with the norm. The stages of a pipeline that do not have the loss, or a parameter, add zeros.
+
+    Args:
+        norm: of the gradients of this rank.
+        clip_grad_norm: largest norm of the gradient of the mean loss; None does not clip.
+    """
+
+    def __init__(self, context: ParallelContext, norm: GradientNorm, clip_grad_norm: float | None) -> None:
+        self._context, self._norm, self._clip_grad_norm = context, norm, clip_grad_norm
+        pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
+        loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
+        norm_axes, coordinates = set(norm.axes), context.coordinates
+        self._loss_group = self._group_over(loss_axes)
+        self._step_group = self._group_over(loss_axes | norm_axes)
+        self._counts_loss = all(coordinates[axis] == 0 for axis in norm_axes - loss_axes)
+        self._counts_norm = all(coordinates[axis] == 0 for axis in loss_axes - norm_axes)
+
+    def _group_over(self, axes: set[str]) -> AxisGroup:
+        return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
+
+    def finish_step(self, loss_sum: Tensor, tokens: Tensor, stop: bool) -> Tensor:
+        """Gradients divided and clipped.
+
+        Args:
+            loss_sum, tokens: float64 scalars of this rank.
+            stop: whether this rank asks for the end of training.
+
+        Returns:
+            [4] of the global batch: loss sum, tokens, gradient norm before clipping, number of ranks that want to stop.
+        """
+        zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        square = self._norm.local_square(self._context.device)
+        numbers = torch.stack(
+            [
+                loss_sum if self._counts_loss else zero,
+                tokens if self._counts_loss else zero,
+                square if self._counts_norm else zero,
+                zero + float(stop),
+            ]
+        )
+        numbers = collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+        count = torch.where(numbers[1] == 0, 1.0, numbers[1])
+        norm = numbers[2].sqrt() / count
+        scale = 1.0 / count
+        if self._clip_grad_norm is not None:
+            scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grads in self._norm.gradients():
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        return torch.stack([numbers[0], numbers[1], norm, numbers[3]])
+
+    def evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
+        """Sums over all ranks, from float64 scalars of each."""
+        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
+        total, count = numbers.tolist()
+        return EvalResult(total, round(count))
+
+    def any_rank(self, wish: bool) -> bool:
+        """Whether any rank has this wish; the same on all of them."""
+        value = torch.full((), float(wish), device=self._context.device)
+        return bool(collectives.all_reduce(value, self._step_group, owned=True).wait() > 0)

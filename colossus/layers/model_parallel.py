@@ -1,0 +1,78 @@
+"""What the layers of one model share: the layouts, shardings and weights that their context gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.batch_info import BatchInfo, BatchScope
+from colossus.layout.activation import Activation
+from colossus.registry import TENSOR_MODES
+from colossus.sequence_parallel.split import SequenceSplit
+from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.mode import Regions, TensorMode
+from colossus.tensor_parallel.weight_store import WeightStore
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """How a context splits a model's tensors; axes of one rank are left out.
+
+    Attributes:
+        mode: the tensor mode.
+        regions: the layouts of activations.
+        shardings: None without tensor parallelism.
+        weights: gathers the weights of all layers, and reduces their gradients.
+        sequence: how tokens are split over the sequence axis; None where they are not.
+        batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
+    """
+
+    context: ParallelContext
+    mode: type[TensorMode]
+    regions: Regions
+    shardings: Shardings | None
+    weights: WeightStore
+    sequence: SequenceSplit | None
+    batch_scope: BatchScope = field(default_factory=BatchScope)
+
+    @property
+    def batch_info(self) -> BatchInfo:
+        return self.batch_scope.info
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return self.context.grid.sizes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
+        return self
+
+
+_by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
+
+
+def model_parallel_of(context: ParallelContext) -> ModelParallel:
+    """The `ModelParallel` of a context, made once."""
+    known = _by_context.get(context)
+    if known is None:
+        known = _by_context[context] = _model_parallel(context)
+    return known
+
+
+def _model_parallel(context: ParallelContext) -> ModelParallel:
+    options = context.options
+    mode: type[TensorMode] = TENSOR_MODES.get(options.tensor_mode)
+    sizes = context.grid.sizes
+
+    def nontrivial(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if sizes[axis] > 1)
+
+    inputs = Activation(batch=nontrivial(context.grid.axes("data")), tokens=nontrivial(context.grid.axes("sequence")))
+    weights = WeightStore(options.weight_scope, coalesce=options.coalesce)
+    sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
+    if context.size("tensor") == 1:
+        return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
+    shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=options.sequence_sharded, keep=options.keep_gathered)
+    return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)

@@ -1,0 +1,57 @@
+"""Whether the heads of an attention divide: its width, its groups, the ranks that share them. No torch."""
+
+from __future__ import annotations
+
+from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.tensor_parallel.choice import IndivisibleSize, Shardings
+
+
+def head_problems(
+    hidden_size: int, num_heads: int, num_kv_heads: int, *, rotary: bool = False, prefix: str = ""
+) -> list[str]:
+    """What is wrong with these sizes on any number of ranks, one line each.
+
+    Args:
+        num_kv_heads: of grouped-query attention (2305.13245); else num_heads.
+        prefix: goes before the name of a size, ``model.`` for the keys of a config.
+    """
+    problems = []
+    if hidden_size % num_heads:
+        problems.append(
+            not_a_multiple(f"{prefix}hidden_size", hidden_size, f"{prefix}num_heads = {num_heads}", num_heads)
+        )
+    elif rotary and hidden_size // num_heads % 2:
+        near = either(nearest_multiples(hidden_size, 2 * num_heads))
+        problems.append(
+            f"{prefix}hidden_size / {prefix}num_heads = {hidden_size} / {num_heads} = {hidden_size // num_heads} is "
+            f"odd, but rotary positions turn pairs of features; nearest hidden_size: {near}"
+        )
+    if num_heads % num_kv_heads:
+        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - num_kv_heads))
+        problems.append(
+            f"{prefix}num_kv_heads = {num_kv_heads} does not divide {prefix}num_heads = {num_heads} (every key/value "
+            f"head serves the same number of query heads); nearest: {nearest}"
+        )
+    return problems
+
+
+def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -> list[IndivisibleSize]:
+    """The numbers of heads that do not divide over the ranks of the inner region's features: heads are split whole."""
+    axes = shardings.regions.inner.features
+    ways = shardings.ways(axes)
+    counts = {"num_heads": num_heads} | ({"num_kv_heads": num_kv_heads} if num_kv_heads != num_heads else {})
+    return [IndivisibleSize(name, count, axes, ways) for name, count in counts.items() if count % ways]
+
+
+def too_few_kv_heads(num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:
+    """Why ``num_kv_heads`` key/value heads cannot be shared by ``ways`` ranks, more than there are.
+
+    Args:
+        by: names these ranks with their number (``parallel.tensor.size = 4``).
+    """
+    return (
+        f"{prefix}num_kv_heads = {num_kv_heads} is fewer than {by}: tensor parallelism gives every rank whole "
+        f"key/value heads and does not copy them, so at most {num_kv_heads} ranks can share the heads of this model; "
+        f"use fewer ranks, or {prefix}num_kv_heads={ways}"
+    )

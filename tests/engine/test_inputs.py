@@ -1,0 +1,105 @@
+"""How batches enter the model: what layers are told of them, for how long, and under every stage of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.training import batch_of, config_of
+from torch import Tensor
+
+import colossus
+from colossus.engine.inputs import StepBatch
+from colossus.layers.batch_info import BatchInfo, BatchScope
+from colossus.layers.model_parallel import model_parallel_of
+
+PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
+SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)
+
+
+def test_a_scope_ends_with_its_batch() -> None:
+    scope = BatchScope()
+    with scope.enter(BatchInfo(num_tokens=5)):
+        with scope.enter(BatchInfo(num_tokens=3)):
+            assert scope.info.num_tokens == 3
+        assert scope.info.num_tokens == 5
+        with pytest.raises(ZeroDivisionError), scope.enter(BatchInfo(num_tokens=4)):
+            raise ZeroDivisionError
+        assert scope.info.num_tokens == 5
+    assert scope.info == BatchInfo()
+
+
+def test_fingerprints_tell_batches_apart() -> None:
+    def fingerprint(batch: Any) -> int:
+        return StepBatch(batch, [], BatchInfo()).fingerprint()
+
+    batch, other = batch_of(0), batch_of(1)
+    assert fingerprint(batch) == fingerprint(batch_of(0))
+    assert fingerprint(batch) != fingerprint(other)
+    assert fingerprint({**batch, "labels": other["labels"]}) != fingerprint(batch)
+
+
+def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
+    """In and after a step whose loss raises, a step, an evaluation."""
+    settings = config_of(parallel, 2, "fp64", model=SIZES)
+    engine = colossus.initialize(settings)
+    parallel_of_model = model_parallel_of(engine.context)
+    seen: list[int | None] = []
+
+    class Watch:
+        def begin(self, stage: int, microbatch: int) -> None:
+            seen.append(parallel_of_model.batch_info.num_tokens)
+
+        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+            pass
+
+    engine.stages.observers.append(Watch())
+    loss_fn = engine.loss_fn
+
+    def raises(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        raise ArithmeticError("a bad batch")
+
+    engine.loss_fn = raises
+    with pytest.raises(ArithmeticError):
+        engine.train_step(batch_of(0, {**SIZES, "seq_len": 5}))
+    seen.append(parallel_of_model.batch_info.num_tokens)
+    engine.loss_fn = loss_fn
+    engine.train_step(batch_of(0, SIZES))
+    seen.append(parallel_of_model.batch_info.num_tokens)
+    engine.eval_step(batch_of(0, {**SIZES, "seq_len": 3}))
+    seen.append(parallel_of_model.batch_info.num_tokens)
+    with pytest.raises(ValueError, match="a sequence of 8 tokens, but only 6 positions"):  # not the last batch's 3
+        engine.model(torch.zeros(2, 4, dtype=torch.long))
+    engine.close()
+    return seen
+
+
+def test_layers_know_the_length_for_one_step_and_no_longer() -> None:
+    assert run_ranks(2, _lengths_seen, PADDED, with_context=False) == [[5, None, 6, None, 3, None]] * 2
+
+
+def _measured(rank: int) -> list[tuple[int, int]]:
+    """A pipeline whose split is measured on sequences that are padded beyond the last position."""
+    parallel = dict(pipeline=dict(size=2, split="memory"), **PADDED)
+    settings = config_of(parallel, 1, "fp64", model=SIZES, data=dict(type="PythonStdlib"))
+    engine = colossus.initialize(settings)
+    lengths = []
+
+    class Watch:
+        def begin(self, stage: int, microbatch: int) -> None:
+            lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
+
+        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+            pass
+
+    engine.stages.observers.append(Watch())
+    engine.train_step(batch_of(0, SIZES))
+    engine.close()
+    return lengths
+
+
+def test_every_stage_and_the_measuring_of_blocks_know_the_length() -> None:
+    ranks = run_ranks(4, _measured, with_context=False)
+    assert sorted({seen for rank in ranks for seen in rank}) == [(0, 6), (1, 6)]
