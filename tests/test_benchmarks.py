@@ -1,4 +1,5 @@
-"""Every benchmark runs, its cases compute the same thing, and a case that does not is refused."""
+"""Every benchmark runs (by default one of them, all with -m long), its cases compute the same thing, and a case that
+does not is refused."""
 
 from __future__ import annotations
 
@@ -49,6 +50,7 @@ def assert_same_training(result: dict[str, Any], names: set[str]) -> None:
         torch.testing.assert_close(torch.tensor(trajectory), reference, rtol=1e-4, atol=1e-4, msg=name)
 
 
+@pytest.mark.long
 def test_train_step(tmp_path: Path) -> None:
     names = ["serial", "serial", "colossus", "ddp-2", "colossus-data-2", "dtensor-2", "megatron-2"]
     names += ["megatron-lean-2", "colossus-tensor-2"]
@@ -77,6 +79,7 @@ def parameters(workload: Workload) -> int:
     return sum(value.numel() for value in workload.state().values())
 
 
+@pytest.mark.long
 def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
     names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "megatron-lean-4"]
     names += ["colossus-tensor-4"]
@@ -84,12 +87,14 @@ def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
     assert_same_training(payload["results"][0], set(names))
 
 
+@pytest.mark.long
 def test_serial(tmp_path: Path) -> None:
     text, payload = smoke("serial", tmp_path, "--no-memory")
     assert_same_training(payload["results"][0], {"serial", "serial (again)", "colossus"})
     assert "time / serial" in text
 
 
+@pytest.mark.long
 def test_collectives(tmp_path: Path) -> None:
     text, payload = smoke("collectives", tmp_path)
     assert {row["ranks"] for row in payload["results"]} == {2, 3}
@@ -97,6 +102,7 @@ def test_collectives(tmp_path: Path) -> None:
     assert "microseconds per all-reduce" in text
 
 
+@pytest.mark.long
 def test_startup(tmp_path: Path) -> None:
     text, payload = smoke("startup", tmp_path)
     assert {"colossus --help", "colossus show", "colossus launch, misspelt key"} <= set(payload["seconds"])
@@ -159,6 +165,7 @@ def test_a_block_that_sends_more_than_its_formula_is_refused(monkeypatch: pytest
         tensor.measure(BENCH, {"plain": CASES["plain"], "1d-2": CASES["1d-2"]}, with_memory=False)
 
 
+@pytest.mark.long
 def test_pipeline(tmp_path: Path) -> None:
     names = ["serial", "torch-1f1b", "colossus-1f1b", "colossus-zb-h1"]
     text, payload = smoke("pipeline", tmp_path)
@@ -185,6 +192,7 @@ def test_a_pipeline_that_computes_something_else_is_refused() -> None:
         pipeline.check_steps("ours", [(2.0, 1.0), (2.0, 1.1)], [(2.0, 1.0), (2.0, 1.0)])
 
 
+@pytest.mark.long
 def test_bubble(tmp_path: Path) -> None:
     text, payload = smoke("bubble", tmp_path, "--milliseconds", "10")
     results = {result["schedule"]: result for result in payload["results"]}
@@ -197,6 +205,7 @@ def test_bubble(tmp_path: Path) -> None:
     assert results["zb-h1"]["simulated_bubble"] < 0.5 * results["1f1b"]["simulated_bubble"]
 
 
+@pytest.mark.long
 def test_sequence(tmp_path: Path) -> None:
     text, payload = smoke("sequence", tmp_path)
     assert "ulysses x 4" in text

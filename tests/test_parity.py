@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from helpers.training import (
     is_key_bias,
     relative,
     run_plan,
+    shared_run,
 )
 from helpers.twins import PlainGPT
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,8 @@ from colossus import layers
 from colossus.models.options import GPTOptions
 
 STEPS = 20
+#: of what a variant changes, a few steps tell as much as many
+VARIANT_STEPS = 5
 FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
 
@@ -82,17 +84,39 @@ PIPELINES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def alone(precision: str, variant: str | None = None) -> Trace:
+def alone(precision: str, variant: str | None = None, steps: int = STEPS) -> Trace:
     more = {key: value for key, value in VARIANTS[variant or ""].items() if key != "parallel"}
-    return run_plan(1, config_of({}, STEPS, precision, **more), STEPS)[0]
+    return shared_run(1, config_of({}, steps, precision, **more), steps)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32"])
-@pytest.mark.parametrize("plan", list(PLANS))
-def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> None:
+def run_of(plan: str, precision: str, steps: int = STEPS) -> list[Trace]:
     world, parallel = PLANS[plan]
-    traces = run_plan(world, config_of(parallel, STEPS, precision, **PIPELINES.get(plan, {})), STEPS)
+    return shared_run(world, config_of(parallel, steps, precision, **PIPELINES.get(plan, {})), steps)
+
+
+#: one plan of each kind; in float64, which sees more, all of them run
+IN_FP32 = (
+    "data2",
+    "tensor4",
+    "data2_tensor2",
+    "tensor2_sharded",
+    "data2_2d",
+    "2.5d",
+    "3d_2x1x2",
+    "pipeline2_data2_tensor2",
+)
+
+
+def plans_and_precisions() -> Iterator[Any]:
+    for plan in PLANS:
+        for precision in ("fp64", "fp32"):
+            few = precision == "fp64" or plan in IN_FP32
+            yield pytest.param(plan, precision, marks=() if few else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("plan", "precision"), list(plans_and_precisions()))
+def test_every_plan_follows_the_one_process_run(plan: str, precision: str) -> None:
+    traces = run_of(plan, precision)
     reference = alone(precision)
     for trace in traces:
         assert_same_run(trace, reference, **(FP64 if precision == "fp64" else FP32))
@@ -115,8 +139,9 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("variant", "plan"), list(pairs()))
 def test_variants_follow_the_one_process_run(variant: str, plan: str) -> None:
     world, parallel = PLANS[plan]
-    for trace in run_plan(world, config_of(parallel, STEPS, "fp64", **VARIANTS[variant]), STEPS):
-        assert_same_run(trace, alone("fp64", variant), **FP64)
+    config = config_of(parallel, VARIANT_STEPS, "fp64", **VARIANTS[variant])
+    for trace in run_plan(world, config, VARIANT_STEPS):
+        assert_same_run(trace, alone("fp64", variant, VARIANT_STEPS), **FP64)
 
 
 @pytest.mark.parametrize("variant", [None, "llama_like", "loss_terms", "accumulation"])
@@ -221,9 +246,7 @@ def test_options_count_their_parameters() -> None:
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_depth_is_data_parallelism_within_a_model(precision: str) -> None:
     """2.5D at depth d is data d x 2D: the same numbers from the same ranks."""
-    deep = run_plan(8, config_of(PLANS["2.5d"][1], 5, precision), 5)
-    flat = run_plan(8, config_of(PLANS["data2_2d"][1], 5, precision), 5)
-    for mine, other in zip(deep, flat, strict=True):
+    for mine, other in zip(run_of("2.5d", precision), run_of("data2_2d", precision), strict=True):
         assert_same_run(mine, other, loss=1e-14 if precision == "fp64" else 1e-7, norm=1e-6, parameter=1e-6)
         for name, value in other.end.items():
             torch.testing.assert_close(mine.end[name], value, rtol=1e-6, atol=1e-8, msg=name)
@@ -231,13 +254,10 @@ def test_depth_is_data_parallelism_within_a_model(precision: str) -> None:
 
 @pytest.mark.parametrize("plan", ["data2_2d", "2.5d", "3d"])
 def test_weights_of_a_run_load_into_plain_torch(plan: str) -> None:
-    """Gathered after training, they give the plain model the loss that the run has next."""
-    world, parallel = PLANS[plan]
-    config = config_of(parallel, STEPS, "fp64")
-    trace = run_plan(world, config, STEPS)[0]
-    before = run_plan(world, config, STEPS - 1)[0]
+    """Gathered in the course of training, they give the plain model the loss that the run has next."""
+    trace = run_of(plan, "fp64")[0]
     twin = PlainGPT(**SIZES).double()
-    twin.load_state_dict(before.end)
+    twin.load_state_dict(trace.before_last)
     batch = batch_of(STEPS - 1)
     loss_sum, count = twin.loss_sum(batch["inputs"], batch["labels"])
     assert relative((loss_sum / count).item(), trace.losses[-1]) < 1e-10

@@ -48,13 +48,15 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses and norms of every step, gradients at the first and last, weights before and after."""
+    """Losses and norms of every step, gradients at the first and last, weights at the start, before the last step and
+    at the end."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.start: dict[str, Tensor] = {}
+        self.before_last: dict[str, Tensor] = {}
         self.end: dict[str, Tensor] = {}
 
 
@@ -69,6 +71,8 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
     whole, sizes = config["train"]["global_batch_size"], config["model"]
     part = whole // count
     for step in range(steps):
+        if step == steps - 1:
+            trace.before_last = full_state_dict(engine.model, engine.context)
         batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
         result = engine.train_step(batch)
         trace.losses.append(result.loss)
@@ -82,6 +86,17 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
 
 def run_plan(world: int, config: dict[str, Any], steps: int, damage: str | None = None) -> list[Trace]:
     return run_ranks(world, train, config, steps, damage, with_context=False)
+
+
+_RUNS: dict[str, list[Trace]] = {}
+
+
+def shared_run(world: int, config: dict[str, Any], steps: int) -> list[Trace]:
+    """`run_plan`, once for all tests of a session that ask for the same; what it returns must not be changed."""
+    key = repr((world, config, steps))
+    if key not in _RUNS:
+        _RUNS[key] = run_plan(world, config, steps)
+    return _RUNS[key]
 
 
 def relative(value: float, reference: float) -> float:
