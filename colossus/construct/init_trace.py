@@ -252,8 +252,8 @@ def _storage_like(real: Tensor, ref: _TensorRef) -> torch.UntypedStorage:
 def _as_ref(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_meta:
         return leaf
-    place = int(leaf.storage_offset()), leaf.size(), leaf.stride()
-    return _TensorRef(leaf.untyped_storage(), leaf.dtype, *place, leaf.is_conj(), leaf.is_neg())
+    geometry = int(leaf.storage_offset()), leaf.size(), leaf.stride()
+    return _TensorRef(leaf.untyped_storage(), leaf.dtype, *geometry, leaf.is_conj(), leaf.is_neg())
 
 
 def _storage_id(tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Text as bytes (vocabulary of 256): Python's own standard library, and a folder of files.
 
-Which files are held out for validation depends on a hash of their relative path only, so a file stays on its side when
-others come and go, and also from one Python version to the next.
+Which files are held out for validation depends on a hash of their relative path only. So a file stays in its split when
+others come and go, and from one Python version to the next.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What runs when: schedules as lists of actions, and what executes them."""
+"""Pipeline schedules as lists of actions: building, checking, simulating, drawing and running them; model partition."""

@@ -44,7 +44,7 @@ def message(number: int) -> list[Tensor]:
 
 
 def _both_ways(context: ParallelContext, ring_bytes: int, shared: bool) -> None:
-    """Both ranks send far more than fits before they receive: whoever must wait takes first what is due to him."""
+    """Both ranks send far more than fits before they receive: whoever must wait takes first what is due to it."""
     links._BUFFER_BYTES = ring_bytes
     shared_memory.enable(shared)
     link, other = linked(context), 1 - context.rank
