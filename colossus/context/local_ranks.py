@@ -63,6 +63,8 @@ class LocalRanks:
         RanksFailed: from here and from ``call``; the ranks are gone then.
     """
 
+    _once = False
+
     def __init__(
         self,
         world: int,
@@ -85,13 +87,13 @@ class LocalRanks:
             for rank in range(world):
                 here, there = context.Pipe()
                 process = context.Process(
-                    target=_serve, args=(there, rank, world, store, backend, collective_timeout, make)
+                    target=_serve, args=(there, rank, world, store, backend, collective_timeout, make, self._once)
                 )
                 process.start()
                 there.close()
                 self._pipes.append(here)
                 self._processes.append(process)
-            self._collect()
+            self._made = self._collect()
         except BaseException:
             self.close()
             raise
@@ -149,24 +151,19 @@ class LocalRanks:
         self.close()
 
 
+class _Once(LocalRanks):
+    """Ranks that answer with what ``make`` returns, and end."""
+
+    _once = True
+
+
 def run_local_ranks(world: int, body: Callable[[int], Any], **options: Any) -> list[Any]:
-    """``body(rank)`` once on each of ``world`` ranks; the results by rank. ``options`` are those of `LocalRanks`."""
-    with LocalRanks(world, _Once(body), **options) as ranks:
-        return ranks.call("run")
+    """``body(rank)`` once on each of ``world`` ranks; the results by rank. ``options`` are those of `LocalRanks`.
 
-
-class _Once:
-    """Makes of each rank an object whose one method runs the body."""
-
-    def __init__(self, body: Callable[[int], Any]) -> None:
-        self.body = body
-
-    def __call__(self, rank: int) -> _Once:
-        self.rank = rank
-        return self
-
-    def run(self) -> Any:
-        return self.body(self.rank)
+    A rank ends when its body has, whatever the others still wait for from it.
+    """
+    with _Once(world, body, **options) as ranks:
+        return ranks._made
 
 
 def _serve(
@@ -177,6 +174,7 @@ def _serve(
     backend: str,
     collective_timeout: float | None,
     make: Callable[[int], Any],
+    once: bool,
 ) -> None:
     code = 0
     try:
@@ -188,8 +186,8 @@ def _serve(
                 backend, rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout
             )
         held = make(rank)
-        pipe.send_bytes(pickle.dumps((True, None)))
-        while True:
+        pipe.send_bytes(pickle.dumps((True, held if once else None)))
+        while not once:
             try:
                 method, args = pickle.loads(pipe.recv_bytes())
             except EOFError:  # the parent has gone
