@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from colossus.launch import run_folder
+from colossus.launch import finished, run_folder
 from colossus.launch.causes import RankExit
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
@@ -88,12 +88,14 @@ def run_workers(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
-    try:
-        agent.run()
-    except SignalException as stop:
-        agent.outcome.signum = int(stop.sigval)
-    finally:
-        handler.shutdown()
+    with finished.expected() as folder_of_marks:
+        agent.marks = folder_of_marks
+        try:
+            agent.run()
+        except SignalException as stop:
+            agent.outcome.signum = int(stop.sigval)
+        finally:
+            handler.shutdown()
     return agent.outcome
 
 
@@ -114,6 +116,7 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, _Terminal(), exit_barrier_timeout=60)
         self._config_path, self._overrides = config_path, overrides
         self.outcome = Outcome(folder)
+        self.marks: Path | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.outcome.folder = self._agree_on_folder(worker_group)
@@ -156,7 +159,8 @@ class _Agent(LocalElasticAgent):
         for rank, process in list(processes.items()):
             code = process.poll()
             if code is not None:
-                self.outcome.exits[rank] = RankExit(code)
+                is_finished = self.marks is None or finished.is_marked(self.marks, rank)
+                self.outcome.exits[rank] = RankExit(code, is_finished=is_finished)
                 del processes[rank]
         if not processes:
             return

@@ -29,10 +29,17 @@ class RankExit:
     Attributes:
         code: exit code; negative is the number of the signal that killed it.
         after_stop: it ended after the launcher's stop signal.
+        is_finished: whether it came to the end of its program; with exit code 0 only what it left says so.
     """
 
     code: int
     after_stop: bool = False
+    is_finished: bool = True
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended as if all were well, but was not through."""
+        return self.code == 0 and not self.after_stop and not self.is_finished
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | N
             # an error after the stop signal is most often the stop itself (a loader's process is gone, ...)
             return "error" if record.after_signal is None else "communication"
         return "stuck" if record.kind == "stuck" else "communication"
+    if ended is not None and ended.is_early:
+        return "death"
     if ended is None or ended.code == 0 or ended.code in _STOP_CODES:
         return None
     if ended.after_stop:
@@ -157,7 +166,9 @@ def _describe_failure(cause: Cause) -> str:
 
 
 def _death(code: int) -> str:
-    if code >= 0:
+    if code == 0:
+        return "ended with exit code 0 before its training was through (os._exit(0) in the model or in a library?)"
+    if code > 0:
         return f"ended with exit code {code} without an exception (os._exit or a native library?)"
     try:
         name = signal.Signals(-code).name

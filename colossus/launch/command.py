@@ -163,7 +163,7 @@ def _launch(
 
 
 def _report(folder: Path, exits: Mapping[int, causes.RankExit], grid: RankGrid) -> int:
-    if exits and all(ended.code == 0 for ended in exits.values()):
+    if exits and all(ended.code == 0 and not ended.is_early for ended in exits.values()):
         return DONE
     records = failure.read_all(folder)
     stopped = causes.was_only_stopped(records, exits)

@@ -19,7 +19,7 @@ from typing import Any
 
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, failure, run_folder
+from colossus.launch import causes, failure, finished, run_folder
 from colossus.launch.stop import GRACE_SECONDS, LAUNCHER_PID, StopSignals, exit_code
 from colossus.registry import HOOKS
 
@@ -73,6 +73,7 @@ def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | Non
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.grid = build_grid(config.parallel)
         code = _train(run, config)
+        finished.mark(run.rank)
     except BaseException as error:
         code = _fail(run, error)
         _flush()

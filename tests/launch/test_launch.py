@@ -239,6 +239,22 @@ def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     assert {record.kind for record in failure.read_all(tmp_path / "run")} == {"stuck"}
 
 
+@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [("leave", "ended with exit code 0 before its training was through"), ("exit", "raised SystemExit")],
+)
+def test_a_rank_that_leaves_early_without_an_error_is_named(
+    tmp_path: Path, trouble: str, message: str, ranks: int
+) -> None:
+    troubled = str(ranks - 1)
+    code, out, err = launch(tmp_path, f"parallel.data={ranks}", TROUBLE=trouble, TROUBLED_RANK=troubled)
+    assert code == 1, out + err
+    assert f"run failed: rank {troubled}" in err
+    assert message in err
+    assert "done:" not in out
+
+
 # -- errors before any process --------------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
-"""A run of two ranks that is over in a moment, with trouble on rank 1 in step 3 when TROUBLE says so."""
+"""A run of two ranks that is over in a moment, with trouble on a rank (1) in step 3 when TROUBLE says so."""
 
 import os
 import signal
+import sys
 import time
 
 import torch
@@ -32,7 +33,7 @@ class _Model(torch.nn.Module):
         if self.training:
             self.calls += 1
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
-            if self.calls == 3 and os.environ["RANK"] == "1":
+            if self.calls == 3 and os.environ["RANK"] == os.environ.get("TROUBLED_RANK", "1"):
                 _trouble(os.environ.get("TROUBLE"))
         return self.layer(inputs)
 
@@ -45,6 +46,10 @@ def _trouble(kind: str | None) -> None:
         raise ValueError("the third step is one too many")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "leave":
+        os._exit(0)
+    if kind == "exit":
+        sys.exit(0)
     if kind == "hang":
         while True:
             time.sleep(0.1)
