@@ -33,6 +33,7 @@ _COMMUNICATION_ERRORS = (
     "Timed out waiting",
     "did not come to collective",
     "Socket Timeout",
+    "wait timeout",
     "Broken pipe",
     "recvValue failed",
     "sendBytes failed",

@@ -156,6 +156,8 @@ def chained(outer: BaseException, inner: BaseException, *, explicit: bool) -> Ba
     [
         (ValueError("boom"), "error"),
         (RuntimeError(PEER), "communication"),
+        # a rank that waits for another's key in the store
+        (RuntimeError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
         (RuntimeError("shape mismatch"), "error"),
         # a user's own network access is no collective of ours
         (ConnectionResetError("Connection reset by peer"), "error"),
