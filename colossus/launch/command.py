@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -123,8 +124,9 @@ def _join(
                 print(describe(config, check_model(config), Path(run_dir) if run_dir else None, world_size, 1))
             return DONE
     except ConfigError as error:
-        if joined["RANK"] == "0":
-            print(f"colossus: {error}", file=sys.stderr)
+        if joined["LOCAL_RANK"] == "0":  # one of each node, whose files may not be those of the first
+            where = "" if joined["RANK"] == "0" else f" (rank {joined['RANK']} on {socket.gethostname()})"
+            print(f"colossus: {error}{where}", file=sys.stderr)
         return USAGE
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))

@@ -19,6 +19,8 @@ from colossus.config import ConfigError
 Kind = Literal["error", "config", "communication", "stuck"]
 
 FOLDER = "failures"
+#: when this process began, in seconds since the epoch
+_STARTED = time.time()
 
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
@@ -136,9 +138,12 @@ def is_first_to_report(folder: Path | None) -> bool:
     """Whether no other rank of this run has printed its failure yet (ranks that share the folder agree)."""
     if folder is None:
         return True
+    reported = folder / FOLDER / "reported"
     try:
-        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-        os.close(os.open(folder / FOLDER / "reported", os.O_CREAT | os.O_EXCL))
+        reported.parent.mkdir(parents=True, exist_ok=True)
+        if reported.exists() and reported.stat().st_mtime < _STARTED:  # an earlier attempt in this folder left it
+            reported.unlink(missing_ok=True)
+        os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     except OSError:

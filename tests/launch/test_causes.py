@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +231,11 @@ def test_frames_of_what_surrounds_a_run_are_left_out(room: str, is_left_out: boo
 def test_only_the_first_rank_reports(tmp_path: Path) -> None:
     assert [failure.is_first_to_report(tmp_path) for _ in range(3)] == [True, False, False]
     assert list(itertools.repeat(failure.is_first_to_report(None), 2)) == [True, True]
+
+
+def test_what_an_earlier_attempt_reported_hides_nothing(tmp_path: Path) -> None:
+    """Under torchrun nobody clears a folder that is given again before a rank may fail."""
+    assert failure.is_first_to_report(tmp_path)
+    an_hour_ago = time.time() - 3600
+    os.utime(tmp_path / failure.FOLDER / "reported", (an_hour_ago, an_hour_ago))
+    assert [failure.is_first_to_report(tmp_path) for _ in range(2)] == [True, False]

@@ -314,6 +314,27 @@ def test_nproc_that_contradicts_torchrun_exits_with_2(
 
 
 @pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "where"), [("0", "0", ""), ("2", "0", " (rank 2 on "), ("3", "1", None)]
+)
+def test_under_torchrun_a_bad_config_is_told_once_on_each_node(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    local_rank: str,
+    where: str | None,
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert command.run("absent.py", []) == 2
+    err = capsys.readouterr().err
+    assert ("no such file: absent.py" in err) == (where is not None)
+    assert (where or "") in err
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_a_dry_run_says_everything_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "configs" / "gpt_stdlib.py"
     assert command.run(str(config), ["train.steps=7"], run_dir="elsewhere", dry_run=True) == 0
