@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,7 +58,8 @@ class Attention(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv = num_kv_heads or num_heads
+        hidden_size, num_heads = operator.index(hidden_size), operator.index(num_heads)
+        kv = operator.index(num_kv_heads or num_heads)
         for problem in head_problems(hidden_size, num_heads, kv, rotary=rotary):
             raise ValueError(f"Attention: {problem}")
         shardings = self.parallel.shardings

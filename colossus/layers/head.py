@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,7 @@ class LMHead(Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        hidden_size, vocab_size = operator.index(hidden_size), operator.index(vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.sharding = vocabulary_sharding(self, hidden_size, vocab_size)
         if tied_to is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,9 @@ class Layer(NamedModule):
             init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
-        full = [tuple(shape) for shape in shapes.values()]
+        full = [
+            tuple(map(operator.index, shape)) for shape in shapes.values()
+        ]  # numpy's integers overflow where ours do not
         rows = local_rows(full, [layout] * len(full), sizes)
         shards = tuple(
             LogicalShard(name, shape, layout, init[name] if isinstance(init, Mapping) else init, span)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,9 +66,10 @@ class Linear(Layer):
         super().__init__()
         if split not in SPLITS:
             raise ValueError(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
-        fused = not isinstance(out_features, int)
-        self.outputs: dict[str, int] = dict(out_features) if isinstance(out_features, Mapping) else {"": out_features}
-        self.in_features = in_features
+        fused = isinstance(out_features, Mapping)
+        outputs = out_features if isinstance(out_features, Mapping) else {"": out_features}
+        self.outputs: dict[str, int] = {name: operator.index(size) for name, size in outputs.items()}
+        self.in_features = operator.index(in_features)
         self.out_features = sum(self.outputs.values())
         self.split = split
         self.is_fused = fused

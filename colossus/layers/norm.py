@@ -7,6 +7,7 @@ E[x^2] - E[x]^2 would cancel.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class _Norm(Layer):
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.normalized_shape = shape
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+        self.normalized_shape = tuple(map(operator.index, shape))
         self.eps = eps
         self._seen: set[Activation] = set()
 

@@ -28,11 +28,12 @@ class Rotary(nn.Module):
         key = tokens, dtype, device, id(positions)
         if key not in self._cos_sin:
             self._cos_sin.clear()  # only the last positions are kept
-            steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-            indices = torch.arange(tokens, device=device) if positions is None else positions
-            angles = indices.to(torch.float64)[:, None] * self.base**-steps
-            angles = torch.cat((angles, angles), dim=-1)
-            self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
+            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
+                steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+                indices = torch.arange(tokens, device=device) if positions is None else positions
+                angles = indices.to(torch.float64)[:, None] * self.base**-steps
+                angles = torch.cat((angles, angles), dim=-1)
+                self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
         return self._cos_sin[key][:2]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

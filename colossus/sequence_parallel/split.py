@@ -61,7 +61,8 @@ class SequenceSplit:
             if len(self._orders) >= _MAX_LENGTHS:
                 self._orders.clear()
                 self._positions.clear()
-            self._orders[key] = torch.as_tensor(zigzag_order(num_tokens, self._ring_size), device=device)
+            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
+                self._orders[key] = torch.as_tensor(zigzag_order(num_tokens, self._ring_size), device=device)
         return self._orders[key]
 
     def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
@@ -75,7 +76,8 @@ class SequenceSplit:
         order = self.order(num_local * num_shards, device)
         key = num_local, index, num_shards, device
         if key not in self._positions:
-            self._positions[key] = order[index * num_local : (index + 1) * num_local]
+            with torch.inference_mode(False):
+                self._positions[key] = order[index * num_local : (index + 1) * num_local]
         return self._positions[key]
 
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:

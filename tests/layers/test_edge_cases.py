@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, grid, run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
+from colossus.context.parallel_context import ParallelContext
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "data2_1d": (4, dict(data=2, tensor=2)),
@@ -245,3 +247,51 @@ def test_nan_is_never_right() -> None:
 def test_a_padding_row_starts_at_zero_as_torchs_does() -> None:
     weight: Any = colossus.build(lambda: layers.Embedding(5, 3, padding_idx=-2)).weight
     assert weight.abs().sum(1).eq(0).tolist() == [False, False, False, True, False]
+
+
+# -- sizes of numpy, validation before training -------------------------------------------------------------------
+
+
+def test_numpy_integers_are_sizes() -> None:
+    def body(context: ParallelContext) -> list[tuple[int, ...]]:
+        eight, two = np.int64(8), np.int32(2)
+        with context:
+            x = torch.ones(2, 3, 8)
+            models = [
+                lambda: layers.Linear(eight, np.int64(6)),
+                lambda: layers.Linear(eight, {"a": np.int64(4), "b": np.int64(4)}),
+                lambda: layers.LayerNorm(eight),
+                lambda: layers.LMHead(eight, np.int64(5)),
+                lambda: layers.TransformerBlock(eight, two, rotary=True),
+            ]
+            outputs = [colossus.build(model, context)(x) for model in models]
+            outputs.append(
+                colossus.build(lambda: layers.Embedding(eight, np.int64(4)), context)(torch.tensor([[1, 7]]))
+            )
+        return [tuple(layers.to_user(y[0] if isinstance(y, tuple) else y).shape) for y in outputs]
+
+    shapes = [(2, 3, 6), (2, 3, 4), (2, 3, 8), (2, 3, 5), (2, 3, 8), (1, 2, 4)]
+    assert run_ranks(2, body) == [shapes] * 2
+
+
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_a_validation_in_inference_mode_leaves_nothing_that_training_cannot_use(axis: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = layers.PositionEmbedding(8, 8)
+            self.block = layers.TransformerBlock(8, 2, rotary=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.positions(x))
+
+    def body(context: ParallelContext) -> bool:
+        model = colossus.build(Model, context)
+        x = torch.ones(2, 4, 8)
+        with context:
+            with torch.inference_mode():
+                model(x)
+            model(x).sum().backward()
+        return all(parameter.grad is not None for parameter in model.parameters())
+
+    assert run_ranks(2, body, plan=grid(**{axis: 2})) == [True] * 2
