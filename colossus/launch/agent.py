@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -29,6 +29,9 @@ from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
 """From the stop signal to SIGKILL: workers end themselves before, unless they cannot run at all."""
+
+LINGER_SECONDS = 60.0
+"""How long ranks may run on after the first one is through, before the user hears of it."""
 
 
 @dataclass
@@ -117,6 +120,8 @@ class _Agent(LocalElasticAgent):
         self._config_path, self._overrides = config_path, overrides
         self.outcome = Outcome(folder)
         self.marks: Path | None = None
+        self._first_finished: float | None = None
+        self._has_reported_lingering = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.outcome.folder = self._agree_on_folder(worker_group)
@@ -135,6 +140,29 @@ class _Agent(LocalElasticAgent):
 
         context.close = close
         return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._report_lingering([worker.global_rank for worker in worker_group.workers])
+        return super()._monitor_workers(worker_group)
+
+    def _report_lingering(self, ranks: list[int]) -> None:
+        """Say once which ranks do not come to their end after others have: no collective is left to time out."""
+        if self.marks is None or self._has_reported_lingering:
+            return
+        left = [rank for rank in ranks if not finished.is_marked(self.marks, rank)]
+        if not left or len(left) == len(ranks):
+            return
+        now = time.monotonic()
+        self._first_finished = self._first_finished or now
+        if now - self._first_finished >= LINGER_SECONDS:
+            self._has_reported_lingering = True
+            noun = f"rank {left[0]} is" if len(left) == 1 else f"ranks {', '.join(map(str, left))} are"
+            print(
+                f"colossus: training is over, but {noun} still at work {LINGER_SECONDS:g} s after others have ended "
+                f"(a hook's on_train_end?); Ctrl-C ends the run",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _agree_on_folder(self, worker_group: WorkerGroup) -> Path:
         store = worker_group.store

@@ -31,7 +31,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import command, failure, run_folder
+from colossus.launch import agent, command, failure, run_folder
 from colossus.launch.run_folder import default_folder
 
 # -- a run that goes well -------------------------------------------------------------------------------------
@@ -253,6 +253,13 @@ def test_a_rank_that_leaves_early_without_an_error_is_named(
     assert f"run failed: rank {troubled}" in err
     assert message in err
     assert "done:" not in out
+
+
+def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
+    code, _, err = launch(tmp_path, TROUBLE="linger")
+    assert code == 0, err
+    assert err.count("rank 1 is still at work 0.5 s after others have ended") == 1
 
 
 # -- errors before any process --------------------------------------------------------------------------------

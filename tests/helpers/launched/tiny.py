@@ -7,6 +7,8 @@ import time
 
 import torch
 
+from colossus.engine import Hook
+
 _SAMPLES = 64
 
 
@@ -55,6 +57,13 @@ def _trouble(kind: str | None) -> None:
             time.sleep(0.1)
 
 
+class _Linger(Hook):
+    def on_train_end(self, engine: object) -> None:
+        if os.environ.get("TROUBLE") == "linger" and os.environ["RANK"] == "1":
+            time.sleep(3.0)
+
+
+hooks = [_Linger]
 parallel = dict(data=2)
 model = dict(type=_Model)
 data = dict(type=_Numbers)
