@@ -1,4 +1,4 @@
-"""Imports run one way: cli -> launch -> engine -> {schedule, models, data} -> layers -> layout -> comm -> context."""
+"""Imports run one way: from `cli` down to `context`, as `LEVELS` says and docs/architecture.md draws."""
 
 from __future__ import annotations
 

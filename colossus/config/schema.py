@@ -85,7 +85,7 @@ class Named(Section):
         return {**{key: getattr(self, key) for key in type(self).model_fields}, **self.options}
 
 
-class Strategy(Named):
+class StrategySection(Named):
     """The data-parallel strategy: what replicas exchange, and when."""
 
     type: Annotated[Any, AfterValidator(_type)] = "all_reduce"
@@ -189,7 +189,7 @@ class Parallel(Section):
     tensor: TensorSection = TensorSection()
     sequence: SequenceSection = SequenceSection()
     zero: Annotated[int, Field(ge=0, le=3)] = 0
-    strategy: Strategy = Strategy()
+    strategy: StrategySection = StrategySection()
     #: outermost first: the last axis has neighbouring ranks
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
 

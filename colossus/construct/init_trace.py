@@ -99,7 +99,8 @@ class InitTrace(TorchDispatchMode):
         op = _RecordedOp(func, tree_map(_as_ref, args), tree_map(_as_ref, kwargs))
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
-            out = args[0] if _keeps_its_shape(func) else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
+            keeps = _keeps_its_shape(func, inputs, args, kwargs)
+            out = args[0] if keeps else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
         op.outputs = [_as_ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -280,10 +281,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterab
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
-def _keeps_its_shape(func: Any) -> bool:
-    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element."""
+def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is ``normal_``, ``erfinv_`` or another that changes its first argument element by element.
+
+    Only where shapes and dtypes cannot be wrong: else the meta kernel raises, in the line of the constructor.
+    """
     elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
-    return elementwise and torch.Tag.inplace in func.tags
+    if not elementwise or torch.Tag.inplace not in func.tags or not args[0].is_floating_point():
+        return False
+    shape = args[0].shape
+    is_complex = any(isinstance(leaf, complex) for leaf in tree_leaves((args, kwargs)))
+    return not is_complex and all(leaf.shape in (shape, ()) and not leaf.is_complex() for leaf in inputs)
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:

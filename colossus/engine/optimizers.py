@@ -22,6 +22,8 @@ def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
         for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     }
     methods["step"] = torch.no_grad()(inspect.unwrap(optimizer.step))
+    # pickled as torch's own: under its name there is only that
+    methods["__reduce__"] = lambda self: (object.__new__, (optimizer,), self.__getstate__())
     return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
 
 

@@ -529,6 +529,34 @@ def test_other_errors() -> None:
     assert not layers.Linear(2, 2).weight.is_meta  # the failed builds left nothing behind
 
 
+def _adds_too_many_rows(m: Any) -> None:
+    m.weight = nn.Parameter(torch.zeros(3))
+    m.weight.data.add_(torch.zeros(2, 3))
+
+
+def _adds_another_width(m: Any) -> None:
+    m.weight = nn.Parameter(torch.zeros(3))
+    m.weight.data[:2].add_(torch.ones(3))
+
+
+def _draws_integers_of_a_normal(m: Any) -> None:
+    torch.zeros(3, dtype=torch.int64).normal_()
+
+
+def _adds_floats_to_integers(m: Any) -> None:
+    torch.zeros(3, dtype=torch.int64).add_(0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [_adds_too_many_rows, _adds_another_width, _draws_integers_of_a_normal, _adds_floats_to_integers]
+)
+def test_a_wrong_operation_fails_in_its_line(wrong: Callable[[Any], None]) -> None:
+    """As in plain torch: not when values are made, where the traceback does not lead to the constructor."""
+    with pytest.raises(RuntimeError) as caught:
+        build(lambda: Holder(wrong))
+    assert wrong.__name__ in [entry.name for entry in caught.traceback]
+
+
 def _made_on_meta(m: Any) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
