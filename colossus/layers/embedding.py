@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.comm.conjugate import not_a_view
 from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
@@ -171,7 +172,7 @@ class _Lookup(torch.autograd.Function):
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         ctx.save_for_backward(local, elsewhere)
         ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
-        return run(routes.y.forward, out, owned=True).wait()
+        return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
+from colossus.layers.pointwise import is_pointwise
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
@@ -44,29 +44,39 @@ class ShardedActivation(Tensor):
                 return func(*args, **kwargs)
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
-        if func not in _POINTWISE:
-            raise ValueError(_refusal(name, first))
-        for arg in (*args, *kwargs.values()):
-            if not isinstance(arg, Tensor) or arg is first:
-                continue
-            if isinstance(arg, ShardedActivation):
-                if arg.activation != first.activation:
-                    raise ValueError(
-                        f"{name}: one operand is split as ({first.activation}), the other as ({arg.activation}); bring "
-                        f"both to one layout with colossus.layers.to_user or to_outer"
-                    )
-            elif Tensor.dim(arg) > 0 or arg.requires_grad:
-                raise ValueError(
-                    f"{name}: a plain tensor of shape {tuple(arg.shape)} meets an activation that is split "
-                    f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
-                )
         with torch._C.DisableTorchFunctionSubclass():
+            if not is_pointwise(func, args, kwargs):
+                raise ValueError(_refusal(name, first))
+            _check_operands(name, first, (*args, *kwargs.values()))
             out = func(*args, **kwargs)
-        return wrap(out, first.activation, first.output_layout, first.parallel, first.num_features)
+        if isinstance(out, tuple):
+            return type(out)(first._like(each) for each in out)
+        return out if isinstance(out, ShardedActivation) or not isinstance(out, Tensor) else first._like(out)
+
+    def _like(self, x: Tensor) -> Tensor:
+        return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
+
+
+def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ...]) -> None:
+    """That tensors that meet element by element are split alike."""
+    for operand in operands:
+        if not isinstance(operand, Tensor) or operand is first:
+            continue
+        if isinstance(operand, ShardedActivation):
+            if operand.activation != first.activation:
+                raise ValueError(
+                    f"{name}: one operand is split as ({first.activation}), the other as ({operand.activation}); bring "
+                    f"both to one layout with colossus.layers.to_user or to_outer"
+                )
+        elif operand.dim() > 0 or operand.requires_grad:
+            raise ValueError(
+                f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
+                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
+            )
 
 
 def _refusal(name: str, x: ShardedActivation) -> str:
@@ -77,19 +87,6 @@ def _refusal(name: str, x: ShardedActivation) -> str:
         f"element-by-element functions between a column and a row linear.{hint}"
     )
 
-
-_POINTWISE: set[Any] = {
-    *(getattr(F, n) for n in ("gelu", "relu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "hardtanh",
-                              "hardswish", "mish", "logsigmoid", "selu", "celu", "relu6", "softsign")),
-    *(getattr(torch, n) for n in ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow",
-                                  "abs", "clamp", "relu", "sigmoid", "tanh", "log", "erf", "sin", "cos", "clone",
-                                  "nan_to_num")),
-    *(getattr(Tensor, n) for n in ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__",
-                                   "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__neg__",
-                                   "__pow__", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "exp",
-                                   "relu", "relu_", "sigmoid", "tanh", "abs", "square", "sqrt", "pow", "clamp", "clone",
-                                   "contiguous", "detach", "float", "double", "half", "bfloat16", "to", "type")),
-}  # fmt: skip
 
 _PASS: set[Any] = {
     *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.collectives import Pending
+from colossus.comm.conjugate import not_a_view
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
@@ -124,7 +125,7 @@ class _Matmul(torch.autograd.Function):
         w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
         ctx.save_for_backward(x_saved, w_saved)
         ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
-        return y
+        return not_a_view(y)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
