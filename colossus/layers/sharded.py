@@ -42,7 +42,9 @@ class ShardedActivation(Tensor):
         if func in _PASS or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
+        first = args[0] if args else None
+        if not isinstance(first, ShardedActivation):
+            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunctionSubclass():
             if not is_pointwise(func, args, kwargs):
@@ -163,15 +165,15 @@ def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     return wrap(out, outer, outer, parallel, num_features)
 
 
-def as_batch_of_one(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """A layer on x [features], as on a batch of one sample on every rank."""
+def as_batch_of_one(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """A layer's ``forward`` on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):
         parallel = x.parallel
         local, activation, output_layout = unwrap(x, parallel)
         x = wrap(local.unsqueeze(0), activation, output_layout, parallel, x.num_features)
     else:
         x = x.unsqueeze(0)
-    out = layer(x)
+    out = forward(x)
     return tuple(map(_first_sample, out)) if isinstance(out, tuple) else _first_sample(out)
 
 
