@@ -17,7 +17,11 @@ from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
 
-class ShardedActivation(Tensor):
+class SplitTensor(Tensor):
+    """Base of what is a rank's part of a tensor: no layer takes one for a whole tensor."""
+
+
+class ShardedActivation(SplitTensor):
     """A rank's shard of an activation whose tokens or features are split over tensor ranks.
 
     Our layers take and return it; element-by-element functions keep it; everything else raises, since on a shard of the
@@ -39,7 +43,7 @@ class ShardedActivation(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PASS or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
+        if func in PASSED_ON or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -82,7 +86,11 @@ def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ..
 
 
 def _refusal(name: str, x: ShardedActivation) -> str:
-    hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
+    hint = ""
+    if "dropout" in name:
+        hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards."
+    elif name in ("view", "reshape", "unflatten"):
+        hint = " For the heads of an attention use colossus.layers.split_heads(x, heads) and merge_heads."
     return (
         f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
         f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
@@ -90,7 +98,7 @@ def _refusal(name: str, x: ShardedActivation) -> str:
     )
 
 
-_PASS: set[Any] = {
+PASSED_ON: set[Any] = {
     *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",
                                    "is_floating_point", "register_hook", "retain_grad", "requires_grad_", "data_ptr",
                                    "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
@@ -131,6 +139,10 @@ def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Acti
             )
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor), x.activation, x.output_layout
+    if isinstance(x, SplitTensor):
+        raise ValueError(
+            f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
+        )
     return x, parallel.regions.user, parallel.regions.user
 
 
