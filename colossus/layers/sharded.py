@@ -129,6 +129,14 @@ def wrap(
     return out
 
 
+def refuse_heads(x: Tensor) -> None:
+    """Whatever is a part of a tensor, but no `ShardedActivation`, is a rank's heads."""
+    if isinstance(x, SplitTensor):
+        raise ValueError(
+            f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
+        )
+
+
 def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Activation]:
     """The plain local tensor, how it is split, and its ``output_layout``. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
@@ -139,10 +147,7 @@ def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Acti
             )
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor), x.activation, x.output_layout
-    if isinstance(x, SplitTensor):
-        raise ValueError(
-            f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
-        )
+    refuse_heads(x)
     return x, parallel.regions.user, parallel.regions.user
 
 
@@ -158,6 +163,7 @@ def move(x: Tensor, source: Activation, target: Activation, context: ParallelCon
 def to_user(x: Tensor) -> Tensor:
     """The activation in the user layout: all features on every rank, gradient complete; plain torch is right on it."""
     if not isinstance(x, ShardedActivation):
+        refuse_heads(x)
         return x
     parallel, num_features = x.parallel, x.num_features
     local, activation, _ = unwrap(x, parallel)

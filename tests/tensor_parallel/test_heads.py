@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a scale of heads": (lambda m, h: split(h) * torch.ones(4, 1, 1), "mul.*a tensor of shape .4, 1, 1. meets 2 of 4"),
     "a parameter": (lambda m, h: split(h) * nn.Parameter(torch.ones(())), "meets 2 of 4 heads"),
     "a layer": (lambda m, h: m.down(split(h)), "merge_heads"),
+    "to_user": (lambda m, h: layers.to_user(split(h)), "2 of 4 heads.*merge_heads"),
     "a plain linear": (lambda m, h: nn.Linear(4, 4)(split(h)), "linear on 2 of 4 heads"),
     "a plain key": (
         lambda m, h: F.scaled_dot_product_attention(split(h), torch.ones(2, 4, 3, 4), torch.ones(2, 4, 3, 4)),
