@@ -80,6 +80,15 @@ def start(
     return _OPERATIONS[operation](x, group, dim, to_dim, owned)
 
 
+def not_a_view(y: Tensor) -> Tensor:
+    """What an autograd function returns of a tensor that it made and keeps nowhere else, without a copy.
+
+    PyTorch refuses to change an output in place when it is a view made inside of the function, as that of ``F.linear``
+    with a bias on three dims is.
+    """
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+
 class _Conjugate(torch.autograd.Function):
     """One row of the table: ``forward`` moves x, ``backward`` moves dy back to the layout of x.
 
@@ -95,7 +104,7 @@ class _Conjugate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, forward: str, backward: str, group: AxisGroup, dim: int, to_dim: int) -> Tensor:
         ctx.move = backward, group, dim, to_dim
         out = start(forward, x, group, dim, to_dim).wait()
-        return out.view_as(out) if out is x else out
+        return out.view_as(out) if out is x else not_a_view(out)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

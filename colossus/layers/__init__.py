@@ -19,11 +19,14 @@ _NAMES = {
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
     "ShardedActivation": "sharded",
+    "SplitHeads": "heads",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
     "checkpoint": "activation_checkpoint",
     "cross_entropy": "loss.cross_entropy",
+    "merge_heads": "heads",
     "run_blocks": "pipeline_block",
+    "split_heads": "heads",
     "to_outer": "sharded",
     "to_user": "sharded",
 }
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
     from colossus.layers.head import Classifier, LMHead
+    from colossus.layers.heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.linear import Linear
     from colossus.layers.loss.accuracy import accuracy
     from colossus.layers.loss.cross_entropy import cross_entropy
@@ -59,11 +63,14 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "ShardedActivation",
+    "SplitHeads",
     "TransformerBlock",
     "accuracy",
     "checkpoint",
     "cross_entropy",
+    "merge_heads",
     "run_blocks",
+    "split_heads",
     "to_outer",
     "to_user",
 ]

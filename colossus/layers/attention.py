@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.dropout import Dropout
+from colossus.layers.heads import local_mask
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
@@ -17,7 +18,6 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
-from colossus.layout.redistribute import redistribute
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
@@ -157,27 +157,9 @@ class Attention(Layer):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """The mask [batch, heads, tokens, tokens] of the samples and heads that this rank computes.
-
-        Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
-        """
         if mask is None or not self.is_split:
             return mask
-        user, inner = self.parallel.regions.user, self.parallel.regions.inner
-        dims = mask.dim()
-        by_sample = dims > 3 and mask.shape[0] == batch
-        by_head = dims > 2 and mask.shape[-3] > 1
-        user_dims: list[tuple[str, ...]] = [()] * dims
-        inner_dims: list[tuple[str, ...]] = [()] * dims
-        user_partial, inner_partial = user.batch, inner.batch
-        if by_sample:
-            user_dims[0], inner_dims[0], user_partial, inner_partial = user.batch, inner.batch, (), ()
-        if by_head:
-            inner_dims[-3] = inner.features
-        else:
-            inner_partial += inner.features
-        source, target = Layout(tuple(user_dims), (), user_partial), Layout(tuple(inner_dims), (), inner_partial)
-        return redistribute(mask, source, target, self.context)
+        return local_mask(mask, batch, self.parallel.regions.inner, self.parallel)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colossus.comm.conjugate import not_a_view
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -59,7 +60,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
-        return F.linear(x, weight, bias)
+        return not_a_view(F.linear(x, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.comm.conjugate import not_a_view
 from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
@@ -18,7 +19,6 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.tensor_parallel.matmul import autograd_gradient
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.route import BoundMove, Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -70,7 +70,7 @@ class Embedding(Layer):
     def forward(self, ids: Tensor) -> Tensor:
         user = self.parallel.regions.user
         if self.sharding is not None and ids.dim() == 0:  # as a batch of one
-            return self(ids.unsqueeze(0)).squeeze(0)
+            return self.forward(ids.unsqueeze(0)).squeeze(0)
         return wrap(self.apply_local(ids, user), user, user, self.parallel)
 
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
@@ -173,7 +173,7 @@ class _Lookup(torch.autograd.Function):
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         ctx.save_for_backward(local, elsewhere)
         ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
-        return run(routes.y.forward, out, owned=True).wait()
+        return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -184,7 +184,7 @@ class _Lookup(torch.autograd.Function):
         dy = run(routes.y.backward, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = routes.weights.reduce(weight, gradient, routes.w)
-        return None, autograd_gradient(weight, dw), None, None
+        return None, dw.wait() if dw else None, None, None
 
 
 class PositionEmbedding(Layer):

@@ -74,7 +74,7 @@ class LMHead(Layer):
         if self.sharding is None:
             return F.linear(x, self.weight, self.bias)
         if x.dim() == 1:
-            return as_batch_of_one(self, x)
+            return as_batch_of_one(self.forward, x)
         local, source, output_layout = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
         routes = self._routes.get((source, local.dim()))

@@ -6,18 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
+from colossus.layers.pointwise import is_pointwise
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 
 
-class ShardedActivation(Tensor):
+class SplitTensor(Tensor):
+    """Base of what is a rank's part of a tensor: no layer takes one for a whole tensor."""
+
+
+class ShardedActivation(SplitTensor):
     """A rank's shard of an activation whose tokens or features are split over tensor ranks.
 
     Our layers take and return it; element-by-element functions keep it; everything else raises, since on a shard of the
@@ -39,38 +43,54 @@ class ShardedActivation(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PASS or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
+        if func in PASSED_ON or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
+        first = args[0] if args else None
+        if not isinstance(first, ShardedActivation):
+            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
-        if func not in _POINTWISE:
-            raise ValueError(_refusal(name, first))
-        for arg in (*args, *kwargs.values()):
-            if not isinstance(arg, Tensor) or arg is first:
-                continue
-            if isinstance(arg, ShardedActivation):
-                if arg.activation != first.activation:
-                    raise ValueError(
-                        f"{name}: one operand is split as ({first.activation}), the other as ({arg.activation}); bring "
-                        f"both to one layout with colossus.layers.to_user or to_outer"
-                    )
-            elif Tensor.dim(arg) > 0 or arg.requires_grad:
-                raise ValueError(
-                    f"{name}: a plain tensor of shape {tuple(arg.shape)} meets an activation that is split "
-                    f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
-                )
         with torch._C.DisableTorchFunctionSubclass():
+            if not is_pointwise(func, args, kwargs):
+                raise ValueError(_refusal(name, first))
+            _check_operands(name, first, (*args, *kwargs.values()))
             out = func(*args, **kwargs)
-        return wrap(out, first.activation, first.output_layout, first.parallel, first.num_features)
+        if isinstance(out, tuple):
+            return type(out)(first._like(each) for each in out)
+        return out if isinstance(out, ShardedActivation) or not isinstance(out, Tensor) else first._like(out)
+
+    def _like(self, x: Tensor) -> Tensor:
+        return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
 
 
+def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ...]) -> None:
+    """That tensors that meet element by element are split alike."""
+    for operand in operands:
+        if not isinstance(operand, Tensor) or operand is first:
+            continue
+        if isinstance(operand, ShardedActivation):
+            if operand.activation != first.activation:
+                raise ValueError(
+                    f"{name}: one operand is split as ({first.activation}), the other as ({operand.activation}); bring "
+                    f"both to one layout with colossus.layers.to_user or to_outer"
+                )
+        elif operand.dim() > 0 or operand.requires_grad:
+            raise ValueError(
+                f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
+                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
+            )
+
+
 def _refusal(name: str, x: ShardedActivation) -> str:
-    hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards." if "dropout" in name else ""
+    hint = ""
+    if "dropout" in name:
+        hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards."
+    elif name in ("view", "reshape", "unflatten"):
+        hint = " For the heads of an attention use colossus.layers.split_heads(x, heads) and merge_heads."
     return (
         f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
         f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
@@ -78,20 +98,7 @@ def _refusal(name: str, x: ShardedActivation) -> str:
     )
 
 
-_POINTWISE: set[Any] = {
-    *(getattr(F, n) for n in ("gelu", "relu", "silu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "hardtanh",
-                              "hardswish", "mish", "logsigmoid", "selu", "celu", "relu6", "softsign")),
-    *(getattr(torch, n) for n in ("add", "sub", "mul", "div", "neg", "exp", "sqrt", "rsqrt", "square", "pow",
-                                  "abs", "clamp", "relu", "sigmoid", "tanh", "log", "erf", "sin", "cos", "clone",
-                                  "nan_to_num")),
-    *(getattr(Tensor, n) for n in ("__add__", "__radd__", "__iadd__", "__sub__", "__rsub__", "__isub__", "__mul__",
-                                   "__rmul__", "__imul__", "__truediv__", "__rtruediv__", "__itruediv__", "__neg__",
-                                   "__pow__", "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "exp",
-                                   "relu", "relu_", "sigmoid", "tanh", "abs", "square", "sqrt", "pow", "clamp", "clone",
-                                   "contiguous", "detach", "float", "double", "half", "bfloat16", "to", "type")),
-}  # fmt: skip
-
-_PASS: set[Any] = {
+PASSED_ON: set[Any] = {
     *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",
                                    "is_floating_point", "register_hook", "retain_grad", "requires_grad_", "data_ptr",
                                    "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
@@ -122,6 +129,14 @@ def wrap(
     return out
 
 
+def refuse_heads(x: Tensor) -> None:
+    """Whatever is a part of a tensor, but no `ShardedActivation`, is a rank's heads."""
+    if isinstance(x, SplitTensor):
+        raise ValueError(
+            f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
+        )
+
+
 def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Activation]:
     """The plain local tensor, how it is split, and its ``output_layout``. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
@@ -132,6 +147,7 @@ def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Acti
             )
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor), x.activation, x.output_layout
+    refuse_heads(x)
     return x, parallel.regions.user, parallel.regions.user
 
 
@@ -147,6 +163,7 @@ def move(x: Tensor, source: Activation, target: Activation, context: ParallelCon
 def to_user(x: Tensor) -> Tensor:
     """The activation in the user layout: all features on every rank, gradient complete; plain torch is right on it."""
     if not isinstance(x, ShardedActivation):
+        refuse_heads(x)
         return x
     parallel, num_features = x.parallel, x.num_features
     local, activation, _ = unwrap(x, parallel)
@@ -166,15 +183,15 @@ def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     return wrap(out, outer, outer, parallel, num_features)
 
 
-def as_batch_of_one(layer: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """A layer on x [features], as on a batch of one sample on every rank."""
+def as_batch_of_one(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """A layer's ``forward`` on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):
         parallel = x.parallel
         local, activation, output_layout = unwrap(x, parallel)
         x = wrap(local.unsqueeze(0), activation, output_layout, parallel, x.num_features)
     else:
         x = x.unsqueeze(0)
-    out = layer(x)
+    out = forward(x)
     return tuple(map(_first_sample, out)) if isinstance(out, tuple) else _first_sample(out)
 
 

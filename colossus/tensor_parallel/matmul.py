@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.comm.collectives import Pending
+from colossus.comm.conjugate import not_a_view
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
@@ -124,7 +124,7 @@ class _Matmul(torch.autograd.Function):
         w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
         ctx.save_for_backward(x_saved, w_saved)
         ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
-        return y
+        return not_a_view(y)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -144,14 +144,7 @@ class _Matmul(torch.autograd.Function):
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
         db = bias_gradient(dy) if needs_b else None
-        return dx.wait() if dx else None, autograd_gradient(weight, dw), db, None
-
-
-def autograd_gradient(weight: Tensor, gradient: Pending | None) -> Tensor | None:
-    """The gradient that a backward returns: None when it comes later, zeros when hooks on the weight expect one."""
-    if gradient is not None:
-        return gradient.wait()
-    return torch.zeros_like(weight) if weight._backward_hooks else None
+        return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -44,6 +44,11 @@ class WeightGroup:
     def group(self) -> AxisGroup:
         return self.members[0].route.forward[0].group
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a hook waits for the gradient of one of them."""
+        return any(member.weight._backward_hooks for member in self.members)
+
     def gather(self, weight: Tensor) -> Tensor:
         """The gathered weight; asking for the first one gathers all."""
         version, gathered = self.gathered.pop(id(weight), (None, None))

@@ -24,10 +24,15 @@ SCOPES = ("matmul", "microbatch", "step")
 
 @dataclass
 class _GatheredWeight:
-    """A weight that is kept gathered during a step, and the sum of its gradients so far, not reduced yet."""
+    """A weight that is kept gathered during a step, and the sum of its gradients so far, not reduced yet.
+
+    Attributes:
+        state: of the weight when it was gathered; another one asks for another gather.
+    """
 
     weight: Tensor
     route: Route
+    state: tuple[int, int]
     gathered: Tensor
     gradient: Tensor | None = None
 
@@ -68,10 +73,11 @@ class WeightStore:
         # under selective checkpointing the recorder keeps the gathered weight, and gives it back
         if not (self._in_step and self.scope == "step" and route.forward) or is_recorded():
             return run(route.forward, weight)
-        kept = self._gathered.get(id(weight))
-        if kept is None:
+        kept, state = self._gathered.get(id(weight)), (weight._version, weight.data_ptr())
+        if kept is None or kept.state != state:
             gathered = run(route.forward, weight.detach()).wait()
-            kept = self._gathered[id(weight)] = _GatheredWeight(weight, route, gathered)
+            gradient = None if kept is None else kept.gradient
+            kept = self._gathered[id(weight)] = _GatheredWeight(weight, route, state, gathered, gradient)
         return Ready(kept.gathered)
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
@@ -80,7 +86,7 @@ class WeightStore:
         if group is not None:
             return group.reduce(weight, gradient, self.accumulate_grad)
         kept = self._gathered.get(id(weight))
-        if kept is None or is_recorded():
+        if kept is None or is_recorded() or weight._backward_hooks:  # hooks are called at each backward
             return run(route.backward, gradient, owned=True)
         kept.gradient = gradient if kept.gradient is None else kept.gradient.add_(gradient)
         if not self._is_last:
@@ -89,8 +95,9 @@ class WeightStore:
         return run(route.backward, total, owned=True)
 
     def _group_of(self, weight: Tensor) -> WeightGroup | None:
-        """The weights that this one moves with, within a step."""
-        return self._groups.get(id(weight)) if self._in_step and not is_recorded() else None
+        """The weights that this one moves with, within a step; none of them has hooks, which run in each's backward."""
+        group = self._groups.get(id(weight)) if self._in_step and not is_recorded() else None
+        return None if group is None or group.has_hooks else group
 
     def is_coalesced(self, weight: Tensor) -> bool:
         """Whether `coalesce` was called for this weight."""
@@ -109,7 +116,7 @@ class WeightStore:
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Weights do not change from here to `end_step`."""
+        """From here to `end_step` a weight is gathered again only when it changes."""
         self._gathered.clear()
         self._in_step, self._is_last = True, False
 

@@ -1,0 +1,102 @@
+"""Which functions of torch work element by element, as torch itself says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: functions that torch has under a second name
+_ALIASES = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "divide": "div", "expit": "sigmoid", "fix": "trunc", "greater": "gt",
+    "greater_equal": "ge", "less": "lt", "less_equal": "le", "logsigmoid": "log_sigmoid", "multiply": "mul",
+    "negative": "neg", "not_equal": "ne", "psi": "digamma", "subtract": "sub", "true_divide": "div", "zero": "fill",
+    "_threshold": "threshold",
+    # operators, without the r or i of their other forms
+    "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "invert": "bitwise_not", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+    "pos": "positive",
+}  # fmt: skip
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+
+#: overloads that work element by element, which torch does not tag
+_UNTAGGED = {
+    "hardswish.default", "log_sigmoid.default", "floor_divide.default", "floor_divide.Scalar", "isclose.default",
+    "fill.Scalar", "fill.Tensor", "masked_fill.Tensor", "rsub.Tensor", "where.ScalarOther", "where.ScalarSelf",
+    "where.Scalar",
+}  # fmt: skip
+
+#: python functions made of pointwise ones, and those that copy or convert
+_ALWAYS: set[Any] = {
+    F.softsign,
+    F.tanhshrink,
+    torch.clone,
+    *(getattr(Tensor, n) for n in ("clone", "contiguous", "detach", "float", "double", "half", "bfloat16", "bool",
+                                   "int", "long", "to", "type")),
+}  # fmt: skip
+
+#: by function: yes, no, or the name of the aten operator whose overload decides at each call
+_verdicts: dict[Any, bool | str] = {}
+
+
+def is_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call computes each element of its output from the same elements of its operands alone.
+
+    Torch tags the overloads of its operators so. Random ones are not among them: dropout is pointwise by shape, but
+    its masks must differ between shards.
+    """
+    verdict = _verdicts.get(func)
+    if verdict is None:
+        verdict = _verdicts[func] = _verdict(func)
+    return _overload_is_pointwise(verdict, args, kwargs) if isinstance(verdict, str) else verdict
+
+
+def _verdict(func: Callable[..., Any]) -> bool | str:
+    if func in _ALWAYS:
+        return True
+    name = _aten_name(getattr(func, "__name__", ""))
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    # of one tensor at least, and not told where to write: such an operand is checked as others are
+    overloads = [
+        each
+        for each in overloads
+        if any(str(arg.type) == "Tensor" for arg in each._schema.arguments)
+        and not any(arg.is_out for arg in each._schema.arguments)
+    ]
+    found = {_is_tagged(name, each) for each in overloads}
+    return name if len(found) == 2 else found == {True}
+
+
+def _is_tagged(name: str, overload: Any) -> bool:
+    random = torch.Tag.nondeterministic_seeded in overload.tags
+    if random or any(str(result.type) != "Tensor" for result in overload._schema.returns):  # `equal` gives a bool
+        return False
+    return torch.Tag.pointwise in overload.tags or f"{name}.{overload._overloadname}" in _UNTAGGED
+
+
+def _aten_name(name: str) -> str:
+    """The operator that a function is: ``add`` of ``add_``, ``__radd__`` and ``__iadd__``."""
+    if name.startswith("__"):
+        name = name.strip("_")
+        if name[:1] in ("r", "i") and name[1:] in _OPERATORS:
+            name = name[1:]
+    name = name.rstrip("_")
+    name = _ALIASES.get(name, name)
+    short = name.removeprefix("special_")  # log1p has two names, entr one
+    return _ALIASES.get(short, short) if hasattr(torch.ops.aten, _ALIASES.get(short, short)) else name
+
+
+def _overload_is_pointwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
+    except RuntimeError:  # no overload takes these arguments
+        return False
+    return _is_tagged(name, getattr(getattr(torch.ops.aten, name), overload))

@@ -1,0 +1,203 @@
+"""Attention written by hand between a column and a row linear: the same as plain torch in every mode, or refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.compared import Case, compare_all, numbers
+from helpers.modes import BATCH, MODES, TOKENS
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.context.parallel_context import ParallelContext
+
+WIDTH, HEADS, KV_HEADS, DIM, MEMORY = 24, 12, 6, 4, 5
+
+
+class Plain:
+    """What plain torch has for each."""
+
+    @staticmethod
+    def linear(inputs: int, outputs: int, split: str) -> nn.Module:
+        return nn.Linear(inputs, outputs)
+
+    @staticmethod
+    def split(x: Tensor, heads: int) -> Tensor:
+        return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)
+
+    @staticmethod
+    def merge(x: Tensor) -> Tensor:
+        return x.transpose(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
+
+
+class Ours:
+    @staticmethod
+    def linear(inputs: int, outputs: int, split: str) -> nn.Module:
+        return layers.Linear(inputs, outputs, split=split)
+
+    split = staticmethod(layers.split_heads)
+    merge = staticmethod(layers.merge_heads)
+
+
+class Cross(nn.Module):
+    """Queries of one sequence, keys and values of another, fewer heads of these, a mask or a learned bias."""
+
+    def __init__(self, here: Any, bias: bool = False) -> None:
+        super().__init__()
+        self.here = here
+        self.query = here.linear(WIDTH, HEADS * DIM, "column")
+        self.key = here.linear(WIDTH, KV_HEADS * DIM, "column")
+        self.value = here.linear(WIDTH, KV_HEADS * DIM, "column")
+        self.out = here.linear(HEADS * DIM, WIDTH, "row")
+        shape = HEADS, TOKENS, MEMORY
+        self.bias = nn.Parameter(torch.linspace(-2, 2, HEADS * TOKENS * MEMORY).view(*shape)) if bias else None
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        query = self.here.split(self.query(x), HEADS)
+        key, value = (self.here.split(part(memory), KV_HEADS) for part in (self.key, self.value))
+        mask = mask if self.bias is None else self.bias.to(x.dtype)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        return self.out(self.here.merge(mixed))
+
+
+class ByHand(nn.Module):
+    """Rotated, normalized, multiplied and masked step by step, on any number of dims before the tokens."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, here: Any) -> None:
+        super().__init__()
+        self.here = here
+        self.query, self.key, self.value = (here.linear(WIDTH, HEADS * DIM, "column") for _ in range(3))
+        self.out = here.linear(HEADS * DIM, WIDTH, "row")
+        angles = torch.arange(TOKENS)[:, None] * 0.3 ** torch.arange(DIM // 2).repeat(2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        x = F.normalize(x, dim=-1) * 2.0
+        first, second = x.chunk(2, dim=-1)
+        return x * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (self.here.split(part(x), HEADS) for part in (self.query, self.key, self.value))
+        scores = self.rotated(query) @ self.rotated(key).transpose(-2, -1) / math.sqrt(DIM)
+        future = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        mixed = torch.matmul(weights, value) + value[..., :1, :] * 0.5 + value.mean(-2, keepdim=True)
+        mixed = mixed + (scores.mT.relu() @ query) * 0.1
+        return self.out(self.here.merge(mixed))
+
+
+def cases() -> list[Case]:
+    x, memory = numbers(BATCH, TOKENS, WIDTH), numbers(BATCH, MEMORY, WIDTH, seed=1)
+    first = torch.arange(MEMORY) == 0
+    masks = {
+        "none": (),
+        "tokens": ((numbers(TOKENS, MEMORY) > 0) | first,),
+        "samples": ((numbers(BATCH, 1, 1, MEMORY) > 0) | first,),
+        "heads": ((numbers(1, HEADS, TOKENS, MEMORY) > 0) | first,),
+        "samples and heads": (numbers(BATCH, HEADS, TOKENS, MEMORY),),
+    }
+    found = [
+        Case(f"cross-attention, mask of {name}", lambda: Cross(Ours), lambda: Cross(Plain), (x, memory, *mask))
+        for name, mask in masks.items()
+    ]
+    found.append(Case("learned bias", lambda: Cross(Ours, True), lambda: Cross(Plain, True), (x, memory)))
+    for shape in ((BATCH,), (BATCH, 2)):
+        x = numbers(*shape, TOKENS, WIDTH)
+        found.append(Case(f"by hand, {len(shape) + 2}-D", lambda: ByHand(Ours), lambda: ByHand(Plain), (x,)))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d"])
+def test_attention_written_by_hand(mode: str) -> None:
+    for rank, found in enumerate(MODES[mode].run(compare_all, cases(), [torch.float64], timeout=120)):
+        assert not found, f"rank {rank}: " + "\n".join(found[:20])
+
+
+def test_without_a_plan_heads_are_plain_tensors() -> None:
+    x = numbers(2, TOKENS, HEADS * DIM)
+    heads = layers.split_heads(x, HEADS)
+    assert type(heads) is Tensor
+    assert torch.equal(heads, Plain.split(x, HEADS))
+    assert torch.equal(layers.merge_heads(heads), x)
+
+
+def split(h: Tensor) -> Tensor:
+    return layers.split_heads(h, 4)
+
+
+X = torch.ones(2, 3, 8)
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "three heads": (lambda m, h: layers.split_heads(h, 3), "features = 16 is not a multiple of heads = 3"),
+    "one head": (lambda m, h: layers.split_heads(h, 1), "heads = 1 does not divide over the 2 ranks of tensor"),
+    "no heads": (lambda m, h: layers.split_heads(h, 0), "features = 16"),
+    "two dims": (lambda m, h: layers.split_heads(m.up(X[0]), 4), r"\[batch, .., tokens, heads \* head_dim\]"),
+    "view": (lambda m, h: h.view(2, 3, 2, 4), "layers.split_heads"),
+    "reshape of heads": (lambda m, h: split(h).reshape(2, 3, -1), "reshape on 2 of 4 heads .*merge_heads"),
+    "transpose of heads": (lambda m, h: split(h).transpose(1, 2), "transpose on 2 of 4 heads"),
+    "mean over heads": (lambda m, h: split(h).mean(1), "mean on 2 of 4 heads"),
+    "mean of all": (lambda m, h: split(h).mean(), "mean on 2 of 4 heads"),
+    "mean without its dim": (lambda m, h: split(h).mean(-1), "mean on 2 of 4 heads"),
+    "softmax over heads": (lambda m, h: split(h).softmax(1), "softmax on 2 of 4 heads"),
+    "one head of them": (lambda m, h: split(h)[:, 0], "__getitem__ on 2 of 4 heads"),
+    "cat of heads": (lambda m, h: torch.cat([split(h), split(h)], 1), "cat on 2 of 4 heads"),
+    "a scale of heads": (lambda m, h: split(h) * torch.ones(4, 1, 1), "mul.*a tensor of shape .4, 1, 1. meets 2 of 4"),
+    "a parameter": (lambda m, h: split(h) * nn.Parameter(torch.ones(())), "meets 2 of 4 heads"),
+    "a layer": (lambda m, h: m.down(split(h)), "merge_heads"),
+    "to_user": (lambda m, h: layers.to_user(split(h)), "2 of 4 heads.*merge_heads"),
+    "a plain linear": (lambda m, h: nn.Linear(4, 4)(split(h)), "linear on 2 of 4 heads"),
+    "a plain key": (
+        lambda m, h: F.scaled_dot_product_attention(split(h), torch.ones(2, 4, 3, 4), torch.ones(2, 4, 3, 4)),
+        "query, key and value must all come from",
+    ),
+    "a plain matrix": (lambda m, h: split(h) @ torch.ones(4, 4), "matmul.*meets 2 of 4 heads"),
+    "dropout": (
+        lambda m, h: F.scaled_dot_product_attention(split(h), split(h), split(h), dropout_p=0.1),
+        "layers.Dropout behind merge_heads",
+    ),
+    "other numbers of heads": (lambda m, h: split(h) + layers.split_heads(h, 2), "has 4 heads .* the other 2"),
+    "features and heads": (lambda m, h: split(h) + h, "meets 2 of 4 heads"),
+    "merged twice": (lambda m, h: layers.merge_heads(layers.merge_heads(split(h))), "takes what .*split_heads gave"),
+}
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = layers.Linear(8, 16, split="column"), layers.Linear(16, 8, split="row")
+
+
+def test_what_would_be_wrong_on_some_heads_is_refused() -> None:
+    def body(context: ParallelContext) -> dict[str, str]:
+        model: Any = colossus.build(Pair, context)
+        told = {}
+        for name, (act, _) in REFUSED.items():
+            try:
+                act(model, model.up(X))
+                told[name] = "nothing"
+            except ValueError as error:
+                told[name] = str(error)
+        return told
+
+    for told in run_ranks(2, body):
+        assert not {name: words for name, words in told.items() if not re.search(REFUSED[name][1], words)}
+
+
+def test_split_tokens_are_no_heads() -> None:
+    def body(context: ParallelContext) -> None:
+        with context:
+            layers.split_heads(layers.to_outer(torch.ones(2, 4, 4)), 2)
+
+    with pytest.raises(RankError, match=r"split_heads: tokens are split .*an attention must see them all"):
+        run_ranks(2, body, sequence_sharded=True)
