@@ -115,9 +115,13 @@ class Engine:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide, or the loss function does not return (sum, count).
+            ValueError: when the batch does not divide, when ranks that share a batch were given different ones, or when
+                the loss function does not return (sum, count).
         """
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        check = self._reduction.batch_check
+        check.is_silent = bool(self.stages.observers)
+        mark = check.mark(batch) if check.is_needed else None  # before the model can write to the batch
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -132,13 +136,13 @@ class Engine:
             self._weights.abandon_step()
             self.strategy.abandon()
             raise
-        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop)
+        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
         lr = self.lr_at(self.completed_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()
         self.completed_steps += 1
-        return StepResult(self.completed_steps, lr, numbers)
+        return StepResult(self.completed_steps, lr, numbers, check.require_zero)
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""

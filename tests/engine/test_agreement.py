@@ -1,0 +1,114 @@
+"""What ranks must agree on is checked, not trusted: batches in every step; values, settings and code at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, run_ranks
+from helpers.training import config_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.engine.batch_check import fingerprint
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = layers.Linear(WIDTH, 8, split="column"), layers.Linear(8, 4, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def loss_fn(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.square().sum(), len(outputs)
+
+
+def settings(parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return dict(parallel=parallel, train=dict(global_batch_size=8, seed=3), device="cpu") | more
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def _step(rank: int, parallel: dict[str, Any], factory: Any, seeds: list[int], good_steps: int) -> str:
+    """The error of a step on batches of these seeds, one for each rank, after some on one batch; and what it leaves."""
+    engine = colossus.initialize(settings(parallel), model=factory, loss_fn=loss_fn)
+    for step in range(good_steps):
+        engine.train_step(numbers(step))
+    before = [param.detach().clone() for param in engine.model.parameters()]
+    try:
+        engine.train_step(numbers(seeds[rank]))
+    except ValueError as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+        assert engine.completed_steps == good_steps
+        return str(error)
+    else:
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "factory", "seeds", "named"),
+    [
+        (dict(tensor=2), Pair, [0, 1], "(ranks 0, 1)"),
+        (dict(tensor=2), Net, [0, 1], "(ranks 0, 1)"),  # no weight is split: there was no call over tensor ranks
+        (dict(data=2, tensor=2), Pair, [0, 1, 2, 3], "(ranks 0, 1; ranks 2, 3)"),
+        (dict(data=2, tensor=2), Net, [0, 1, 1, 0], "(ranks 0, 1; ranks 2, 3)"),  # what errors that cancel look like
+        (dict(data=2, tensor=2), Pair, [0, 0, 1, 0], "(ranks 2, 3)"),
+        (dict(tensor=dict(mode="2d", size=4)), Pair, [0, 0, 0, 1], "(ranks 0, 1, 2, 3)"),
+    ],
+)
+def test_ranks_that_share_a_batch_must_get_the_same(
+    parallel: dict[str, Any], factory: Any, seeds: list[int], named: str
+) -> None:
+    """A `DistributedSampler` over the world trains on in silence otherwise: loss and norm agree on all ranks."""
+    errors = run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False)
+    assert len(set(errors)) == 1
+    assert "share a batch" in errors[0]
+    assert named in errors[0]
+    assert "engine.context.index('data')" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])]
+)
+def test_data_ranks_have_batches_of_their_own(parallel: dict[str, Any], seeds: list[int]) -> None:
+    assert run_ranks(4, _step, parallel, Net, seeds, 1, with_context=False) == ["no error"] * 4
+
+
+def test_a_mark_looks_into_the_middle_of_samples() -> None:
+    """Sequences that begin alike (a start token), and images that are black at the rim, are told apart."""
+    tokens = torch.zeros(64, 129, dtype=torch.long)
+    other = tokens.clone()
+    other[:, 1:] = torch.randint(50, (64, 128))
+    assert fingerprint(tokens[:, :-1]) != fingerprint(other[:, :-1])
+    assert fingerprint(tokens[:, :-1]) == fingerprint(tokens[:, :-1].contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.uint16, torch.complex64, torch.float64])
+def test_a_mark_reads_every_type(dtype: torch.dtype) -> None:
+    values = torch.arange(12).remainder(2).to(dtype).reshape(3, 4)
+    other = 1 - torch.arange(12).remainder(2)
+    assert fingerprint({"x": values}) == fingerprint({"x": values.clone()})
+    assert fingerprint({"x": values}) != fingerprint({"x": other.to(dtype).reshape(3, 4)})
+    assert fingerprint({"x": values.T}) != fingerprint({"x": values})
+    fingerprint([values[:0], torch.tensor(1.0), torch.eye(3).to_sparse(), "name"])
