@@ -28,8 +28,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class BatchCheck:
     """Adds a mark of the batch to the step's all-reduce, and tells what its total means.
 
-    With h a hash of the batch and n ranks that share it, the first of them adds (n - 1) h and the others -h, so that the
-    total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not cancel.
+    With h a hash of the batch and n ranks that share it, the first of them adds (n - 1) h and the others -h, so that
+    the total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not cancel.
     The numbers are integers that float64 holds exactly in any order of summation.
 
     Args:
@@ -107,8 +107,8 @@ class BatchCheck:
             where = f" ({'; '.join('ranks ' + ', '.join(map(str, ranks)) for ranks in wrong[:4])})"
         sizes = " x ".join(f"{axis} {grid.sizes[axis]}" for axis in shared)
         return (
-            f"ranks that share a batch were given different ones{where}: under this plan every {self._num_sharing} ranks "
-            f"({sizes}) work on the same samples, and only data ranks have samples of their own. Take batches "
+            f"ranks that share a batch were given different ones{where}: under this plan every {self._num_sharing} "
+            f"ranks ({sizes}) work on the same samples, and only data ranks have samples of their own. Take batches "
             f"from engine.loader; a sampler of your own gets num_replicas=engine.context.size('data') and "
             f"rank=engine.context.index('data') instead of the world size and the rank, and augments with random "
             f"numbers that depend on these alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.start_check import require_same_settings
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
@@ -64,7 +66,10 @@ def initialize(
         )
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    own_code = {"the model": model, "loss_fn": loss_fn}
+    context = ParallelContext.from_config(
+        config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
+    )
     try:
         return _assemble(config, context, model, loss_fn, data)
     except BaseException:

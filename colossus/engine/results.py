@@ -75,7 +75,7 @@ class EvalResult:
 
     @property
     def tokens(self) -> int:
-        """Valid tokens; where a loss function weighs its samples, ``count`` is the sum of the weights, and this rounded."""
+        """Valid tokens: ``count`` rounded, which is no whole number where a loss function weighs its samples."""
         return round(self.count)
 
     @property

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.ranks import RankError, run_ranks
-from helpers.training import config_of
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
+from colossus.config import ConfigError
 from colossus.engine.batch_check import fingerprint
 
 WIDTH = 4
@@ -88,9 +88,7 @@ def test_ranks_that_share_a_batch_must_get_the_same(
     assert "engine.context.index('data')" in errors[0]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])]
-)
+@pytest.mark.parametrize(("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])])
 def test_data_ranks_have_batches_of_their_own(parallel: dict[str, Any], seeds: list[int]) -> None:
     assert run_ranks(4, _step, parallel, Net, seeds, 1, with_context=False) == ["no error"] * 4
 
@@ -104,7 +102,9 @@ def test_a_mark_looks_into_the_middle_of_samples() -> None:
     assert fingerprint(tokens[:, :-1]) == fingerprint(tokens[:, :-1].contiguous())
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.uint16, torch.complex64, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.uint16, torch.complex64, torch.float64]
+)
 def test_a_mark_reads_every_type(dtype: torch.dtype) -> None:
     values = torch.arange(12).remainder(2).to(dtype).reshape(3, 4)
     other = 1 - torch.arange(12).remainder(2)
@@ -112,3 +112,53 @@ def test_a_mark_reads_every_type(dtype: torch.dtype) -> None:
     assert fingerprint({"x": values}) != fingerprint({"x": other.to(dtype).reshape(3, 4)})
     assert fingerprint({"x": values.T}) != fingerprint({"x": values})
     fingerprint([values[:0], torch.tensor(1.0), torch.eye(3).to_sparse(), "name"])
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def _start(rank: int, configs: list[dict[str, Any]], factories: list[Any]) -> str:
+    try:
+        colossus.initialize(configs[rank], model=factories[rank], loss_fn=loss_fn).close()
+    except ConfigError as error:
+        return str(error)
+    else:
+        return "no error"
+
+
+def test_ranks_with_different_configs_are_refused() -> None:
+    """Each key that differs is named, also when it is the plan itself: the groups of two plans wait for each other."""
+    first = settings(dict(data=2), optimizer=dict(type="SGD", lr=0.1, momentum=0.9))
+    second = settings(dict(tensor=2), optimizer=dict(type="SGD", lr=0.2), train=dict(global_batch_size=8, seed=4))
+    errors = run_ranks(2, _start, [first, second], [Net, Net], with_context=False, timeout=20)
+    assert len(set(errors)) == 1
+    for line in (
+        "parallel.data: 2 on rank 0; 1 on rank 1",
+        "parallel.tensor.size: 1 on rank 0; 2 on rank 1",
+        "optimizer.lr: 0.1 on rank 0; 0.2 on rank 1",
+        "optimizer.momentum: 0.9 on rank 0; absent on rank 1",
+        "train.seed: 3 on rank 0; 4 on rank 1",
+    ):
+        assert line in errors[0]
+    assert "steps" not in errors[0]
+
+
+def test_ranks_with_different_code_are_refused() -> None:
+    def run(rank: int) -> str:
+        if rank == 2:
+            colossus.__version__ = "0.0.1"
+        return _start(rank, [settings(dict(data=3), train=dict(global_batch_size=9))] * 3, [Net, Net, nn.Identity])
+
+    (error,) = set(run_ranks(3, run, with_context=False))
+    assert f"version of colossus: '{colossus.__version__}' on ranks 0, 1; '0.0.1' on rank 2" in error
+    assert "source file of the model" in error
+
+
+def test_a_run_can_start_after_one_that_was_refused() -> None:
+    def run(rank: int) -> list[str]:
+        wrong = settings(dict(data=2), train=dict(global_batch_size=8, seed=rank))
+        return [_start(rank, [config] * 2, [Net] * 2) for config in (wrong, settings(dict(data=2)))]
+
+    for first, second in run_ranks(2, run, with_context=False):
+        assert "train.seed: 0 on rank 0; 1 on rank 1" in first
+        assert second == "no error"
