@@ -29,8 +29,8 @@ class BatchCheck:
     """Adds a mark of the batch to the step's all-reduce, and tells what its total means.
 
     With h a hash of the batch and n ranks that share it, the first of them adds (n - 1) h and the others -h, so that
-    the total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not cancel.
-    The numbers are integers that float64 holds exactly in any order of summation.
+    the total is 0 when they agree. The hash is of the replica's number too, so that errors of two replicas do not
+    cancel. The numbers are integers that float64 holds exactly in any order of summation.
 
     Args:
         group: all ranks that share a batch, and maybe other replicas: that of the step's all-reduce.

@@ -22,6 +22,7 @@ from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.start_check import require_same_settings
+from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
@@ -92,7 +93,15 @@ def _assemble(
     inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
-    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.split(whole, costs))
+    existing: dict[str, str] = {}
+
+    def prepare(whole: nn.Module) -> None:
+        if context.world_size > 1:
+            existing.update(hashes_of_existing(whole))
+        pipeline.split(whole, costs)
+
+    module = build(factory, context, dtype=dtype, prepare=prepare)
+    require_same_values(module, existing, context)
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks that hold the same samples agree
     batch_shard = context.index(model_parallel_of(context).regions.user.batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.ranks import run_ranks
@@ -13,6 +14,7 @@ import colossus
 from colossus import layers
 from colossus.config import ConfigError
 from colossus.engine.batch_check import fingerprint
+from colossus.engine.start_values import hash_of
 
 WIDTH = 4
 
@@ -162,3 +164,86 @@ def test_a_run_can_start_after_one_that_was_refused() -> None:
     for first, second in run_ranks(2, run, with_context=False):
         assert "train.seed: 0 on rank 0; 1 on rank 1" in first
         assert second == "no error"
+
+
+# -- initial values -----------------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    """Can be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Unseeded(Net):
+    """Draws from a generator that each process seeds by itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        values = np.random.default_rng(seed).standard_normal((WIDTH, WIDTH))
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.from_numpy(values))
+
+
+def _start_with(rank: int, parallel: dict[str, Any], make: Any) -> str:
+    try:
+        engine = colossus.initialize(settings(parallel), model=make(rank), loss_fn=loss_fn)
+    except ValueError as error:
+        return str(error)
+    engine.close()
+    return "no error"
+
+
+def _outside(seed: int, damage: bool = False) -> Any:
+    torch.manual_seed(seed)
+    net = Sequence()
+    if damage:
+        with torch.no_grad():
+            net.blocks[2].bias[1] += 1e-6
+    return lambda: net
+
+
+@pytest.mark.parametrize("parallel", [dict(data=2), dict(tensor=2), dict(pipeline=2)])
+def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, Any]) -> None:
+    """Unseeded it is another one on each: loss and norm agree, and every rank trains its own."""
+    (error,) = set(run_ranks(2, _start_with, parallel, _outside, with_context=False))
+    assert "blocks.0.weight, blocks.0.bias" in error
+    assert "and 4 more existed before the model was built" in error
+    assert "on rank 1 than on rank 0" in error
+    (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: _outside(5), with_context=False))
+    assert fine == "no error"
+
+
+def test_one_value_that_differs_is_found_by_name() -> None:
+    body = run_ranks(3, _start_with, dict(data=1, tensor=3), lambda rank: _outside(5, rank == 2), with_context=False)
+    (error,) = set(body)
+    assert error.startswith("blocks.2.bias existed before the model was built, with other values on rank 2 than")
+
+
+@pytest.mark.parametrize("parallel", [dict(data=2), dict(pipeline=1, tensor=2)])
+def test_a_constructor_must_give_all_ranks_the_same(parallel: dict[str, Any]) -> None:
+    body = run_ranks(2, _start_with, parallel, lambda rank: lambda: Unseeded(rank), with_context=False)
+    (error,) = set(body)
+    assert error.startswith("linear.weight would start with other values on rank 1 than on rank 0")
+    (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: lambda: Unseeded(3), with_context=False))
+    assert fine == "no error"
+
+
+def test_one_value_of_a_large_tensor_changes_its_hash() -> None:
+    values = torch.randn(70_001)
+    for index in (0, 12_345, 70_000):
+        other = values.clone()
+        other[index] += 1e-4
+        assert hash_of(other) != hash_of(values)
+    assert hash_of(values.flip(0)) != hash_of(values)
+    assert hash_of(values[1:]) == hash_of(values[1:].clone())
+    assert hash_of(values.view(1, -1)) != hash_of(values)
