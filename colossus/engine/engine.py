@@ -17,6 +17,7 @@ from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
+from colossus.engine.optimizers import keep_lr_scales
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
@@ -60,7 +61,8 @@ class Engine:
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = self._broken = self._closed = False
-        self._num_runs = 0
+        self._num_runs = self._num_groups = 0
+        self._keep_lr_scales()
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
         self._parallel = model_parallel_of(context)
         self._weights = self._parallel.weights
@@ -138,14 +140,24 @@ class Engine:
             raise
         numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
         lr = self.lr_at(self.completed_steps)
+        self._keep_lr_scales()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()
         self.completed_steps += 1
         return StepResult(self.completed_steps, lr, numbers, check.require_zero)
 
+    def _keep_lr_scales(self) -> None:
+        """Of parameter groups that are new. Others have theirs, or were loaded from a state that knows none."""
+        groups = self.optimizer.param_groups
+        keep_lr_scales(groups[self._num_groups :], self.config.optimizer.lr)
+        self._num_groups = len(groups)
+
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape.
+
+        A parameter group with an ``lr`` of its own, or an ``lr_scale``, has that share of it.
+        """
         schedule, train = self.config.lr_schedule, self.config.train
         peak = self.config.optimizer.lr
         if step < schedule.warmup_steps:

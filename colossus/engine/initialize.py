@@ -19,7 +19,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs, model_input
-from colossus.engine.loss_function import LossFunction
+from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
@@ -65,6 +65,8 @@ def initialize(
             "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
             "makes its own shard only"
         )
+    if loss_fn is not None:
+        require_no_parameters(loss_fn)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
     own_code = {"the model": model, "loss_fn": loss_fn}
