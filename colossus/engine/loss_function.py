@@ -29,8 +29,8 @@ def require_no_parameters(loss_fn: LossFunction) -> None:
     if names:
         raise ValueError(
             f"loss_fn is a {type(owner).__name__} with parameters of its own ({', '.join(names[:4])}"
-            f"{', ...' if len(names) > 4 else ''}), which would never be trained: the optimizer has those of the "
-            f"model. Make it a part of the model (self.criterion = {type(owner).__name__}(...) in its constructor, and a "
+            f"{', ...' if len(names) > 4 else ''}), which would never be trained: the optimizer has those of "
+            f"the model. Make it a part of the model (self.criterion = {type(owner).__name__}(...) in its constructor, and a "
             f"method loss(outputs, batch) that calls it); or freeze it with requires_grad_(False)"
         )
 
