@@ -27,10 +27,10 @@ def require_no_parameters(loss_fn: LossFunction) -> None:
         return
     names = [name for name, param in owner.named_parameters() if param.requires_grad]
     if names:
+        kind, shown = type(owner).__name__, ", ".join(names[:4]) + ", ..." * (len(names) > 4)
         raise ValueError(
-            f"loss_fn is a {type(owner).__name__} with parameters of its own ({', '.join(names[:4])}"
-            f"{', ...' if len(names) > 4 else ''}), which would never be trained: the optimizer has those of "
-            f"the model. Make it a part of the model (self.criterion = {type(owner).__name__}(...) in its constructor, and a "
+            f"loss_fn is a {kind} with parameters of its own ({shown}), which are never trained: the optimizer has "
+            f"those of the model. Make it a part of the model (self.criterion = {kind}(...) in its constructor, and a "
             f"method loss(outputs, batch) that calls it); or freeze it with requires_grad_(False)"
         )
 

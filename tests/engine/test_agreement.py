@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import run_ranks
+from helpers.ranks import grid, run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.config import ConfigError
-from colossus.engine.batch_check import fingerprint
+from colossus.context.grid import RankGrid
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.batch_check import BatchCheck, fingerprint
+from colossus.engine.results import StepResult
 from colossus.engine.start_values import hash_of
 
 WIDTH = 4
@@ -93,6 +97,38 @@ def test_ranks_that_share_a_batch_must_get_the_same(
 @pytest.mark.parametrize(("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])])
 def test_data_ranks_have_batches_of_their_own(parallel: dict[str, Any], seeds: list[int]) -> None:
     assert run_ranks(4, _step, parallel, Net, seeds, 1, with_context=False) == ["no error"] * 4
+
+
+def _check_of(plan: RankGrid, rank: int) -> BatchCheck:
+    context = ParallelContext(plan, rank, connect=False)
+    return BatchCheck(context, AxisGroup((), (rank,), 0, None))
+
+
+def test_marks_are_exact_in_any_order() -> None:
+    """Of 1,024 ranks: no rounding is taken for a difference, and none hides one."""
+    plan = grid(data=16, tensor=64)
+    marks = torch.stack([_check_of(plan, rank).mark(numbers(rank // 64)) for rank in range(1024)])
+    for seed in range(5):
+        order = torch.randperm(1024, generator=torch.Generator().manual_seed(seed))
+        assert marks[order].cumsum(0)[-1] == 0
+        assert sum(marks[order].tolist()) == 0
+    assert marks.abs().sum() < 2**53
+    marks[1023] = _check_of(plan, 1023).mark(numbers(14))
+    assert marks.sum() != 0
+
+
+def test_numbers_that_are_read_late_are_checked_then() -> None:
+    """On an accelerator a step does not wait for its numbers."""
+    check = _check_of(grid(tensor=2), 0)
+    read = torch.tensor([4.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
+    read[4] = -77
+    result = StepResult(1, 0.1, read, check.require_zero)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="share a batch were given different ones: under this plan every 2 ranks"):
+            _ = result.loss
+    check.is_silent = True  # verify compares batches itself
+    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
 
 
 def test_a_mark_looks_into_the_middle_of_samples() -> None:
