@@ -81,9 +81,12 @@ def _differing(by_rank: list[dict[str, str]], ranks: list[int] | None = None) ->
 
 
 def hash_of(tensor: Tensor) -> str:
-    """Of all values, shape and type. Of large tensors sums of columns are hashed, at the speed of memory."""
+    """Of all values, shape and type; of tensors that are no plain arrays of the latter two.
+
+    Of large ones sums of columns are hashed, at the speed of memory.
+    """
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor.data) is not Tensor:
         return found.hexdigest()
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() > _SMALL_BYTES:
