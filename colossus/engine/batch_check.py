@@ -51,10 +51,14 @@ class BatchCheck:
     def is_needed(self) -> bool:
         return self._num_sharing > 1
 
-    def mark(self, batch: Any) -> Tensor:
-        """What this rank adds to the total: float64 scalar. Never waits for an accelerator."""
+    def mark(self, batch: Any, of_cpu: int) -> Tensor:
+        """What this rank adds to the total: float64 scalar. Never waits for an accelerator.
+
+        Args:
+            of_cpu: `fingerprint` of the batch; values of tensors on other devices are added there.
+        """
         replica, device = self._context.index("data"), self._context.device
-        value = torch.full((), hash_key("batch", replica, fingerprint(batch)), dtype=torch.int64, device=device)
+        value = torch.full((), hash_key("batch", replica, of_cpu), dtype=torch.int64, device=device)
         for _, values in _samples(batch):
             if values.device.type != "cpu":
                 weights = _weights(replica, len(values), values.device)

@@ -123,7 +123,9 @@ class Engine:
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         check = self._reduction.batch_check
         check.is_silent = bool(self.stages.observers)
-        mark = check.mark(batch) if check.is_needed else None  # before the model can write to the batch
+        mark = (
+            check.mark(batch, step_batch.fingerprint) if check.is_needed else None
+        )  # before the model can write to the batch
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -183,7 +185,7 @@ class Engine:
         try:
             # observers compare batches themselves, and say better where they differ
             is_identified = self.pipeline.partition is not None and not self.stages.observers
-            step_id = (self._num_runs, batch.fingerprint()) if is_identified else None
+            step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._parallel.batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class StepBatch:
     microbatches: Sequence[Any]
     info: BatchInfo
 
+    @cached_property
     def fingerprint(self) -> int:
         """A number that two different batches hardly share."""
         return fingerprint(self.whole)

@@ -107,13 +107,13 @@ def _check_of(plan: RankGrid, rank: int) -> BatchCheck:
 def test_marks_are_exact_in_any_order() -> None:
     """Of 1,024 ranks: no rounding is taken for a difference, and none hides one."""
     plan = grid(data=16, tensor=64)
-    marks = torch.stack([_check_of(plan, rank).mark(numbers(rank // 64)) for rank in range(1024)])
+    marks = torch.stack([_check_of(plan, rank).mark(None, fingerprint(numbers(rank // 64))) for rank in range(1024)])
     for seed in range(5):
         order = torch.randperm(1024, generator=torch.Generator().manual_seed(seed))
         assert marks[order].cumsum(0)[-1] == 0
         assert sum(marks[order].tolist()) == 0
     assert marks.abs().sum() < 2**53
-    marks[1023] = _check_of(plan, 1023).mark(numbers(14))
+    marks[1023] = _check_of(plan, 1023).mark(None, fingerprint(numbers(14)))
     assert marks.sum() != 0
 
 
