@@ -1,9 +1,9 @@
 """Deferred initialisation: record what a constructor does to its tensors, and do it later. (As torchdistX does.)
 
 While a model is built under `InitTrace` nothing is allocated. Tensors are made on the meta device, and operations on
-them are recorded by the storages that they read or write. A value is computed afterwards by running the operations
-connected with its storage, each once and in the recorded order: copies, views and weights computed from other weights
-come out as in plain torch.
+them are recorded by the storages that they read or write, and the generators that they draw from. A value is computed
+afterwards by running the operations connected with its storage, each once and in the recorded order: copies, views,
+weights computed from other weights and draws from one generator come out as in plain torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colossus.construct.generators import GeneratorRef, TracedGenerators
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import GlobalRng, hash_key
 
@@ -25,7 +26,9 @@ _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 #: operation -> what gives the same tensor on meta
-_ON_META = {_aten.rand.default: _aten.empty.memory_format, _aten.randn.default: _aten.empty.memory_format}
+_ON_META = dict.fromkeys(
+    (_aten.rand.default, _aten.randn.default, _aten.rand.generator, _aten.randn.generator), _aten.empty.memory_format
+)
 
 
 class HideMeta(TorchFunctionMode):
@@ -56,11 +59,13 @@ class InitTrace(TorchDispatchMode):
         self._seed = seed
         self._num_seeds_drawn = 0
         self._num_ops = 0
-        self._ops_by_storage: dict[int, list[_RecordedOp]] = {}
+        #: by storage, and by generator
+        self._ops_by_key: dict[int, list[_RecordedOp]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._fixed_seeds: dict[int, int] = {}
         self._sharded: dict[int, ParameterSpec] = {}
         self._alive: list[torch.UntypedStorage] = []
+        self.generators = TracedGenerators()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,6 +87,7 @@ class InitTrace(TorchDispatchMode):
             return self._record_or_run(func, args, kwargs or {})
 
     def _record_or_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self.generators.refer(args, kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         metas = [leaf for leaf in inputs if leaf.is_meta]
         makes_tensor = any(argument.name == "device" for argument in func._schema.arguments)
@@ -95,7 +101,8 @@ class InitTrace(TorchDispatchMode):
         meta_args, meta_kwargs = tree_map(_as_meta, (args, kwargs))
         if makes_tensor:
             meta_kwargs["device"] = _META
-        meta_kwargs.pop("generator", None)
+        if meta_kwargs.pop("generator", None) is not None and func not in _ON_META:
+            meta_kwargs["generator"] = None  # some operations have no default for it
         op = _RecordedOp(func, tree_map(_as_ref, args), tree_map(_as_ref, kwargs))
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
@@ -120,6 +127,9 @@ class InitTrace(TorchDispatchMode):
 
     def _read_now(self, leaf: Any) -> Any:
         """A tensor with values in the place of one on meta; the CPU in the place of the meta device."""
+        if isinstance(leaf, GeneratorRef):  # what was drawn from it before comes first
+            self._run_connected(leaf.key, self._next_seed())
+            return self.generators.draw_from(leaf)
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.value(leaf, self._next_seed())
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
@@ -131,9 +141,9 @@ class InitTrace(TorchDispatchMode):
     def _append(self, op: _RecordedOp) -> None:
         op.index = self._num_ops
         self._num_ops += 1
-        for storage in op.storages():
-            self._alive.append(storage)
-            self._ops_by_storage.setdefault(storage._cdata, []).append(op)
+        self._alive.extend(op.storages())
+        for key in op.touched():
+            self._ops_by_key.setdefault(key, []).append(op)
 
     def fix_seed(self, tensor: Tensor, seed: int) -> None:
         """Fix the seed under which the operations connected with a recorded meta tensor will run, unless one is fixed.
@@ -166,7 +176,7 @@ class InitTrace(TorchDispatchMode):
     def _connected(self, key: int) -> tuple[dict[int, _RecordedOp], set[int]]:
         """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
 
-        Two storages are connected when one operation touches both.
+        Two storages are connected when one operation touches both, and so are a storage and a generator.
         """
         pending: dict[int, _RecordedOp] = {}
         todo, seen = [key], set[int]()
@@ -175,13 +185,15 @@ class InitTrace(TorchDispatchMode):
             if key in seen:
                 continue
             seen.add(key)
-            for op in self._ops_by_storage.get(key, ()):
+            for op in self._ops_by_key.get(key, ()):
                 if not op.has_run and op.index not in pending:
                     pending[op.index] = op
-                    todo.extend(storage._cdata for storage in op.storages())
+                    todo.extend(op.touched())
         return pending, seen
 
     def _to_real(self, leaf: Any) -> Any:
+        if isinstance(leaf, GeneratorRef):
+            return self.generators.draw_from(leaf)
         if not isinstance(leaf, _TensorRef):
             return _CPU if isinstance(leaf, torch.device) else leaf
         if leaf.key in self._sharded:
@@ -229,6 +241,11 @@ class _RecordedOp:
         leaves = (*tree_leaves((self.args, self.kwargs)), *self.outputs)
         refs = [leaf.storage for leaf in leaves if isinstance(leaf, _TensorRef)]
         return refs + [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def touched(self) -> list[int]:
+        """Of what connects this operation with others: the storages and generators that it touches."""
+        generators = [leaf.key for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, GeneratorRef)]
+        return [storage._cdata for storage in self.storages()] + generators
 
     def run(self, to_real: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = tree_map(to_real, (self.args, self.kwargs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,8 @@ class ParallelContext:
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         options: of the layers built under this context.
         connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
+        on_join: called with the group of all ranks before any other is made: what it raises ends the join. Ranks
+            that were started with different plans would make different groups, and wait for each other.
 
     Raises:
         ValueError: when the processes that run are not those of the grid, or none were launched.
@@ -56,6 +58,7 @@ class ParallelContext:
         backend: str | None = None,
         options: LayerOptions | None = None,
         connect: bool = True,
+        on_join: Callable[[AxisGroup], None] | None = None,
     ) -> None:
         self.grid = grid
         self.rank = rank
@@ -71,11 +74,18 @@ class ParallelContext:
         self._owns_world = False
         self.closed = False
         if grid.world_size > 1 and connect:
-            self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"))
+            self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"), on_join)
             _joined.append(weakref.ref(self))
 
     @classmethod
-    def from_config(cls, config: Any, *, device: torch.device | str = "cpu", connect: bool = True) -> ParallelContext:
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        device: torch.device | str = "cpu",
+        connect: bool = True,
+        on_join: Callable[[AxisGroup], None] | None = None,
+    ) -> ParallelContext:
         """The context of a resolved config, rank taken from the launcher's environment (``RANK``)."""
         return cls(
             build_grid(config.parallel),
@@ -85,9 +95,10 @@ class ParallelContext:
             timeout_seconds=config.comm.timeout_seconds,
             options=LayerOptions.from_config(config.parallel),
             connect=connect,
+            on_join=on_join,
         )
 
-    def _join(self, backend: str) -> None:
+    def _join(self, backend: str, on_join: Callable[[AxisGroup], None] | None) -> None:
         if not dist.is_initialized():
             if "MASTER_ADDR" not in os.environ:
                 raise ValueError(
@@ -103,6 +114,12 @@ class ParallelContext:
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
+        if on_join is not None:
+            try:
+                on_join(AxisGroup(("world",), tuple(range(self.world_size)), self.rank, dist.group.WORLD))
+            except BaseException:
+                self.close()
+                raise
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes

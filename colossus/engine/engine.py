@@ -17,6 +17,7 @@ from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
+from colossus.engine.optimizers import keep_lr_scales
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
@@ -60,7 +61,8 @@ class Engine:
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = self._broken = self._closed = False
-        self._num_runs = 0
+        self._num_runs = self._num_groups = 0
+        self._keep_lr_scales()
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
         self._parallel = model_parallel_of(context)
         self._weights = self._parallel.weights
@@ -115,9 +117,15 @@ class Engine:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide, or the loss function does not return (sum, count).
+            ValueError: when the batch does not divide, when ranks that share a batch were given different ones, or when
+                the loss function does not return (sum, count).
         """
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        check = self._reduction.batch_check
+        check.is_silent = bool(self.stages.observers)
+        mark = (
+            check.mark(batch, step_batch.fingerprint) if check.is_needed else None
+        )  # before the model can write to the batch
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -132,16 +140,26 @@ class Engine:
             self._weights.abandon_step()
             self.strategy.abandon()
             raise
-        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop)
+        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
         lr = self.lr_at(self.completed_steps)
+        self._keep_lr_scales()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         self.optimizer.step()
         self.completed_steps += 1
-        return StepResult(self.completed_steps, lr, numbers)
+        return StepResult(self.completed_steps, lr, numbers, check.require_zero)
+
+    def _keep_lr_scales(self) -> None:
+        """Of parameter groups that are new. Others have theirs, or were loaded from a state that knows none."""
+        groups = self.optimizer.param_groups
+        keep_lr_scales(groups[self._num_groups :], self.config.optimizer.lr)
+        self._num_groups = len(groups)
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape.
+
+        A parameter group with an ``lr`` of its own, or an ``lr_scale``, has that share of it.
+        """
         schedule, train = self.config.lr_schedule, self.config.train
         peak = self.config.optimizer.lr
         if step < schedule.warmup_steps:
@@ -167,7 +185,7 @@ class Engine:
         try:
             # observers compare batches themselves, and say better where they differ
             is_identified = self.pipeline.partition is not None and not self.stages.observers
-            step_id = (self._num_runs, batch.fingerprint()) if is_identified else None
+            step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._parallel.batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:

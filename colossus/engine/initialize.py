@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine
 from colossus.engine.inputs import Inputs, model_input
-from colossus.engine.loss_function import LossFunction
+from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.start_check import require_same_settings
+from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.registry import MODELS, OPTIMIZERS
@@ -62,9 +65,14 @@ def initialize(
             "model= is a module that exists already; pass its class or a function that builds it, so that every rank "
             "makes its own shard only"
         )
+    if loss_fn is not None:
+        require_no_parameters(loss_fn)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    own_code = {"the model": model, "loss_fn": loss_fn}
+    context = ParallelContext.from_config(
+        config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
+    )
     try:
         return _assemble(config, context, model, loss_fn, data)
     except BaseException:
@@ -87,7 +95,16 @@ def _assemble(
     inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
-    module = build(factory, context, dtype=dtype, prepare=lambda whole: pipeline.split(whole, costs))
+    existing: dict[str, str] = {}
+
+    def prepare(whole: nn.Module) -> None:
+        if context.world_size > 1:
+            existing.update(hashes_of_existing(whole))
+        pipeline.split(whole, costs)
+
+    module = build(factory, context, dtype=dtype, prepare=prepare)
+    if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
+        require_same_values(module, existing, context)
     _require_position_wise(module, context)
     # for what draws from torch's own generator, a plain nn.Dropout say: ranks that hold the same samples agree
     batch_shard = context.index(model_parallel_of(context).regions.user.batch)

@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
+
+
+def require_no_parameters(loss_fn: LossFunction) -> None:
+    """That a loss function passed to `colossus.initialize` has nothing that would have to be trained.
+
+    Raises:
+        ValueError: for a module with trainable parameters, a method of one, and a partial of these.
+    """
+    function: Any = loss_fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if not isinstance(owner, nn.Module):
+        return
+    names = [name for name, param in owner.named_parameters() if param.requires_grad]
+    if names:
+        kind, shown = type(owner).__name__, ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+        raise ValueError(
+            f"loss_fn is a {kind} with parameters of its own ({shown}), which are never trained: the optimizer has "
+            f"those of the model. Make it a part of the model (self.criterion = {kind}(...) in its constructor, and a "
+            f"method loss(outputs, batch) that calls it); or freeze it with requires_grad_(False)"
+        )
 
 
 def checked_loss(result: Any) -> tuple[Tensor, Tensor]:
@@ -28,6 +51,8 @@ def checked_loss(result: Any) -> tuple[Tensor, Tensor]:
     total, count = result
     if total.dim():
         raise ValueError(f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar")
+    if isinstance(count, float):  # a sum of weights; torch would round it to float32
+        count = torch.tensor(count, dtype=torch.float64, device=total.device)
     return total, torch.as_tensor(count, device=total.device)
 
 

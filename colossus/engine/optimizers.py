@@ -27,6 +27,16 @@ def _without_dynamo(optimizer: type[torch.optim.Optimizer]) -> type[Any]:
     return type(optimizer.__name__, (optimizer,), {"__module__": optimizer.__module__, **methods})
 
 
+def keep_lr_scales(groups: Iterable[dict[str, Any]], base_lr: float) -> None:
+    """Keep the lr that each parameter group was made with as its share of ``optimizer.lr``, its ``lr_scale``.
+
+    The schedule sets ``lr``; a group's own is the peak that it reaches.
+    """
+    for group in groups:
+        if "lr" in group:
+            group.setdefault("lr_scale", float(group["lr"]) / base_lr)
+
+
 def adamw(
     params: Iterable[nn.Parameter],
     lr: float,

@@ -8,6 +8,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.batch_check import BatchCheck
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.results import EvalResult
 from colossus.layers.model_parallel import model_parallel_of
@@ -17,8 +18,12 @@ class StepReduction:
     """One small all-reduce per step; it divides gradients by the tokens of the global batch, and clips them.
 
     The loss is a sum over the axes that split samples or tokens, the squared norm over the axes that shard
-    parameters. One all-reduce goes over both: where the loss is the same on several ranks, one of them counts it, and
-    so with the norm. The stages of a pipeline that do not have the loss, or a parameter, add zeros.
+    parameters, and the mark of the batch over those that share one: all but data. One all-reduce goes over all: where
+    the loss is the same on several ranks, one of them counts it, and so with the norm. The stages of a pipeline that do
+    not have the loss, or a parameter, add zeros.
+
+    Attributes:
+        batch_check: that ranks which share a batch were given the same one.
 
     Args:
         norm: of the gradients of this rank.
@@ -29,36 +34,44 @@ class StepReduction:
         self._context, self._norm, self._clip_grad_norm = context, norm, clip_grad_norm
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
         loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
-        norm_axes, coordinates = set(norm.axes), context.coordinates
+        all_axes, coordinates = set(context.grid.names), context.coordinates
         self._loss_group = self._group_over(loss_axes)
-        self._step_group = self._group_over(loss_axes | norm_axes)
-        self._counts_loss = all(coordinates[axis] == 0 for axis in norm_axes - loss_axes)
-        self._counts_norm = all(coordinates[axis] == 0 for axis in loss_axes - norm_axes)
+        self._step_group = self._group_over(all_axes)
+        self._counts_loss = all(coordinates[axis] == 0 for axis in all_axes - loss_axes)
+        self._counts_norm = all(coordinates[axis] == 0 for axis in all_axes - set(norm.axes))
+        self.batch_check = BatchCheck(context, self._step_group)
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
 
-    def finish_step(self, loss_sum: Tensor, tokens: Tensor, stop: bool) -> Tensor:
+    def finish_step(self, loss_sum: Tensor, tokens: Tensor, stop: bool, mark: Tensor | None = None) -> Tensor:
         """Gradients divided and clipped.
 
         Args:
             loss_sum, tokens: float64 scalars of this rank.
             stop: whether this rank asks for the end of training.
+            mark: of the batch, where ranks share one (`BatchCheck.mark`).
 
         Returns:
-            [4] of the global batch: loss sum, tokens, gradient norm before clipping, number of ranks that want to stop.
+            [4] of the global batch: loss sum, tokens, gradient norm before clipping, number of ranks that want to stop;
+            and the total of the marks where there are any.
+
+        Raises:
+            ValueError: when ranks that share a batch were given different ones; see `BatchCheck.check`.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
         square = self._norm.local_square(self._context.device)
-        numbers = torch.stack(
-            [
-                loss_sum if self._counts_loss else zero,
-                tokens if self._counts_loss else zero,
-                square if self._counts_norm else zero,
-                zero + float(stop),
-            ]
-        )
-        numbers = collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+        addends = [
+            loss_sum if self._counts_loss else zero,
+            tokens if self._counts_loss else zero,
+            square if self._counts_norm else zero,
+            zero + float(stop),
+        ]
+        if mark is not None:
+            addends.append(mark)
+        numbers = collectives.all_reduce(torch.stack(addends), self._step_group, owned=True).wait()
+        if mark is not None:
+            self.batch_check.check(numbers[4], mark)
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         norm = numbers[2].sqrt() / count
         scale = 1.0 / count
@@ -66,13 +79,13 @@ class StepReduction:
             scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for grads in self._norm.gradients():
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-        return torch.stack([numbers[0], numbers[1], norm, numbers[3]])
+        return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]])
 
     def evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
         """Sums over all ranks, from float64 scalars of each."""
         numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
         total, count = numbers.tolist()
-        return EvalResult(total, round(count))
+        return EvalResult(total, count)
 
     def any_rank(self, wish: bool) -> bool:
         """Whether any rank has this wish; the same on all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,18 +16,28 @@ class StepResult:
     Attributes:
         step: number of optimizer steps done, this one included.
         lr: learning rate of this step.
+
+    Args:
+        numbers: of `StepReduction.finish_step`.
+        require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read.
     """
 
-    def __init__(self, step: int, lr: float, numbers: Tensor) -> None:
+    def __init__(
+        self, step: int, lr: float, numbers: Tensor, require_zero: Callable[[float], None] | None = None
+    ) -> None:
         self.step = step
         self.lr = lr
         self._device_numbers = numbers
+        self._require_zero = require_zero
         self._read: list[float] | None = None
 
     @property
     def _numbers(self) -> list[float]:
         if self._read is None:
-            self._read = self._device_numbers.tolist()
+            read = self._device_numbers.tolist()
+            if self._require_zero is not None and len(read) > 4:
+                self._require_zero(read[4])
+            self._read = read
         return self._read
 
     @property
@@ -60,11 +71,17 @@ class EvalResult:
     """Sums over the global batch of one or several evaluation steps."""
 
     loss_sum: float
-    tokens: int
+    count: float
+
+    @property
+    def tokens(self) -> int:
+        """Valid tokens: ``count`` rounded, which is no whole number where a loss function weighs its samples."""
+        return round(self.count)
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / self.tokens if self.tokens else float("nan")
+        """Mean loss per valid token."""
+        return self.loss_sum / self.count if self.count else float("nan")
 
 
 @dataclass(frozen=True)

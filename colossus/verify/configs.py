@@ -59,3 +59,6 @@ def make_recorder(folder: str) -> Any:
     from colossus.verify.capture import Recorder
 
     return Recorder(folder)
+
+
+make_recorder.compares_values = True  # type: ignore[attr-defined]  # and says where values differ from one process

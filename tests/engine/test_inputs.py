@@ -33,7 +33,7 @@ def test_a_scope_ends_with_its_batch() -> None:
 
 def test_fingerprints_tell_batches_apart() -> None:
     def fingerprint(batch: Any) -> int:
-        return StepBatch(batch, [], BatchInfo()).fingerprint()
+        return StepBatch(batch, [], BatchInfo()).fingerprint
 
     batch, other = batch_of(0), batch_of(1)
     assert fingerprint(batch) == fingerprint(batch_of(0))

@@ -1,0 +1,285 @@
+"""What ranks must agree on is checked, not trusted: batches in every step; values, settings and code at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import grid, run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.config import ConfigError
+from colossus.context.grid import RankGrid
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.batch_check import BatchCheck, fingerprint
+from colossus.engine.results import StepResult
+from colossus.engine.start_values import hash_of
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = layers.Linear(WIDTH, 8, split="column"), layers.Linear(8, 4, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+def loss_fn(outputs: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return outputs.square().sum(), len(outputs)
+
+
+def settings(parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return dict(parallel=parallel, train=dict(global_batch_size=8, seed=3), device="cpu") | more
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+def _step(rank: int, parallel: dict[str, Any], factory: Any, seeds: list[int], good_steps: int) -> str:
+    """The error of a step on batches of these seeds, one for each rank, after some on one batch; and what it leaves."""
+    engine = colossus.initialize(settings(parallel), model=factory, loss_fn=loss_fn)
+    for step in range(good_steps):
+        engine.train_step(numbers(step))
+    before = [param.detach().clone() for param in engine.model.parameters()]
+    try:
+        engine.train_step(numbers(seeds[rank]))
+    except ValueError as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, engine.model.parameters(), strict=True))
+        assert engine.completed_steps == good_steps
+        return str(error)
+    else:
+        return "no error"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "factory", "seeds", "named"),
+    [
+        (dict(tensor=2), Pair, [0, 1], "(ranks 0, 1)"),
+        (dict(tensor=2), Net, [0, 1], "(ranks 0, 1)"),  # no weight is split: there was no call over tensor ranks
+        (dict(data=2, tensor=2), Pair, [0, 1, 2, 3], "(ranks 0, 1; ranks 2, 3)"),
+        (dict(data=2, tensor=2), Net, [0, 1, 1, 0], "(ranks 0, 1; ranks 2, 3)"),  # what errors that cancel look like
+        (dict(data=2, tensor=2), Pair, [0, 0, 1, 0], "(ranks 2, 3)"),
+        (dict(tensor=dict(mode="2d", size=4)), Pair, [0, 0, 0, 1], "(ranks 0, 1, 2, 3)"),
+    ],
+)
+def test_ranks_that_share_a_batch_must_get_the_same(
+    parallel: dict[str, Any], factory: Any, seeds: list[int], named: str
+) -> None:
+    """A `DistributedSampler` over the world trains on in silence otherwise: loss and norm agree on all ranks."""
+    errors = run_ranks(len(seeds), _step, parallel, factory, seeds, 1, with_context=False)
+    assert len(set(errors)) == 1
+    assert "share a batch" in errors[0]
+    assert named in errors[0]
+    assert "engine.context.index('data')" in errors[0]
+
+
+@pytest.mark.parametrize(("parallel", "seeds"), [(dict(data=2, tensor=2), [5, 5, 6, 6]), (dict(data=4), [0, 1, 2, 3])])
+def test_data_ranks_have_batches_of_their_own(parallel: dict[str, Any], seeds: list[int]) -> None:
+    assert run_ranks(4, _step, parallel, Net, seeds, 1, with_context=False) == ["no error"] * 4
+
+
+def _check_of(plan: RankGrid, rank: int) -> BatchCheck:
+    context = ParallelContext(plan, rank, connect=False)
+    return BatchCheck(context, AxisGroup((), (rank,), 0, None))
+
+
+def test_marks_are_exact_in_any_order() -> None:
+    """Of 1,024 ranks: no rounding is taken for a difference, and none hides one."""
+    plan = grid(data=16, tensor=64)
+    marks = torch.stack([_check_of(plan, rank).mark(None, fingerprint(numbers(rank // 64))) for rank in range(1024)])
+    for seed in range(5):
+        order = torch.randperm(1024, generator=torch.Generator().manual_seed(seed))
+        assert marks[order].cumsum(0)[-1] == 0
+        assert sum(marks[order].tolist()) == 0
+    assert marks.abs().sum() < 2**53
+    marks[1023] = _check_of(plan, 1023).mark(None, fingerprint(numbers(14)))
+    assert marks.sum() != 0
+
+
+def test_numbers_that_are_read_late_are_checked_then() -> None:
+    """On an accelerator a step does not wait for its numbers."""
+    check = _check_of(grid(tensor=2), 0)
+    read = torch.tensor([4.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
+    read[4] = -77
+    result = StepResult(1, 0.1, read, check.require_zero)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="share a batch were given different ones: under this plan every 2 ranks"):
+            _ = result.loss
+    check.is_silent = True  # verify compares batches itself
+    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
+
+
+def test_a_mark_looks_into_the_middle_of_samples() -> None:
+    """Sequences that begin alike (a start token), and images that are black at the rim, are told apart."""
+    tokens = torch.zeros(64, 129, dtype=torch.long)
+    other = tokens.clone()
+    other[:, 1:] = torch.randint(50, (64, 128))
+    assert fingerprint(tokens[:, :-1]) != fingerprint(other[:, :-1])
+    assert fingerprint(tokens[:, :-1]) == fingerprint(tokens[:, :-1].contiguous())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.uint16, torch.complex64, torch.float64]
+)
+def test_a_mark_reads_every_type(dtype: torch.dtype) -> None:
+    values = torch.arange(12).remainder(2).to(dtype).reshape(3, 4)
+    other = 1 - torch.arange(12).remainder(2)
+    assert fingerprint({"x": values}) == fingerprint({"x": values.clone()})
+    assert fingerprint({"x": values}) != fingerprint({"x": other.to(dtype).reshape(3, 4)})
+    assert fingerprint({"x": values.T}) != fingerprint({"x": values})
+    fingerprint([values[:0], torch.tensor(1.0), torch.eye(3).to_sparse(), "name"])
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+def _start(rank: int, configs: list[dict[str, Any]], factories: list[Any]) -> str:
+    try:
+        colossus.initialize(configs[rank], model=factories[rank], loss_fn=loss_fn).close()
+    except ConfigError as error:
+        return str(error)
+    else:
+        return "no error"
+
+
+def test_ranks_with_different_configs_are_refused() -> None:
+    """Each key that differs is named, also when it is the plan itself: the groups of two plans wait for each other."""
+    first = settings(dict(data=2), optimizer=dict(type="SGD", lr=0.1, momentum=0.9))
+    second = settings(dict(tensor=2), optimizer=dict(type="SGD", lr=0.2), train=dict(global_batch_size=8, seed=4))
+    errors = run_ranks(2, _start, [first, second], [Net, Net], with_context=False, timeout=20)
+    assert len(set(errors)) == 1
+    for line in (
+        "parallel.data: 2 on rank 0; 1 on rank 1",
+        "parallel.tensor.size: 1 on rank 0; 2 on rank 1",
+        "optimizer.lr: 0.1 on rank 0; 0.2 on rank 1",
+        "optimizer.momentum: 0.9 on rank 0; absent on rank 1",
+        "train.seed: 3 on rank 0; 4 on rank 1",
+    ):
+        assert line in errors[0]
+    assert "steps" not in errors[0]
+
+
+def test_ranks_with_different_code_are_refused() -> None:
+    def run(rank: int) -> str:
+        if rank == 2:
+            colossus.__version__ = "0.0.1"
+        return _start(rank, [settings(dict(data=3), train=dict(global_batch_size=9))] * 3, [Net, Net, nn.Identity])
+
+    (error,) = set(run_ranks(3, run, with_context=False))
+    assert f"version of colossus: '{colossus.__version__}' on ranks 0, 1; '0.0.1' on rank 2" in error
+    assert "source file of the model" in error
+
+
+def test_a_run_can_start_after_one_that_was_refused() -> None:
+    def run(rank: int) -> list[str]:
+        wrong = settings(dict(data=2), train=dict(global_batch_size=8, seed=rank))
+        return [_start(rank, [config] * 2, [Net] * 2) for config in (wrong, settings(dict(data=2)))]
+
+    for first, second in run_ranks(2, run, with_context=False):
+        assert "train.seed: 0 on rank 0; 1 on rank 1" in first
+        assert second == "no error"
+
+
+# -- initial values -----------------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    """Can be cut into stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Unseeded(Net):
+    """Draws from a generator that each process seeds by itself."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        values = np.random.default_rng(seed).standard_normal((WIDTH, WIDTH))
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.from_numpy(values))
+
+
+def _start_with(rank: int, parallel: dict[str, Any], make: Any) -> str:
+    try:
+        engine = colossus.initialize(settings(parallel), model=make(rank), loss_fn=loss_fn)
+    except ValueError as error:
+        return str(error)
+    engine.close()
+    return "no error"
+
+
+def _outside(seed: int, damage: bool = False) -> Any:
+    torch.manual_seed(seed)
+    net = Sequence()
+    if damage:
+        with torch.no_grad():
+            net.blocks[2].bias[1] += 1e-6
+    return lambda: net
+
+
+@pytest.mark.parametrize("parallel", [dict(data=2), dict(tensor=2), dict(pipeline=2)])
+def test_a_model_made_outside_must_be_the_same_on_all_ranks(parallel: dict[str, Any]) -> None:
+    """Unseeded it is another one on each: loss and norm agree, and every rank trains its own."""
+    (error,) = set(run_ranks(2, _start_with, parallel, _outside, with_context=False))
+    assert "blocks.0.weight, blocks.0.bias" in error
+    assert "and 4 more existed before the model was built" in error
+    assert "on rank 1 than on rank 0" in error
+    (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: _outside(5), with_context=False))
+    assert fine == "no error"
+
+
+def test_one_value_that_differs_is_found_by_name() -> None:
+    body = run_ranks(3, _start_with, dict(data=1, tensor=3), lambda rank: _outside(5, rank == 2), with_context=False)
+    (error,) = set(body)
+    assert error.startswith("blocks.2.bias existed before the model was built, with other values on rank 2 than")
+
+
+@pytest.mark.parametrize("parallel", [dict(data=2), dict(pipeline=1, tensor=2)])
+def test_a_constructor_must_give_all_ranks_the_same(parallel: dict[str, Any]) -> None:
+    body = run_ranks(2, _start_with, parallel, lambda rank: lambda: Unseeded(rank), with_context=False)
+    (error,) = set(body)
+    assert error.startswith("linear.weight would start with other values on rank 1 than on rank 0")
+    (fine,) = set(run_ranks(2, _start_with, parallel, lambda rank: lambda: Unseeded(3), with_context=False))
+    assert fine == "no error"
+
+
+def test_one_value_of_a_large_tensor_changes_its_hash() -> None:
+    values = torch.randn(70_001)
+    for index in (0, 12_345, 70_000):
+        other = values.clone()
+        other[index] += 1e-4
+        assert hash_of(other) != hash_of(values)
+    assert hash_of(values.flip(0)) != hash_of(values)
+    assert hash_of(values[1:]) == hash_of(values[1:].clone())
+    assert hash_of(values.view(1, -1)) != hash_of(values)
