@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # a launch that has begun and its ranks listen for signals themselves
+        print("colossus: stopped by Ctrl-C", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader (head, less) has gone; nothing is left to say, also not at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

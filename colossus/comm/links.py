@@ -73,7 +73,7 @@ class Links:
         self._receivers: dict[int, Receiver] = {}
         self._posted: dict[int, deque[Incoming]] = {}
         pairs = sorted(set(pairs))
-        mapped = map_segments(group, len(pairs), _BUFFER_BYTES) if device.type == "cpu" and pairs else None
+        mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if device.type == "cpu" and pairs else None
         self.takes_early = mapped is None and device.type == "cpu"
         self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
@@ -81,12 +81,10 @@ class Links:
         me = group.index
         for number, (source, to) in enumerate(pairs):
             if source == me:
-                self._senders[to] = Sender(mapped.segment(number), mapped.connect(to, me), self._name(to))
-        incoming = [(number, source) for number, (source, to) in enumerate(pairs) if to == me]
-        peers = mapped.accept(len(incoming))
-        for number, source in incoming:
-            self._receivers[source] = Receiver(mapped.segment(number), peers[source], self._name(source))
-            self._posted[source] = deque()
+                self._senders[to] = Sender(mapped.segment(number), mapped.outgoing[to], self._name(to))
+            elif to == me:
+                self._receivers[source] = Receiver(mapped.segment(number), mapped.incoming[source], self._name(source))
+                self._posted[source] = deque()
 
     def send(self, to: int, tensors: Sequence[Tensor], label: str, key: object = None) -> Wait:
         """Start sending. The function returned waits until the tensors may be changed.

@@ -79,7 +79,7 @@ def read_file(path: Path) -> dict[str, Any]:
     text = _read(path)
     try:
         tree = ast.parse(text, str(path))
-        code = compile(tree, str(path), "exec")
+        code = compile(tree, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
@@ -103,7 +103,7 @@ def _read(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"is a folder, not a config file ({path}){_nearby(path, '')}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         if "=" in path.name and not path.suffix == ".py":
             raise ConfigError("the config file comes first, overrides (section.key=value) after it") from None

@@ -32,9 +32,19 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "2.5d" is a number with a strange suffix to the parser
-            return key.split("."), ast.literal_eval(value)
+            return key.split("."), _literal(ast.parse(value.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key.split("."), value
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal, in which a dict may be written as in config files: ``dict(size=2, mode="2d")``."""
+    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict"
+    if isinstance(node, ast.Call) and named and not node.args and all(item.arg for item in node.keywords):
+        return {str(item.arg): _literal(item.value) for item in node.keywords}
+    if isinstance(node, ast.List):
+        return [_literal(item) for item in node.elts]
+    return ast.literal_eval(node)
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from colossus import __version__
 from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.errors import ConfigError, explain
+from colossus.config.ranges import range_problems
 from colossus.config.schema import Config, Named, Parallel
 from colossus.config.signatures import option_problems
 from colossus.registry import (
@@ -28,6 +29,9 @@ from colossus.registry import (
 )
 
 Sizes = tuple[int, int, int, int]
+
+#: datasets whose tokens are bytes
+BYTE_DATASETS = ("PythonStdlib", "TextFolder")
 
 
 class ModelOptions(Protocol):
@@ -65,6 +69,7 @@ def check_names(config: Config) -> None:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
         elif not (registry is MODELS and value.type in MODEL_OPTIONS.names()):  # checked by their own class
             problems += option_problems(key, value, registry)
+            problems += range_problems(key, value, registry)
     mode = config.parallel.tensor.mode
     if mode not in TENSOR_MODES:
         problems.append(f"parallel.tensor.mode: {TENSOR_MODES.missing(mode)}")
@@ -125,6 +130,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
             problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {_processes(nproc)}")
     if options is not None:
         problems += options.check(resolved)
+        problems += _vocabulary_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += _batch_problems(config, resolved)
     if problems:
@@ -231,6 +237,16 @@ def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
     return [not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor)]
 
 
+def _vocabulary_problems(config: Config, options: ModelOptions) -> list[str]:
+    vocabulary, data = getattr(options, "vocab_size", None), config.data
+    if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
+        return []
+    return [
+        f"model.vocab_size = {vocabulary}: data.type = {data.type!r} is bytes, with ids up to 255; "
+        f"set model.vocab_size to 256 or more"
+    ]
+
+
 def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:
     plans = nearest_plans(config, options, nproc)
     if plans:
@@ -281,7 +297,8 @@ def nearest_plans(config: Config, options: ModelOptions | None, nproc: int, most
 
 
 def _factorisations(nproc: int, now: Sizes) -> Iterator[Sizes]:
-    divisors = [n for n in range(1, nproc + 1) if nproc % n == 0]
+    small = [n for n in range(1, math.isqrt(nproc) + 1) if nproc % n == 0]
+    divisors = sorted({*small, *(nproc // n for n in small)})
     for tensor in divisors:
         for sequence in divisors if now[2] > 1 else [1]:
             for pipeline in divisors if now[1] > 1 else [1]:

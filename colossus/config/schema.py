@@ -23,6 +23,12 @@ Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 #: options of ``data`` that the loader takes, whatever the dataset
 READING_OPTIONS = ("num_workers", "collate_fn", "per_rank")
 
+#: seconds; waits are counted in milliseconds, in 32 bits
+LONGEST_TIMEOUT = 2_000_000
+
+#: letters of the name of a run in a file name, to which a time is added
+LONGEST_NAME = 200
+
 AXES = ("pipeline", "data", "sequence", "tensor")
 
 
@@ -219,7 +225,7 @@ class Comm(Section):
     accounting: bool = False
     #: collectives that each rank remembers for the report of a failure
     log_size: CountOrZero = 32
-    timeout_seconds: Positive = 120.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = 120.0
     #: collectives between processes of one host go through shared memory (CPU); False: through gloo
     shared_memory: bool = True
     #: size of the buckets in which gradients are reduced
@@ -238,6 +244,8 @@ class Checkpoint(Section):
 def _name(value: str | None) -> str | None:
     if value is not None and (not value or "/" in value or value in (".", "..")):
         raise ValueError(f"names the run folder, so it must be a plain file name, got {value!r}")
+    if value is not None and len(value.encode()) > LONGEST_NAME:
+        raise ValueError(f"names the run folder, so it has at most {LONGEST_NAME} letters, got {len(value)}")
     return value
 
 

@@ -63,7 +63,8 @@ class Engine:
         self._stop = self._broken = self._closed = False
         self._num_runs = self._num_groups = 0
         self._keep_lr_scales()
-        self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
+        shape = config.lr_schedule.type
+        self._lr_shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
         self._parallel = model_parallel_of(context)
         self._weights = self._parallel.weights
         stage_parameters = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))

@@ -169,7 +169,7 @@ class _Agent(LocalElasticAgent):
         if worker_group.group_world_size == 1 or store is None:
             return self.outcome.folder
         if worker_group.group_rank == 0:
-            run_folder.prepare(self.outcome.folder)
+            self._lock = run_folder.prepare(self.outcome.folder)
             store.set("colossus/run_dir", str(self.outcome.folder.resolve()))
         return Path(store.get("colossus/run_dir").decode())
 

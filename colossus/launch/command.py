@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from colossus import machine
 from colossus.config import ConfigError, load_config, require_available
@@ -63,12 +64,16 @@ def run(
         if dry_run:
             print(describe(config, model, folder, local_ranks, nnodes))
             return DONE
+        lock: AbstractContextManager[Any] = nullcontext()
         if nnodes == 1:  # else all nodes take the first node's folder, which it makes
-            run_folder.prepare(folder)
+            if run_dir is None:
+                folder = run_folder.make_default_folder(config.name or "run")
+            lock = run_folder.prepare(folder)
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    return _launch(config_path, overrides, grid, local_ranks, folder, nnodes, rdzv_endpoint)
+    with lock:
+        return _launch(config_path, overrides, grid, local_ranks, folder, nnodes, rdzv_endpoint)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:

@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import colossus
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
 
 METRICS = "metrics.jsonl"
+#: locked while a run uses the folder
+LOCK = "run.lock"
 
 
 def default_folder(name: str, root: Path = Path("runs")) -> Path:
-    """``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it when that is taken already."""
+    """``runs/<name>-<YYYYmmdd-HHMMSS>``, with ``-2``, ``-3`` after it when that is taken already. Makes nothing."""
+    return next(folder for folder in _candidates(name, root) if not folder.exists())
+
+
+def make_default_folder(name: str, root: Path = Path("runs")) -> Path:
+    """Make the `default_folder`, which no other launch can have made then.
+
+    Raises:
+        ConfigError: when it cannot be made.
+    """
+    for folder in _candidates(name, root):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            if root.is_dir():
+                continue
+            raise ConfigError(f"run folder {folder}: {root} is a file, not a folder") from None
+        except OSError as error:
+            raise ConfigError(f"run folder {folder}: cannot be made: {error.strerror or error}") from None
+        return folder
+    raise AssertionError("the candidates never end")
+
+
+def _candidates(name: str, root: Path) -> Iterator[Path]:
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, number = root / stem, 1
-    while folder.exists():
-        number += 1
-        folder = root / f"{stem}-{number}"
-    return folder
+    yield root / stem
+    for number in itertools.count(2):
+        yield root / f"{stem}-{number}"
 
 
 def check_unused(folder: Path) -> None:
@@ -43,18 +72,56 @@ def check_unused(folder: Path) -> None:
         )
 
 
-def prepare(folder: Path) -> None:
-    """Check the folder, make it, and remove failure records of an attempt that never wrote metrics.
+def prepare(folder: Path) -> TextIO:
+    """Make the folder, lock it, check it, and remove failure records of an attempt that never wrote metrics.
+
+    Returns:
+        The lock: the folder is this run's until it is closed, at the latest by the end of the process.
 
     Raises:
-        ConfigError: when it belongs to another run or cannot be made.
+        ConfigError: when it belongs to another run, cannot be made or cannot be written to.
     """
-    check_unused(folder)
+    if folder.exists() and not folder.is_dir():
+        check_unused(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
-    failure.clear(folder)
+    lock = _lock(folder)
+    try:
+        check_unused(folder)
+        failure.clear(folder)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _lock(folder: Path) -> TextIO:
+    try:
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"--run-dir {folder}: cannot be written to: {error.strerror or error}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "a process"
+        lock.close()
+        raise ConfigError(
+            f"--run-dir {folder}: another run is using it now ({holder}); give another folder, or wait for its end"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}\n")
+        lock.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            lock.close()
+        raise ConfigError(f"--run-dir {folder}: cannot be written to: {error.strerror or error}") from None
+    return lock
 
 
 def write_start(folder: Path, config: Config, data: str | None = None) -> None:

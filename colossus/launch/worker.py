@@ -36,6 +36,7 @@ class _Run:
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
     step: int | None = None
+    lock: Any = None
 
     def details(self) -> dict[str, Any]:
         """The fields of a failure record that do not come from the error."""
@@ -146,9 +147,11 @@ def _agree_on_folder(run: _Run, engine: Any) -> Path:
 
     chosen, problems = "", None
     if engine.context.rank == 0:
-        folder = run.folder or run_folder.default_folder(engine.config.name)
+        folder = run.folder or Path()
         try:
-            run_folder.prepare(folder)
+            if run.folder is None:
+                folder = run_folder.make_default_folder(engine.config.name)
+            run.lock = run_folder.prepare(folder)
         except ConfigError as error:
             problems = error.problems
         chosen = str(folder.resolve() if run.folder is None else folder)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ class Metrics(Hook):
         self._counts = False
         self._counting = ExitStack()
         self._moved: accounting.Counter | None = None
+        self._warned = False
 
     def on_train_start(self, engine: Engine) -> None:
         if engine.context.is_logging_rank:
@@ -120,5 +122,19 @@ class Metrics(Hook):
         with self._lock:
             row, self._row = self._row, None
             if row is not None and self._file is not None:
-                # one unbuffered write: whatever happens next, the line is in the file
-                os.write(self._file, (json.dumps(row) + "\n").encode())
+                self._append((json.dumps(row) + "\n").encode(), self._file)
+
+    def _append(self, line: bytes, file: int) -> None:
+        """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""
+        size = os.fstat(file).st_size
+        try:
+            written = os.write(file, line)
+            while written < len(line):  # a full disk takes a part, and tells why with the next write
+                written += os.write(file, line[written:])
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(file, size)  # no half line
+            if not self._warned:
+                self._warned = True
+                reason = error.strerror or error
+                print(f"colossus: rows are missing in {self._path}: {reason}; training goes on", file=sys.stderr)

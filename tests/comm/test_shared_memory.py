@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -72,15 +74,17 @@ def test_every_rank_falls_back_when_one_cannot_map(monkeypatch: pytest.MonkeyPat
     def body(context: ParallelContext, broken: str) -> float:
         if broken == "map" and context.rank == 1:
             shared_memory._map = _fails
-        if broken == "create":
-            shared_memory._create = lambda name, parts, most: 0
+        if broken == "allocate" and context.rank == 0:
+            shared_memory._allocate = lambda parts, most: (None, 0)
+        if broken == "bind" and context.rank == 1:
+            socket.socket.bind = _fails
         if broken == "disabled":
             shared_memory.enable(False)
         group = context.group("tensor")
         assert channel_for(torch.ones(1), group) is None
         return collectives.all_reduce(torch.ones(5), group).wait().sum().item()
 
-    for broken in ("map", "create", "disabled"):
+    for broken in ("map", "allocate", "bind", "disabled"):
         assert run_ranks(3, body, broken) == [15.0] * 3
     assert shared_memory._map is real
 
@@ -89,15 +93,55 @@ def _fails(*arguments: Any) -> Any:
     raise OSError("no such file")
 
 
-def test_nothing_is_left_in_the_folder() -> None:
+def shared_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("colossus-")}
+
+
+def test_nothing_is_left_when_a_peer_dies_while_groups_are_made() -> None:
+    def body(context: ParallelContext) -> set[str]:
+        real, calls = shared_memory.all_gather_object, itertools.count(1)
+
+        def exchange(value: Any, group: Any) -> Any:
+            if context.rank == 1 and next(calls) == 2:
+                os._exit(9)
+            return real(value, group)
+
+        before = shared_files()
+        shared_memory.all_gather_object = exchange
+        with pytest.raises(RuntimeError):
+            channel_for(torch.ones(1), context.group("tensor"))
+        assert not [name for name in shared_files() - before if name.split("-")[1] == str(os.getpid())]
+        return set()
+
+    with pytest.raises(RankError, match="died without a word") as caught:
+        run_ranks(3, body)
+    assert "rank 0" not in str(caught.value)
+
+
+def test_the_folder_of_shared_memory_is_left_to_others() -> None:
+    """In a container it holds 64 MB, which the worker processes of data loaders need."""
+
     def body(context: ParallelContext) -> list[str]:
         for axes in ("tensor", "data", ("data", "tensor")):
             assert channel_for(torch.ones(1), context.group(axes)) is not None
-        return [name for name in os.listdir("/dev/shm") if name.startswith("colossus-")]
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/colossus" in line]
 
-    before = {name for name in os.listdir("/dev/shm") if name.startswith("colossus-")}
-    run_ranks(4, body, plan=grid(data=2, tensor=2))
-    assert {name for name in os.listdir("/dev/shm") if name.startswith("colossus-")} <= before
+    assert run_ranks(4, body, plan=grid(data=2, tensor=2)) == [[]] * 4
+
+
+def test_all_groups_together_take_a_bounded_share_of_memory() -> None:
+    total = 64 << 20
+
+    def body(context: ParallelContext) -> int:
+        shared_memory.memory_bytes = lambda: (total, None)
+        for axes in ("tensor", "data", ("data", "tensor")):
+            channel_for(torch.ones(1), context.group(axes))
+        assert channel_for(torch.ones(1), context.group("tensor")) is not None
+        return sum(map(len, shared_memory._allocated))
+
+    taken = run_ranks(4, body, plan=grid(data=2, tensor=2))
+    assert 0 < sum(taken) <= total // 4
+    assert max(taken) <= total // 16
 
 
 def test_ranks_that_run_different_collectives_are_told_so() -> None:

@@ -11,6 +11,7 @@ import math
 import pickle
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -841,3 +842,67 @@ def test_flops() -> None:
 
 def test_datasets_need_no_torch_to_be_checked() -> None:
     assert "PythonStdlib" in DATASETS
+
+
+# -- what only the ranks would have found ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (dict(optimizer=dict(weight_decay=-1)), "optimizer.weight_decay: must be a number of at least 0, got -1"),
+        (dict(optimizer=dict(betas=0.9)), "optimizer.betas: must be two numbers, each at least 0 and below 1"),
+        (dict(optimizer=dict(betas=(0.9, 1.0))), "optimizer.betas: must be two numbers"),
+        (dict(optimizer=dict(eps="tiny")), "optimizer.eps: must be a number of at least 0, got 'tiny'"),
+        (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
+        (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a number of at least 0"),
+        (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
+        (dict(optimizer=dict(params=[])), "optimizer.params: the parameters are those of the model; leave it out"),
+        (
+            dict(data=dict(type="PythonStdlib", num_workers=-1)),
+            "data.num_workers: must be a whole number of at least 0",
+        ),
+        (dict(data=dict(type="PythonStdlib", num_workers=True)), "data.num_workers: must be a whole number"),
+        (dict(comm=dict(timeout_seconds=1e30)), "comm.timeout_seconds: must be at most 2e+06, got 1e+30"),
+        (dict(name="x" * 300), "name: names the run folder, so it has at most 200 letters, got 300"),
+        (dict(lr_schedule=lambda: 1.0), "lr_schedule.type: is called as f(progress, min_ratio, **options)"),
+        (
+            dict(model=dict(GPT, vocab_size=100), data=dict(type="PythonStdlib")),
+            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; set model.vocab_size to 256",
+        ),
+    ],
+)
+def test_what_only_the_ranks_would_have_found(config: dict[str, Any], words: str) -> None:
+    (problem,) = problems(config)
+    assert problem.startswith(words)
+
+
+def test_right_options_pass() -> None:
+    load_config(dict(optimizer=dict(weight_decay=0, betas=[0.0, 0.99], eps=1e-9, amsgrad=True)))
+    load_config(dict(optimizer=dict(type="SGD", momentum=0.9, nesterov=True)))
+    load_config(dict(lr_schedule=dict(type=lambda progress, min_ratio, power: 1.0, power=2)))
+    load_config(dict(data=dict(type="PythonStdlib", num_workers=0), model=dict(GPT, vocab_size=256), name="x" * 200))
+
+
+def test_an_override_may_be_a_dict_as_in_config_files() -> None:
+    assert load_config({}, ["parallel.tensor=dict(size=4, mode='2d')"]).parallel.tensor.mode == "2d"
+    config = load_config({}, ["optimizer=dict(type='SGD', lr=0.5)", "hooks=[dict(type='TensorBoard')]"])
+    assert (config.optimizer.type, config.optimizer.lr, config.hooks[0].type) == ("SGD", 0.5, "TensorBoard")
+    assert parse_override("a=dict(size=f())") == (["a"], "dict(size=f())")
+    assert parse_override("a=dict([1])") == (["a"], "dict([1])")
+
+
+def test_a_file_is_compiled_as_python_would(tmp_path: Path) -> None:
+    """Annotations are values, as the file has no ``from __future__`` of its own; a byte-order mark is none of it."""
+    file = tmp_path / "own.py"
+    text = "class _Sizes:\n    width: int = 3\n\ntrain = dict(steps=_Sizes.__annotations__['width'] is int and 7)\n"
+    file.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(file).train.steps == 7
+
+
+def test_plans_of_a_billion_ranks_answer_at_once() -> None:
+    begin = time.monotonic()
+    config = load_config(dict(parallel=dict(data=10**6, tensor=1000), train=dict(global_batch_size=10**6)))
+    assert world_size(config.parallel) == 10**9
+    assert problems(dict(parallel=dict(data=7)), nproc=10**9)[0].startswith("parallel: data 7 = 7, but 1000000000")
+    assert time.monotonic() - begin < 5

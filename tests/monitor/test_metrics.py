@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +68,34 @@ def test_the_row_of_an_evaluation_that_never_ends_is_not_lost(tmp_path: Path, tr
     else:
         fit(engine, [Metrics(path)])
     assert [row["step"] for row in rows_of(path)] == [1, 2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_does_not_end_training(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = FakeEngine(steps=4)
+    fit(engine, [Metrics(Path("/dev/full"))])
+    assert engine.completed_steps == 4
+    told = capfd.readouterr().err
+    assert told == "colossus: rows are missing in /dev/full: No space left on device; training goes on\n"
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_whole_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As the kernel does it: the write takes what there is room for, the next one raises."""
+    path, real, calls = tmp_path / "metrics.jsonl", os.write, itertools.count(1)
+
+    def write(file: int, data: bytes) -> int:
+        number = next(calls)
+        if number == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data[:40] if number == 2 else data)
+
+    monkeypatch.setattr("colossus.monitor.metrics.os.write", write)
+    fit(FakeEngine(steps=4), [Metrics(path)])
+    monkeypatch.undo()
+    assert [row["step"] for row in rows_of(path)] == [1, 3, 4]
+    assert capfd.readouterr().err.count("rows are missing") == 1
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Ranges of the options of built-in components, which their own constructors would refuse on every rank. No torch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from colossus.config.errors import brief
+from colossus.config.schema import Named
+from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _at_least_0(value: Any) -> bool:
+    return _number(value) and value >= 0
+
+
+def _betas(value: Any) -> bool:
+    return (
+        isinstance(value, tuple | list) and len(value) == 2 and all(_number(beta) and 0 <= beta < 1 for beta in value)
+    )
+
+
+def _switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+#: of the built-in optimizers: option -> whether a value is right, and what it must be
+_OPTIMIZER: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "weight_decay": (_at_least_0, "must be a number of at least 0"),
+    "eps": (_at_least_0, "must be a number of at least 0"),
+    "momentum": (_at_least_0, "must be a number of at least 0"),
+    "dampening": (_number, "must be a number"),
+    "betas": (_betas, "must be two numbers, each at least 0 and below 1, such as (0.9, 0.999)"),
+    **dict.fromkeys(("amsgrad", "maximize", "nesterov", "fused"), (_switch, "must be True or False")),
+}
+
+
+def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
+    """One line for each option whose value cannot be right."""
+    options = named.options
+    if registry is OPTIMIZERS:
+        problems = []
+        if "params" in options:
+            problems.append(f"{key}.params: the parameters are those of the model; leave it out")
+        if named.type in ("AdamW", "SGD"):
+            for option, (right, words) in _OPTIMIZER.items():
+                if option in options and not right(options[option]):
+                    problems.append(f"{key}.{option}: {words}, got {brief(options[option])}")
+            if options.get("nesterov") is True and not problems:
+                if not options.get("momentum") or options.get("dampening"):
+                    problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
+        return problems
+    if registry is DATASETS and "num_workers" in options:
+        workers = options["num_workers"]
+        if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
+            return [f"{key}.num_workers: must be a whole number of at least 0, got {brief(workers)}"]
+    if registry is LR_SCHEDULES and callable(named.type):
+        return _schedule_problems(key, named)
+    return []
+
+
+def _schedule_problems(key: str, named: Named) -> list[str]:
+    """A schedule of the user's own takes the progress (0 to 1) and ``min_ratio``, and gives the part of the peak."""
+    try:
+        signature = inspect.signature(named.type)
+    except (TypeError, ValueError):
+        return []
+    try:
+        signature.bind(0.0, 0.0, **named.options)
+    except TypeError as error:
+        return [
+            f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns the "
+            f"learning rate as a part of optimizer.lr; {getattr(named.type, '__name__', 'it')}{signature}: {error}"
+        ]
+    return []

@@ -1,0 +1,94 @@
+"""Run folders: each run has one of its own, which nobody else can take while it lives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.launching import LAUNCH, TINY, environment, finish, has_rows, launch, rows_of, start, wait_for
+
+from colossus.config import ConfigError
+from colossus.launch import run_folder
+
+
+def _make(root: Path, gate: str, answers: str) -> None:
+    run_folder.time.strftime = lambda form: "20260101-000000"  # type: ignore[assignment]
+    while not os.path.exists(gate):
+        pass
+    Path(answers, str(os.getpid())).write_text(str(run_folder.make_default_folder("sweep", root)))
+
+
+def test_launches_in_one_second_have_a_folder_each(tmp_path: Path) -> None:
+    (tmp_path / "answers").mkdir()
+    fork = multiprocessing.get_context("fork")
+    arguments = (tmp_path / "runs", str(tmp_path / "gate"), str(tmp_path / "answers"))
+    launches = [fork.Process(target=_make, args=arguments) for _ in range(6)]
+    for process in launches:
+        process.start()
+    (tmp_path / "gate").touch()
+    for process in launches:
+        process.join(20)
+    folders = {answer.read_text() for answer in (tmp_path / "answers").iterdir()}
+    assert folders == {str(folder) for folder in (tmp_path / "runs").iterdir()}
+    assert len(folders) == 6
+
+
+def test_a_second_launch_into_the_folder_of_a_live_run_exits_with_2(tmp_path: Path) -> None:
+    first = start([*LAUNCH, "--run-dir", "run", "train.steps=100000"], tmp_path)
+    try:
+        wait_for(lambda: (tmp_path / "run" / "run.lock").exists(), first.pid)
+        code, out, err = launch(tmp_path)  # also before the first row of metrics
+        assert (code, out) == (2, "")
+        assert "another run is using it now (process" in err
+        assert err.count("\n") == 1
+        wait_for(lambda: has_rows(first, tmp_path / "run", 2), first.pid)
+        assert launch(tmp_path)[0] == 2
+    finally:
+        first.send_signal(signal.SIGTERM)
+        assert finish(first)[0] == 143
+    steps = [row["step"] for row in rows_of(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    code, _, err = launch(tmp_path)
+    assert code == 2
+    assert "holds the metrics of another run" in err
+
+
+def test_a_folder_is_free_again_when_its_run_is_over_without_metrics(tmp_path: Path) -> None:
+    run_folder.prepare(tmp_path / "run").close()
+    run_folder.prepare(tmp_path / "run").close()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="a folder that root cannot write to either")
+def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--run-dir /sys/kernel: cannot be written to: "):
+        run_folder.prepare(Path("/sys/kernel"))
+
+
+def test_ctrl_c_while_the_config_is_checked_is_one_line(tmp_path: Path) -> None:
+    config = tmp_path / "slow.py"
+    config.write_text(
+        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(30)\n" + TINY.read_text()
+    )
+    for command in (["launch"], ["config"]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "colossus", *command, str(config)],
+            cwd=tmp_path,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+        assert (process.returncode, err) == (130, "colossus: stopped by Ctrl-C\n")
+        (tmp_path / "begun").unlink()
+    assert not (tmp_path / "runs").exists()
