@@ -85,7 +85,7 @@ class Engine:
             strategy=self.strategy,
             parameters_by_stage=stage_parameters,
             splits_backward=pipeline.splits_backward,
-            rng=pipeline.stage_rng(),
+            is_partitioned=pipeline.partition is not None,
         )
         self.executor = pipeline.make_executor(self.stages, self._parallel)
         self._evaluation = Evaluation(model, context, self._forward, self._reduction)
