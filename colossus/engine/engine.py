@@ -13,6 +13,7 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
+from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
@@ -60,6 +61,8 @@ class Engine:
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = self._broken = self._closed = False
+        #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
+        self._failed_run: int | None = None
         self._num_runs = 0
         self._lr_shape = LR_SCHEDULES.get(config.lr_schedule.type)
         self._parallel = model_parallel_of(context)
@@ -131,6 +134,7 @@ class Engine:
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
+            self._failed_run = self._num_runs
             raise
         numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop)
         lr = self.lr_at(self.completed_steps)
@@ -163,6 +167,9 @@ class Engine:
                 "an earlier step or evaluation failed on this rank while others waited for its values: the ranks of a "
                 "pipeline no longer agree on where they are. Close this engine and make a new one"
             )
+        if self._failed_run is not None:
+            agree_on_failure(self.context, self._failed_run)
+            self._failed_run = None
         self._num_runs += 1
         try:
             # observers compare batches themselves, and say better where they differ
@@ -172,6 +179,7 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
+            self._failed_run = self._num_runs
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------
