@@ -10,6 +10,7 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.forward_rng import ForwardRng
+from colossus.engine.input_writes import InputWrites
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.strategies.strategy import Strategy
@@ -71,6 +72,7 @@ class ModelStages:
         self._weights, self._strategy = weights, strategy
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
+        self._input_writes = InputWrites()
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
@@ -84,17 +86,20 @@ class ModelStages:
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
             if stage == 0:
-                value = model_input(own)
+                value = self._input_writes.before_forward(model_input(own), self.step)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
+                    if stage == 0:
+                        self._input_writes.after_forward(self.step)
                     for observer in self.observers:
                         observer.end(stage, microbatch, out, own)
                     if stage == self._last_stage:
-                        out = checked_loss(self._loss_fn(out, own))
+                        with self._input_writes.around_loss(own, self.step):
+                            out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(
