@@ -118,8 +118,15 @@ class Engine:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide, or the loss function does not return (sum, count).
+            ValueError: when the batch does not divide, the loss function does not return (sum, count), or gradients
+                are turned off.
         """
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise ValueError(
+                f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
+                f"block; for a loss without a step there is eval_step"
+            )
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
@@ -213,6 +220,10 @@ class Engine:
     def request_stop(self) -> None:
         """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree."""
         self._stop = True
+
+    def withdraw_stop(self) -> None:
+        """Forget a request of this rank: what it was to stop has ended."""
+        self._stop = False
 
     def close(self) -> None:
         """Close the links between stages, and destroy the process groups."""
