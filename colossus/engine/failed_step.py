@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from torch import distributed as dist
+
 from colossus.comm import log
 from colossus.context.parallel_context import ParallelContext
 
@@ -30,9 +32,8 @@ def agree_on_failure(context: ParallelContext, run: int) -> None:
     try:
         store.wait(keys, context.timeout)
     except RuntimeError as error:
-        others = [rank for rank in range(size) if not store.check([keys[rank]])]
         raise RuntimeError(
-            f"the step before failed on this rank ({context.rank}) and not on {_ranks(others)}, within "
+            f"the step before failed on this rank ({context.rank}) and not on {_missing(store, keys)}, within "
             f"{context.timeout.total_seconds():.0f} s: they wait for what this rank left out, and a next step would "
             f"answer them with other values. An exception may be caught only where it is raised on all ranks: check a "
             f"loss after summing it over them, say"
@@ -48,5 +49,9 @@ def agree_on_failure(context: ParallelContext, run: int) -> None:
             )
 
 
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _missing(store: dist.Store, keys: list[str]) -> str:
+    try:
+        ranks = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:  # its rank has gone meanwhile
+        return "all others"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
