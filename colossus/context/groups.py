@@ -84,6 +84,11 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
     return group
 
 
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store that a process group was made from."""
+    return c10d._world.pg_map[group][1]
+
+
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let collectives of this group fail after ``timeout``. Backends without time-outs (fake) are left alone."""
     if dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
-from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout
+from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
 from colossus.context.rng_streams import RngStreams
 
@@ -201,6 +201,11 @@ class ParallelContext:
         return [group for group in groups if group is not dist.group.WORLD]
 
     # -- lifetime ---------------------------------------------------------------------------------------------
+
+    def store(self) -> dist.Store:
+        """Values by name that all ranks of this context share, for what must not be a collective."""
+        assert dist.group.WORLD is not None
+        return dist.PrefixStore(f"context{self._serial}", store_of(dist.group.WORLD))
 
     def close(self) -> None:
         """Destroy every group this context made. Safe to call twice."""

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from colossus.random import GLOBAL_RNG, derive_seeds
+from colossus.data.own_generators import generator_states, parts_of_loader, set_generator_states
+from colossus.data.seeded import item_seed
+from colossus.random import GLOBAL_RNG
 
 log = logging.getLogger("colossus.data")
 
@@ -27,6 +29,9 @@ class Passes:
     of a plain DataLoader the same on all ranks and after a resume. ``set_epoch`` of the iterable, its sampler or its
     dataset is called before each pass, for whichever has it.
 
+    Generators of a loader's own, of its samplers and its dataset, go on from pass to pass; a place in the data
+    remembers what they were when its pass began.
+
     Args:
         iterable: what is read; an iterator (a generator, say) has one pass only.
         name: what the messages call it.
@@ -42,6 +47,9 @@ class Passes:
         self._seed = seed
         self._stateful = stateful if _has_state(stateful) else None
         self._iterator: Iterator[Any] | None = None
+        #: states of the iterable's own generators: before the first pass, at the start of this one, and to start with
+        self._first_states = self._pass_states = generator_states(iterable)
+        self._states_to_set: dict[str, Any] = {}
         #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
         self.is_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
         self.ended = False
@@ -51,9 +59,12 @@ class Passes:
         while True:
             if self.ended:
                 raise EndOfPass
-            with GLOBAL_RNG.preserved(derive_seeds(self._seed, (self.epoch, self.offset))[0]):
+            with GLOBAL_RNG.preserved(item_seed(self._seed, self.epoch, self.offset)):
                 if self._iterator is None:
                     self._set_epoch()
+                    set_generator_states(self._iterable, self._states_to_set)
+                    self._states_to_set = {}
+                    self._pass_states = generator_states(self._iterable)
                     self._iterator = iter(self._iterable)
                 try:
                     item = next(self._iterator)
@@ -74,11 +85,17 @@ class Passes:
         self.epoch = self.offset = 0
         self.ended = False
         self._iterator = None
+        self._states_to_set = self._first_states
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"epoch": self.epoch, "offset": self.offset}
         if self._stateful is not None:
             state["user"] = self._stateful.state_dict()
+        generators = self._pass_states
+        if self._iterator is None:
+            generators = self._states_to_set or generator_states(self._iterable)
+        if generators:
+            state["generators"] = generators
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,6 +108,7 @@ class Passes:
         if (self.epoch, self.offset) != (0, 0):
             self.rewind()
         self.epoch = state["epoch"]
+        self._states_to_set = state.get("generators", {})
         if state["offset"]:
             log.warning(
                 "%s has no state_dict: reading %d items of pass %d again to resume",
@@ -110,21 +128,9 @@ class Passes:
         self._iterator = None
 
     def _set_epoch(self) -> None:
-        loader = self._iterable
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        candidates = (
-            loader,
-            getattr(loader, "sampler", None),
-            batch_sampler,
-            getattr(batch_sampler, "sampler", None),
-            getattr(loader, "dataset", None),
-        )
-        called: list[Any] = []
-        for candidate in candidates:
-            set_epoch = getattr(candidate, "set_epoch", None)
-            if callable(set_epoch) and not any(candidate is other for other in called):
-                set_epoch(self.epoch)
-                called.append(candidate)
+        for part in parts_of_loader(self._iterable).values():
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(self.epoch)
 
 
 def _has_state(candidate: Any) -> bool:

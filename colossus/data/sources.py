@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data import default_collate as torch_collate
+from torch.utils.data import DataLoader
 
 from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
+from colossus.data.seeded import SeededBatches, ShardCollate, unchanged
 from colossus.data.windows import BatchedDataset
-from colossus.random import GLOBAL_RNG, derive_seeds
+from colossus.random import GLOBAL_RNG
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,9 @@ class MapSource(Source):
         self.num_samples = len(dataset)
         self.num_steps = None if shard.endless else self.num_samples // shard.global_batch_size
         self._order = _Order(shard, self.num_samples)
-        self._collate = collate_fn or torch_collate
+        start, stop = shard.start, shard.start + shard.size
+        collate = ShardCollate(collate_fn, start, stop, shard.global_batch_size)
+        self._by_step = SeededBatches(dataset, self._order, collate, shard.seed)
         self._num_workers = num_workers
         self._reads_batches = isinstance(dataset, BatchedDataset) and collate_fn is None and num_workers == 0
         self._batches: Iterator[Batch] | None = None
@@ -103,12 +105,13 @@ class MapSource(Source):
         if self.num_steps is not None and self.step >= self.num_steps:
             raise EndOfPass
         if self._reads_batches:
-            batch = self.dataset.batch(self._order.indices(self.step))
+            start = self.shard.start
+            batch = self.dataset.batch(self._order(self.step, start, start + self.shard.size))
         elif self._num_workers:
             batch = self._read_from_workers()
         else:
             with GLOBAL_RNG.preserved():
-                batch = self._collate(_SeededSamples(self.dataset).__getitems__(self._order.keys(self.step)))
+                batch = self._by_step[self.step]
         self.step += 1
         return batch
 
@@ -124,10 +127,7 @@ class MapSource(Source):
                 steps = itertools.count(self.step)
             with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
                 loader = DataLoader(
-                    _SeededSamples(self.dataset),
-                    batch_sampler=_WorkerKeys(self._order, steps),
-                    num_workers=self._num_workers,
-                    collate_fn=self._collate,
+                    self._by_step, batch_size=None, sampler=steps, num_workers=self._num_workers, collate_fn=unchanged
                 )
                 self._batches = iter(loader)
         return next(self._batches)
@@ -135,58 +135,19 @@ class MapSource(Source):
 
 @dataclass(frozen=True)
 class _Order:
-    """Which samples this data rank reads at a step."""
+    """Which samples make up a batch."""
 
     shard: BatchShard
     num_samples: int
 
-    def indices(self, step: int) -> np.ndarray:
+    def __call__(self, step: int, start: int, stop: int) -> np.ndarray:
+        """Those from place ``start`` to ``stop`` of the global batch of a step."""
         shard = self.shard
-        if shard.endless:
-            return sample_indices(
-                shard.seed, step, self.num_samples, shard.global_batch_size, shard.data_rank, shard.data_size
-            )
-        return step * shard.global_batch_size + shard.start + np.arange(shard.size)
-
-    def keys(self, step: int) -> list[tuple[int, int]]:
-        """Number and seed of each sample; the seed depends on the place in the global batch only."""
-        start, stop = self.shard.start, self.shard.start + self.shard.size
-        seeds = derive_seeds(self.shard.seed, (step,), stop)[start:]
-        return [(int(index), seed) for index, seed in zip(self.indices(step), seeds, strict=True)]
-
-
-@dataclass(frozen=True)
-class _WorkerKeys:
-    """The batch sampler of loader workers: `_Order.keys` of one step after the other.
-
-    It must not lead back to the source: an iterator with workers that is freed by the garbage collector instead of by
-    its count takes its queues apart before it can stop the workers, and then waits 5 s for each.
-    """
-
-    order: _Order
-    steps: Iterable[int]
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return map(self.order.keys, self.steps)
-
-
-class _SeededSamples(Dataset[Any]):
-    """Reads samples with the global generators seeded, so that augmentation depends on the place in the data alone.
-
-    Keys are (index, seed).
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        fetch_all = getattr(self.dataset, "__getitems__", None)
-        if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
-            GLOBAL_RNG.seed(keys[0][1])
-            return fetch_all([index for index, _ in keys])
-        return [self[key] for key in keys]
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        index, seed = key
-        GLOBAL_RNG.seed(seed)
-        return self.dataset[index]
+        if not shard.endless:
+            return step * shard.global_batch_size + np.arange(start, stop)
+        if (start, stop) == (0, shard.global_batch_size):
+            return sample_indices(shard.seed, step, self.num_samples, shard.global_batch_size)
+        assert (start, stop) == (shard.start, shard.start + shard.size)
+        return sample_indices(
+            shard.seed, step, self.num_samples, shard.global_batch_size, shard.data_rank, shard.data_size
+        )

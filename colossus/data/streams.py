@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
+from colossus.data.seeded import SeededStream, ShardCollate, unchanged
 from colossus.data.sources import BatchShard, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
 
@@ -62,27 +62,33 @@ class SampleStream(StreamSource):
         num_workers: int = 0,
     ) -> None:
         samples: Any = dataset
+        name = type(dataset).__name__
+        if num_workers > 1:
+            raise ValueError(
+                f"data.num_workers = {num_workers}, but {name} is an IterableDataset: each worker would read the whole "
+                f"of it, and every sample would come {num_workers} times. num_workers=1 reads it ahead in one process; "
+                f"for more, give a DataLoader of your own around a dataset that shares its samples out by "
+                f"torch.utils.data.get_worker_info()"
+            )
         if num_workers:
-            samples = DataLoader(dataset, batch_size=None, collate_fn=_unchanged, num_workers=num_workers)
+            seeded = SeededStream(dataset, shard.seed)
+            samples = DataLoader(seeded, batch_size=None, collate_fn=unchanged, num_workers=num_workers)
         stateful = None if num_workers else dataset
-        super().__init__(Passes(samples, shard.seed, name=type(dataset).__name__, stateful=stateful), shard)
-        self._collate = collate_fn or torch_collate
+        super().__init__(Passes(samples, shard.seed, name=name, stateful=stateful), shard)
+        self._collate = ShardCollate(collate_fn, shard.start, shard.start + shard.size, shard.global_batch_size)
 
     def read(self) -> Batch:
         own = range(self.shard.start, self.shard.start + self.shard.size)
-        samples = []
+        samples: list[Any] = []
         for number in range(self.shard.global_batch_size):
             sample = self.passes.read(wrap=self.shard.endless)
-            if number in own:
-                samples.append(sample)
-        with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.step,))[0]):
-            batch = self._collate(samples)
+            samples.append(sample if self._collate.may_draw or number in own else None)
+        with GLOBAL_RNG.preserved():
+            batch = self._collate(
+                lambda start, stop: samples[start:stop], derive_seeds(self.shard.seed, (self.step,))[0]
+            )
         self.step += 1
         return batch
-
-
-def _unchanged(sample: Any) -> Any:
-    return sample
 
 
 class BatchStream(StreamSource):

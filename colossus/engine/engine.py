@@ -13,6 +13,7 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
+from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
@@ -61,6 +62,8 @@ class Engine:
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = self._broken = self._closed = False
+        #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
+        self._failed_run: int | None = None
         self._num_runs = self._num_groups = 0
         self._keep_lr_scales()
         shape = config.lr_schedule.type
@@ -88,7 +91,7 @@ class Engine:
             strategy=self.strategy,
             parameters_by_stage=stage_parameters,
             splits_backward=pipeline.splits_backward,
-            rng=pipeline.stage_rng(),
+            is_partitioned=pipeline.partition is not None,
         )
         self.executor = pipeline.make_executor(self.stages, self._parallel)
         self._evaluation = Evaluation(model, context, self._forward, self._reduction)
@@ -118,9 +121,15 @@ class Engine:
             Loss and gradient norm of the global batch, the same on all ranks.
 
         Raises:
-            ValueError: when the batch does not divide, when ranks that share a batch were given different ones, or when
-                the loss function does not return (sum, count).
+            ValueError: when the batch does not divide, ranks that share a batch were given different ones, the loss
+                function does not return (sum, count), or gradients are turned off.
         """
+        if not torch.is_grad_enabled():
+            mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+            raise ValueError(
+                f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
+                f"block; for a loss without a step there is eval_step"
+            )
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         check = self._reduction.batch_check
         check.is_silent = bool(self.stages.observers)
@@ -140,6 +149,7 @@ class Engine:
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
+            self._failed_run = self._num_runs
             raise
         numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
         lr = self.lr_at(self.completed_steps)
@@ -182,6 +192,9 @@ class Engine:
                 "an earlier step or evaluation failed on this rank while others waited for its values: the ranks of a "
                 "pipeline no longer agree on where they are. Close this engine and make a new one"
             )
+        if self._failed_run is not None:
+            agree_on_failure(self.context, self._failed_run)
+            self._failed_run = None
         self._num_runs += 1
         try:
             # observers compare batches themselves, and say better where they differ
@@ -191,6 +204,7 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
+            self._failed_run = self._num_runs
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------
@@ -224,6 +238,10 @@ class Engine:
     def request_stop(self) -> None:
         """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree."""
         self._stop = True
+
+    def withdraw_stop(self) -> None:
+        """Forget a request of this rank: what it was to stop has ended."""
+        self._stop = False
 
     def close(self) -> None:
         """Close the links between stages, and destroy the process groups."""

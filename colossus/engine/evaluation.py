@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
 from colossus.schedule.runtime.executor import StepTotals
+
+_NONE = object()
 
 
 class Evaluation:
@@ -42,19 +44,26 @@ class Evaluation:
 
         Args:
             wants_stop: asked before each batch; one rank's wish ends the evaluation on all of them.
+
+        Raises:
+            ValueError: on all ranks, when the batches of some end before those of others.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._context.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        complete = True
+        complete, has_ended = True, False
+        batches = iter(loader)
         with self._eval_mode():
-            for batch in islice(loader, max_batches):
-                if self._reduction.any_rank(wants_stop()):
-                    complete = False
+            for _ in range(max_batches) if max_batches is not None else count():
+                if not self._reduction.goes_on(wants_stop(), has_ended):
+                    complete = has_ended
                     break
-                totals = self._forward(batch)
-                loss_sum += totals.loss_sum
-                tokens += totals.tokens
-            return self._reduction.evaluation(loss_sum, tokens), complete
+                batch = next(batches, _NONE)
+                has_ended = batch is _NONE
+                if not has_ended:  # if it has, all ranks hear of it before the next batch, or with the sums
+                    totals = self._forward(batch)
+                    loss_sum += totals.loss_sum
+                    tokens += totals.tokens
+            return self._reduction.evaluation(loss_sum, tokens, has_ended), complete
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -77,6 +77,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     except BaseException as error:
         _report_exception(engine, hooks, error)
         raise
+    finally:
+        engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
     return FitSummary(completed, reason, loss, validation_loss)
 

@@ -18,6 +18,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine
+from colossus.engine.forward_rng import seed_outside
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.pipeline import PipelineRuntime
@@ -106,9 +107,7 @@ def _assemble(
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
     _require_position_wise(module, context)
-    # for what draws from torch's own generator, a plain nn.Dropout say: ranks that hold the same samples agree
-    batch_shard = context.index(model_parallel_of(context).regions.user.batch)
-    torch.manual_seed(context.rng.key("torch", batch_shard))
+    seed_outside(context)
     loss = loss_fn or getattr(module, "loss", None)
     if loss is None:
         raise ValueError(

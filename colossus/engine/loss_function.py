@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+log = logging.getLogger("colossus.engine")
 
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
 LossFunction = Callable[[Any, Any], tuple[Tensor, Tensor]]
@@ -53,7 +57,27 @@ def checked_loss(result: Any) -> tuple[Tensor, Tensor]:
         raise ValueError(f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar")
     if isinstance(count, float):  # a sum of weights; torch would round it to float32
         count = torch.tensor(count, dtype=torch.float64, device=total.device)
-    return total, torch.as_tensor(count, device=total.device)
+    count = torch.as_tensor(count, device=total.device)
+    if count.dim():
+        raise ValueError(f"the loss function returned a count of shape {tuple(count.shape)}; it must be a scalar")
+    if count.device.type == "cpu" and not 0 <= count.item() < math.inf:
+        log.error("the loss function returned a count of %s", count.item())
+        count = torch.tensor(math.nan, dtype=torch.float64)  # makes the sum over ranks NaN, which all of them refuse
+    return total, count
+
+
+def check_totals(loss_sum: float, count: float) -> None:
+    """Of the global batch, the same on all ranks: raise ValueError when losses cannot be divided by their number."""
+    if not 0 <= count < math.inf:
+        raise ValueError(
+            "the loss function returned a count that is negative, infinite or not a number (on the rank that logged "
+            "it): it must be the number of samples or tokens whose losses it summed, 0 or more"
+        )
+    if count == 0 and loss_sum != 0:
+        raise ValueError(
+            f"the loss function counted 0 samples or tokens in the global batch, but their losses sum to "
+            f"{loss_sum:.6g}: it must return (sum, count) of the same samples or tokens"
+        )
 
 
 def _describe(result: Any) -> str:

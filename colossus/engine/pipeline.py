@@ -11,13 +11,12 @@ from colossus.comm.links import Links
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.tied import tied_parameters
-from colossus.layers.model_parallel import ModelParallel, model_parallel_of
+from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import Action, Actions, in_flight_of_stages, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
 from colossus.schedule.runtime.executor import ActionTimer, Executor, Stages, forward_only
-from colossus.schedule.runtime.stage_scope import StageRng
 from colossus.schedule.runtime.transport import Transport
 
 
@@ -75,13 +74,6 @@ class PipelineRuntime:
         partition = make_partition(model, self.rank_of, split, costs=costs, in_flight=in_flight)
         keep_stages_of(model, partition, self.rank)
         self.partition = partition
-
-    def stage_rng(self) -> StageRng | None:
-        """The state of torch's own generators in this rank's stages, for a plain nn.Dropout, say."""
-        if self.partition is None:
-            return None
-        batch_index = self._context.index(model_parallel_of(self._context).regions.user.batch)
-        return StageRng(self._context.rng.key("torch", batch_index, self.rank), self._context.device)
 
     def stage_forwards(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
         """Stage -> what runs it, for the stages of this rank."""

@@ -10,6 +10,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.batch_check import BatchCheck
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
 from colossus.layers.model_parallel import model_parallel_of
 
@@ -57,7 +58,8 @@ class StepReduction:
             and the total of the marks where there are any.
 
         Raises:
-            ValueError: when ranks that share a batch were given different ones; see `BatchCheck.check`.
+            ValueError: on all ranks alike, when the losses cannot be divided by their number, or ranks that share a
+                batch were given different ones; see `BatchCheck.check`.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
         square = self._norm.local_square(self._context.device)
@@ -72,6 +74,8 @@ class StepReduction:
         numbers = collectives.all_reduce(torch.stack(addends), self._step_group, owned=True).wait()
         if mark is not None:
             self.batch_check.check(numbers[4], mark)
+        if numbers.device.type == "cpu":  # elsewhere it would wait for the device
+            check_totals(*numbers[:2].tolist())
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
         norm = numbers[2].sqrt() / count
         scale = 1.0 / count
@@ -81,13 +85,38 @@ class StepReduction:
             torch._foreach_mul_(grads, scale.to(grads[0].dtype))
         return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]])
 
-    def evaluation(self, loss_sum: Tensor, tokens: Tensor) -> EvalResult:
-        """Sums over all ranks, from float64 scalars of each."""
-        numbers = collectives.all_reduce(torch.stack([loss_sum, tokens]), self._loss_group, owned=True).wait()
-        total, count = numbers.tolist()
+    def evaluation(self, loss_sum: Tensor, tokens: Tensor, has_ended: bool = False) -> EvalResult:
+        """Sums over all ranks, from float64 scalars of each.
+
+        Raises:
+            ValueError: on all ranks alike, see `goes_on` and `check_totals`.
+        """
+        numbers = torch.stack([loss_sum, tokens, torch.full_like(tokens, float(has_ended))])
+        total, count, ended = collectives.all_reduce(numbers, self._loss_group, owned=True).wait().tolist()
+        _check_all_ended(ended, self._loss_group)
+        check_totals(total, count)
         return EvalResult(total, count)
 
-    def any_rank(self, wish: bool) -> bool:
-        """Whether any rank has this wish; the same on all of them."""
-        value = torch.full((), float(wish), device=self._context.device)
-        return bool(collectives.all_reduce(value, self._step_group, owned=True).wait() > 0)
+    def goes_on(self, wants_stop: bool, has_ended: bool) -> bool:
+        """Before each batch of an evaluation: whether to go on, the same on all ranks.
+
+        Args:
+            wants_stop: one rank's wish ends the evaluation on all of them.
+            has_ended: whether this rank found no batch the last time.
+
+        Raises:
+            ValueError: when the data has ended on some ranks and not on others.
+        """
+        value = torch.tensor([wants_stop, has_ended], dtype=torch.float32, device=self._context.device)
+        wishes, ended = collectives.all_reduce(value, self._step_group, owned=True).wait().tolist()
+        _check_all_ended(ended, self._step_group)
+        return not (wishes or ended)
+
+
+def _check_all_ended(ended: float, group: AxisGroup) -> None:
+    if 0 < ended < group.size:
+        raise ValueError(
+            f"the validation data ended on {ended:.0f} of {group.size} ranks after fewer batches than on the others: "
+            f"with data.validation per_rank, or a DistributedSampler, every data rank must give as many. Set "
+            f"train.eval_batches to the smallest number, or let the sampler fill up or drop what is left over"
+        )

@@ -9,13 +9,15 @@ from typing import Any, Protocol
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.forward_rng import ForwardRng
+from colossus.engine.input_writes import InputWrites
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
-from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard, StageRng
+from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
 from colossus.tensor_parallel.weight_store import WeightStore
 
 
@@ -44,7 +46,7 @@ class ModelStages:
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
         parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
         splits_backward: whether the schedule splits backwards.
-        rng: under a pipeline, the state of torch's own generators inside of stages.
+        is_partitioned: whether the model is cut into stages.
 
     Attributes:
         step: of the random streams; None in an evaluation.
@@ -63,15 +65,17 @@ class ModelStages:
         strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         splits_backward: bool,
-        rng: StageRng | None,
+        is_partitioned: bool,
     ) -> None:
         self._context, self._forwards, self._last_stage = context, forwards, last_stage
         self._inputs, self._loss_fn = inputs, loss_fn
         self._weights, self._strategy = weights, strategy
-        self._parameters, self._rng = parameters_by_stage, rng
+        self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
+        self._rng = ForwardRng(context)
+        self._input_writes = InputWrites()
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
-        self._to_guard = set(forwards) if rng is not None else set()
+        self._to_guard = set(forwards) if is_partitioned else set()
         self._wgrad_mode: AbstractContextManager[Any] = DeferredWgrad(weights) if splits_backward else nullcontext()
         self.step: int | None = None
         self.observers: list[ForwardObserver] = []
@@ -82,18 +86,22 @@ class ModelStages:
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
             if stage == 0:
-                value = model_input(own)
+                value = self._input_writes.before_forward(model_input(own), self.step)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
-            with self._rng or nullcontext(), MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
+            rng = self._rng.at(stage, microbatch, training=self.step is not None)
+            with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
+                    if stage == 0:
+                        self._input_writes.after_forward(self.step)
                     for observer in self.observers:
                         observer.end(stage, microbatch, out, own)
                     if stage == self._last_stage:
-                        out = checked_loss(self._loss_fn(out, own))
+                        with self._input_writes.around_loss(own, self.step):
+                            out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
-                    if self._rng is not None:
+                    if self._is_partitioned:
                         error.add_note(
                             f"If it is an attribute of a module: it may be on another stage. {MUST_NAME_ALL}"
                         )

@@ -868,7 +868,8 @@ def test_datasets_need_no_torch_to_be_checked() -> None:
         (dict(lr_schedule=lambda: 1.0), "lr_schedule.type: is called as f(progress, min_ratio, **options)"),
         (
             dict(model=dict(GPT, vocab_size=100), data=dict(type="PythonStdlib")),
-            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; set model.vocab_size to 256",
+            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; "
+            "set model.vocab_size to 256",
         ),
     ],
 )

@@ -53,7 +53,12 @@ class Bucket:
     def reset(self) -> None:
         """Drop the gradients taken in a step that failed."""
         self._present.clear()
-        self._pending = None
+
+    def settle(self) -> None:
+        """Wait for the reduction that a step that failed has left: until then it writes to the buffer."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
     def start(self) -> None:
         """Start the all-reduce; a parameter without a gradient on this rank counts as zero and unused."""

@@ -37,11 +37,17 @@ class StageBuckets:
         self._bucket_of: dict[int, int] = {}
         #: trainable parameters whose axes are decided by their first use, not used so far
         self._undecided = [param for param in params if param.requires_grad and _is_undecided(param)]
+        #: whether no reduction of a step that failed is still under way
+        self._is_settled = True
         #: index of the bucket that starts next
         self._next = 0
 
     def prepare(self) -> None:
         """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
+        if not self._is_settled:
+            for bucket in self._buckets or ():
+                bucket.settle()
+            self._is_settled = True
         before = len(self._undecided)
         self._undecided = agree_on_axes(self._undecided, self._context)
         if self._buckets is None or len(self._undecided) < before:
@@ -84,6 +90,7 @@ class StageBuckets:
         """Drop the gradients taken in a step that failed."""
         for bucket in self._buckets or ():
             bucket.reset()
+        self._is_settled = False
 
     def _add_buckets(self) -> None:
         """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""

@@ -1,39 +1,12 @@
-"""The contexts in which a pipeline runs a stage: its own random state, and a guard against other ranks' tensors."""
+"""The context in which a pipeline runs a stage for the first time: a guard against other ranks' tensors."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-
-from colossus.random import GlobalRng
-
-
-class StageRng:
-    """Inside, torch's generators have a state of their own, which goes on where it stopped; outside they are untouched.
-
-    A plain dropout then draws other masks on each pipeline rank, and what ranks draw outside (the order of a user's
-    DataLoader, say) stays the same on all of them, however much their stages draw.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._rng = GlobalRng(tuple({torch.device("cpu"), device}), torch_only=True)
-        with self._rng.preserved(seed):
-            self._own = self._outside = self._rng.get_state()
-
-    def __enter__(self) -> None:
-        self._outside = self._rng.get_state()
-        self._rng.set_state(self._own)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._own = self._rng.get_state()
-        self._rng.set_state(self._outside)
 
 
 class MetaTensorGuard(TorchFunctionMode):

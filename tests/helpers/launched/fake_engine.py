@@ -44,6 +44,9 @@ class FakeEngine:
             stop_requested=step == self.stop_at,
         )
 
+    def withdraw_stop(self) -> None:
+        self.stop_at = self.stop_in_evaluation = 0
+
     def evaluate(self) -> Any:
         complete = self.completed_steps != self.stop_in_evaluation
         return EvalSummary(20.0 - self.completed_steps, tokens=3, step=self.completed_steps, complete=complete)

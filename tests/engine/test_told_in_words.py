@@ -1,0 +1,192 @@
+"""What a user's loop may get wrong in a step or an evaluation: an error in words on every rank, and no rank waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import colossus
+from colossus.engine.engine import Engine
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+
+WIDTH, SAMPLES = 4, 8
+
+
+class Samples(Dataset[Tensor]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((WIDTH,), float(index), dtype=torch.float64)
+
+
+class Counted:
+    """Ready batches of this data rank; ``read`` counts them."""
+
+    def __init__(self, count: int, size: int = SAMPLES) -> None:
+        self.count, self.size, self.read = count, size, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(self.count):
+            self.read += 1
+            yield torch.full((self.size, WIDTH), float(number), dtype=torch.float64)
+
+
+def squares(y: Tensor, batch: Any) -> tuple[Tensor, Any]:
+    return y.square().sum(), y.shape[0]
+
+
+def engine_of(parallel: dict[str, Any], loss: Any = squares, data: Any = None, **train: Any) -> Engine:
+    settings: dict[str, Any] = dict(
+        parallel=parallel,
+        optimizer=dict(type="SGD", lr=0.01),
+        train=dict(global_batch_size=SAMPLES, precision="fp64", seed=1, **train),
+        comm=dict(timeout_seconds=10.0),
+        device="cpu",
+    )
+    return colossus.initialize(settings, model=lambda: nn.Linear(WIDTH, WIDTH), loss_fn=loss, data=data)
+
+
+# -- validation ----------------------------------------------------------------------------------------------------
+
+
+def _uneven(rank: int, counts: tuple[int, int], limit: int | None) -> tuple[float, int]:
+    data = {
+        "type": lambda: Samples(64),
+        "validation": {"type": lambda: Counted(counts[rank], SAMPLES // 2), "per_rank": True},
+    }
+    engine = engine_of(dict(data=2), data=data, **({} if limit is None else {"eval_batches": limit}))
+    summary = engine.evaluate()
+    engine.close()
+    return summary.loss, summary.tokens
+
+
+@pytest.mark.parametrize(("counts", "limit"), [((3, 2), None), ((1, 4), None), ((3, 2), 3), ((2, 5), 4)])
+def test_data_ranks_with_unequal_numbers_of_validation_batches(counts: tuple[int, int], limit: int | None) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _uneven, counts, limit, with_context=False, timeout=30)
+    words = "the validation data ended on 1 of 2 ranks after fewer batches than on the others"
+    assert str(caught.value).count(words) == 2
+
+
+@pytest.mark.parametrize(("counts", "limit"), [((2, 2), None), ((2, 5), 2), ((2, 2), 7)])
+def test_validation_batches_that_do_agree(counts: tuple[int, int], limit: int | None) -> None:
+    first, second = run_ranks(2, _uneven, counts, limit, with_context=False)
+    assert first == second
+    assert first[1] == 2 * SAMPLES
+
+
+@pytest.mark.parametrize(("limit", "read"), [(2, 2), (None, 5)])
+def test_an_evaluation_reads_no_batch_too_many(limit: int | None, read: int) -> None:
+    def body(rank: int) -> tuple[int, int]:
+        counted = Counted(5)
+        data = {"type": lambda: Samples(64), "validation": {"type": lambda: counted}}
+        engine = engine_of({}, data=data, **({} if limit is None else {"eval_batches": limit}))
+        engine.evaluate()
+        complete, counted.read = counted.read, 0
+        engine.request_stop()
+        assert not engine.evaluate().complete
+        return complete, counted.read
+
+    assert run_ranks(1, body, with_context=False)[0] == (read, 0)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("parallel", [{}, dict(pipeline=2)], ids=["alone", "pipeline"])
+def test_a_step_without_gradients(mode: Any, parallel: dict[str, Any]) -> None:
+    def body(rank: int) -> float:
+        settings = dict(parallel=parallel, train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
+        model = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+        engine = colossus.initialize(settings, model=model, loss_fn=squares)
+        with mode(), pytest.raises(ValueError, match=r"train_step was called under torch\.\w+.*eval_step"):
+            engine.train_step(torch.ones(SAMPLES, WIDTH))
+        loss = engine.train_step(torch.ones(SAMPLES, WIDTH)).loss  # nothing is broken
+        engine.close()
+        return loss
+
+    world = 2 if parallel else 1
+    assert all(math.isfinite(loss) for loss in run_ranks(world, body, with_context=False))
+
+
+COUNTS: dict[str, Any] = {
+    "negative": -3,
+    "negative tensor": torch.tensor(-3),
+    "nan": float("nan"),
+    "nan tensor": torch.tensor(float("nan")),
+    "inf": float("inf"),
+}
+
+
+def _counted(rank: int, count: Any, evaluates: bool) -> None:
+    """Only the last rank counts wrongly; the sum over ranks would look right."""
+    wrong = rank == 1
+    engine = engine_of(dict(data=2), lambda y, batch: (y.square().sum(), count if wrong else y.shape[0]))
+    batch = torch.ones(SAMPLES // 2, WIDTH)
+    engine.eval_step(batch) if evaluates else engine.train_step(batch)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_count_that_is_no_count(name: str, evaluates: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _counted, COUNTS[name], evaluates, with_context=False, timeout=30)
+    words = "the loss function returned a count that is negative, infinite or not a number"
+    assert str(caught.value).count(f"ValueError: {words}") == 2
+
+
+def _nothing_counted(rank: int, total: float) -> float:
+    engine = engine_of(dict(data=2), lambda y, batch: (y.square().sum() * total, 0))
+    return engine.train_step(torch.ones(SAMPLES // 2, WIDTH)).grad_norm
+
+
+def test_a_sum_of_no_losses() -> None:
+    """A batch of labels that are all ignored trains nothing; a loss of no samples is a mistake."""
+    assert run_ranks(2, _nothing_counted, 0.0, with_context=False) == [0.0, 0.0]
+    with pytest.raises(RankError, match="counted 0 samples or tokens in the global batch, but their losses sum to"):
+        run_ranks(2, _nothing_counted, 1.0, with_context=False, timeout=30)
+
+
+def test_a_count_is_one_number() -> None:
+    def body(rank: int) -> None:
+        engine_of({}, lambda y, batch: (y.sum(), torch.ones(3))).train_step(torch.ones(SAMPLES, WIDTH))
+
+    with pytest.raises(RankError, match=r"returned a count of shape \(3,\); it must be a scalar"):
+        run_ranks(1, body, with_context=False)
+
+
+# -- stops ---------------------------------------------------------------------------------------------------------
+
+
+class StopAfter(Hook):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, engine: Any, result: Any) -> None:
+        if result.step == self.step:
+            engine.request_stop()
+
+
+def test_a_fit_after_one_that_was_stopped_goes_on() -> None:
+    def body(rank: int) -> list[tuple[int, str]]:
+        engine = engine_of({}, data=DataLoader(Samples(64), batch_size=SAMPLES), steps=9)
+        ends = []
+        for step in (2, 6, 99):
+            summary = fit(engine, [StopAfter(step)] if rank == 0 else [])
+            ends.append((summary.steps, summary.reason))
+        return ends
+
+    assert run_ranks(1, body, with_context=False)[0] == [(3, "stopped"), (7, "stopped"), (9, "finished")]
