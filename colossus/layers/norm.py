@@ -48,7 +48,9 @@ class _Norm(Layer):
         if activation not in self._seen:
             self._check_and_record(x, activation)
         if activation.features:
-            return self._normalize_split(x, self.context.group(activation.features))
+            group = self.context.group(activation.features)
+            self._check_size(x, group)
+            return self._normalize_split(x, group)
         return self._normalize(x)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
@@ -60,6 +62,14 @@ class _Norm(Layer):
             )
         self.record_uses(activation)
         self._seen.add(activation)
+
+    def _check_size(self, x: Tensor, group: AxisGroup) -> None:
+        """That the normalized dims are those of x, of whose last dim a rank has a part."""
+        found = list(x.shape[-len(self.normalized_shape) :])
+        found[-1] *= group.size
+        if tuple(found) != self.normalized_shape:
+            sizes = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
+            raise ValueError("{}: it normalizes {} features, but its input has {}".format(self.title, *sizes))
 
     def _normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError

@@ -45,11 +45,15 @@ class ShardedActivation(SplitTensor):
         kwargs = kwargs or {}
         if func in PASSED_ON or (getattr(func, "__name__", "") == "__get__" and func not in _RESHAPING):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
+            return args[0]._like(out) if func == _GRAD and out is not None else out
         first = args[0] if args else None
         if not isinstance(first, ShardedActivation):
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
+        if func is Tensor.register_hook:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(first, first._split_hook(*args[1:], **kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             if not is_pointwise(func, args, kwargs):
                 raise ValueError(_refusal(name, first))
@@ -58,6 +62,21 @@ class ShardedActivation(SplitTensor):
         if isinstance(out, tuple):
             return type(out)(first._like(each) for each in out)
         return out if isinstance(out, ShardedActivation) or not isinstance(out, Tensor) else first._like(out)
+
+    def _split_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+        """The hook, given a gradient that is split as this is: what is wrong on a part is refused there too."""
+        like, parallel = self._like_of(), self.parallel
+
+        def split_hook(grad: Tensor) -> Tensor | None:
+            changed = hook(like(grad))
+            return None if changed is None else unwrap(changed, parallel)[0]
+
+        return split_hook
+
+    def _like_of(self) -> Callable[[Tensor], Tensor]:
+        """`_like`, without holding this tensor: a hook of its own would keep it alive."""
+        how = self.activation, self.output_layout, self.parallel, self.num_features
+        return lambda x: wrap(x, *how)
 
     def _like(self, x: Tensor) -> Tensor:
         return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features)
@@ -100,12 +119,13 @@ def _refusal(name: str, x: ShardedActivation) -> str:
 
 PASSED_ON: set[Any] = {
     *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",
-                                   "is_floating_point", "register_hook", "retain_grad", "requires_grad_", "data_ptr",
+                                   "is_floating_point", "retain_grad", "requires_grad_", "data_ptr",
                                    "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
     torch.is_floating_point,
     torch.is_tensor,
 }  # fmt: skip
 
+_GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009
 _RESHAPING: set[Any] = {getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH", "data")}
 
 
