@@ -31,8 +31,11 @@ def measure(nproc: int, *, cuda: bool = False, timeout: float = 60.0) -> dict[st
     # Fork needs no second import of torch, but neither CUDA nor macOS allows it.
     start = "spawn" if cuda or sys.platform == "darwin" else "fork"
     backend = "nccl" if cuda else "gloo"
+    # a rank that waits for CUDA spins, which does not look like silence: there NCCL's watchdog must end it
+    limit = timeout if cuda else None
+    body = partial(_rank, nproc, cuda)
     try:
-        found = run_local_ranks(nproc, partial(_rank, nproc, cuda), patience=timeout, start=start, backend=backend)
+        found = run_local_ranks(nproc, body, patience=timeout, start=start, backend=backend, collective_timeout=limit)
     except RanksFailed as error:
         if error.silent:
             raise RuntimeError(f"ranks {error.silent} did not answer within {timeout:g} s") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,20 @@ def test_ranks_that_fail_are_an_error_and_not_a_hang(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probe, "_rank", dies)
     with pytest.raises(RuntimeError, match=r"exit codes \{1: 5\}"):
         probe.measure(2)
+
+
+def test_ranks_that_spin_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a rank that waits for another uses its core, so that only NCCL's own limit ends it."""
+    limits = {}
+
+    def run(nproc: int, body: Callable[[int], Any], **options: Any) -> list[dict[str, float]]:
+        limits[options["backend"]] = options.get("collective_timeout")
+        return [{}] * nproc
+
+    monkeypatch.setattr(probe, "run_local_ranks", run)
+    probe.measure(2, cuda=False, timeout=7.0)
+    probe.measure(2, cuda=True, timeout=7.0)
+    assert limits == {"gloo": None, "nccl": 7.0}
 
 
 def test_a_taken_port_is_seen() -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from helpers.launching import (
-    FOREIGN,
     LAUNCH,
     ROOT,
     TINY,
@@ -263,18 +262,6 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
 
 
 # -- errors before any process --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in FOREIGN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-    def refuse(*arguments: object) -> int:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr(command, "_launch", refuse)
 
 
 @pytest.mark.usefixtures("no_processes")

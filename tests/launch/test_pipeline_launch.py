@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.launching import FOREIGN, LAUNCH, finish, rows_of, start
+from helpers.launching import LAUNCH, finish, rows_of, start
 
 from colossus.launch import command
 
@@ -29,18 +29,6 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert code == 0, err
     reference = [row["loss"] for row in rows_of(tmp_path / "reference") if "loss" in row]
     assert losses == pytest.approx(reference, rel=1e-5)
-
-
-@pytest.fixture
-def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in FOREIGN:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-    def refuse(*arguments: object) -> int:
-        raise AssertionError("a process would have been started")
-
-    monkeypatch.setattr(command, "_launch", refuse)
 
 
 @pytest.mark.usefixtures("no_processes")

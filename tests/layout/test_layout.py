@@ -84,11 +84,13 @@ def test_divides_means_all_boxes_are_full(case: tuple[Layout, tuple[int, ...], d
 @given(cases)
 def test_axes_of_one_rank_change_nothing(case: tuple[Layout, tuple[int, ...], dict[str, int]]) -> None:
     layout, shape, grid = case
-    live = layout.drop_trivial_axes(grid)
-    assert not [axis for axis in (*live.shard_axes, *live.partial, *live.grad_partial) if grid[axis] == 1]
-    assert live.chunk(shape, grid) == layout.chunk(shape, grid)
-    assert all(live.box(shape, grid, at) == layout.box(shape, grid, at) for at in points(grid))
-    assert live.drop_trivial_axes(grid) == live
+    nontrivial = layout.drop_trivial_axes(grid)
+    assert not [
+        axis for axis in (*nontrivial.shard_axes, *nontrivial.partial, *nontrivial.grad_partial) if grid[axis] == 1
+    ]
+    assert nontrivial.chunk(shape, grid) == layout.chunk(shape, grid)
+    assert all(nontrivial.box(shape, grid, at) == layout.box(shape, grid, at) for at in points(grid))
+    assert nontrivial.drop_trivial_axes(grid) == nontrivial
 
 
 def test_the_first_axis_is_the_outermost() -> None:
@@ -231,8 +233,8 @@ def test_gradient_axes_of_1d() -> None:
 
 
 def _spec(**layout: Any) -> ParameterSpec:
-    piece = LogicalShard("", (4, 4), Layout.sharded(2, **layout), lambda key, shape, box: None, (0, 4))  # type: ignore[arg-type, return-value]
-    return ParameterSpec((piece,), "Linear parameter of shape (4, 4)")
+    shard = LogicalShard("", (4, 4), Layout.sharded(2, **layout), lambda key, shape, box: None, (0, 4))  # type: ignore[arg-type, return-value]
+    return ParameterSpec((shard,), "Linear parameter of shape (4, 4)")
 
 
 def test_two_uses_that_disagree_are_an_error() -> None:
