@@ -21,7 +21,9 @@ def _at_least_0(value: Any) -> bool:
 
 
 def _betas(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2 and all(_number(beta) and 0 <= beta < 1 for beta in value)
+    return (
+        isinstance(value, tuple | list) and len(value) == 2 and all(_number(beta) and 0 <= beta < 1 for beta in value)
+    )
 
 
 def _switch(value: Any) -> bool:
@@ -50,9 +52,9 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
             for option, (right, words) in _OPTIMIZER.items():
                 if option in options and not right(options[option]):
                     problems.append(f"{key}.{option}: {words}, got {brief(options[option])}")
-            if options.get("nesterov") is True and not problems:
-                if not options.get("momentum") or options.get("dampening"):
-                    problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
+            plain = not options.get("momentum") or options.get("dampening")
+            if options.get("nesterov") is True and plain and not problems:
+                problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
         return problems
     if registry is DATASETS and "num_workers" in options:
         workers = options["num_workers"]

@@ -42,7 +42,9 @@ def check_device(config: Config) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'", config.source)
+        raise ConfigError(
+            "device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'", config.source
+        )
 
 
 def check_model(config: Config) -> ModelInfo | None:

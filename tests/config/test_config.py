@@ -858,14 +858,17 @@ def test_datasets_need_no_torch_to_be_checked() -> None:
         (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a number of at least 0"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
         (dict(optimizer=dict(params=[])), "optimizer.params: the parameters are those of the model; leave it out"),
-        (dict(data=dict(type="PythonStdlib", num_workers=-1)), "data.num_workers: must be a whole number of at least 0"),
+        (
+            dict(data=dict(type="PythonStdlib", num_workers=-1)),
+            "data.num_workers: must be a whole number of at least 0",
+        ),
         (dict(data=dict(type="PythonStdlib", num_workers=True)), "data.num_workers: must be a whole number"),
         (dict(comm=dict(timeout_seconds=1e30)), "comm.timeout_seconds: must be at most 2e+06, got 1e+30"),
         (dict(name="x" * 300), "name: names the run folder, so it has at most 200 letters, got 300"),
         (dict(lr_schedule=lambda: 1.0), "lr_schedule.type: is called as f(progress, min_ratio, **options)"),
         (
             dict(model=dict(GPT, vocab_size=100), data=dict(type="PythonStdlib")),
-            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; set model.vocab_size to 256",
+            "model.vocab_size = 100: data.type = 'PythonStdlib' is bytes, with ids up to 255; set model.vocab_size",
         ),
     ],
 )

@@ -72,7 +72,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused() -> None:
 
 def test_ctrl_c_while_the_config_is_checked_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "slow.py"
-    config.write_text(f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(30)\n" + TINY.read_text())
+    config.write_text(
+        f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(30)\n" + TINY.read_text()
+    )
     for command in (["launch"], ["config"]):
         process = subprocess.Popen(
             [sys.executable, "-m", "colossus", *command, str(config)],
