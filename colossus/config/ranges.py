@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from colossus.config.errors import brief
-from colossus.config.schema import Named
+from colossus.config.schema import Config, Named
 from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
+
+#: datasets whose tokens are bytes
+BYTE_DATASETS = ("PythonStdlib", "TextFolder")
 
 
 def _number(value: Any) -> bool:
@@ -79,3 +82,14 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
             f"learning rate as a part of optimizer.lr; {getattr(named.type, '__name__', 'it')}{signature}: {error}"
         ]
     return []
+
+
+def vocabulary_problems(config: Config, options: object) -> list[str]:
+    """One line when the model has fewer embeddings than the data has ids, where both are known."""
+    vocabulary, data = getattr(options, "vocab_size", None), config.data
+    if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
+        return []
+    return [
+        f"model.vocab_size = {vocabulary}: data.type = {data.type!r} is bytes, with ids up to 255; "
+        f"set model.vocab_size to 256 or more"
+    ]
