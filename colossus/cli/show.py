@@ -127,36 +127,35 @@ def _groups(grid: RankGrid) -> str:
     width = max(map(len, names))
     lines = ["groups"]
     for name in names:
-        groups = _first_groups(grid, name, 4)
         count = grid.world_size // grid.size(name)
-        more = f"  ... {count} groups" if count > len(groups) else ""
-        lines.append(f"  {name:<{width}}  " + "  ".join(f"[{_ranks(group)}]" for group in groups) + more)
+        first = [_ranks(grid, rank, name) for rank in _first_leaders(grid, name, min(4, count))]
+        more = f"  ... {count} groups" if count > len(first) else ""
+        lines.append(f"  {name:<{width}}  " + "  ".join(f"[{ranks}]" for ranks in first) + more)
     return "\n".join(lines)
 
 
-def _first_groups(grid: RankGrid, name: str, most: int) -> list[list[int]]:
-    """The groups along ``name`` in the order of their lowest ranks, at most ``most`` of them."""
-    groups: list[list[int]] = []
-    for rank in range(grid.world_size):
-        if grid.index(rank, name) == 0:
-            groups.append(grid.group(rank, name))
-            if len(groups) == most:
-                break
-    return groups
+def _first_leaders(grid: RankGrid, name: str, most: int) -> list[int]:
+    """The lowest ranks of the first groups along ``name``."""
+    axes = grid.axes(name)
+    ranges = [range(1 if axis in axes else min(size, most)) for axis, size in grid.sizes.items()]
+    points = itertools.islice(itertools.product(*ranges), most)
+    return [grid.rank(dict(zip(grid.names, point, strict=True))) for point in points]
 
 
-def _ranks(group: Sequence[int]) -> str:
-    if len(group) <= 4:
-        return " ".join(map(str, group))
-    step = group[1] - group[0]
-    even = all(b - a == step for a, b in itertools.pairwise(group))
-    if even and step == 1:
-        return f"{group[0]}-{group[-1]}"
-    return f"{group[0]} {group[1]} .. {group[-1]}"
+def _ranks(grid: RankGrid, leader: int, name: str) -> str:
+    """The group whose lowest rank is ``leader``; only a small one is listed."""
+    if grid.size(name) <= 4:
+        return " ".join(map(str, grid.group(leader, name)))
+    axes = [axis for axis in grid.axes(name) if grid.sizes[axis] > 1]
+    strides = {axis: grid.rank({**dict.fromkeys(grid.names, 0), axis: 1}) for axis in axes}
+    even = all(strides[outer] == strides[inner] * grid.sizes[inner] for outer, inner in itertools.pairwise(axes))
+    step = strides[axes[-1]]
+    last = leader + sum(strides[axis] * (grid.sizes[axis] - 1) for axis in axes)
+    return f"{leader}-{last}" if even and step == 1 else f"{leader} {leader + step} .. {last}"
 
 
 def _rank_table(grid: RankGrid, every_rank: bool) -> str:
-    ranks: list[int | None] = list(range(grid.world_size))
+    ranks: Sequence[int | None] = range(grid.world_size)
     note = ""
     if grid.world_size > MANY and not every_rank:
         first, last = ENDS

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from colossus import __version__
 from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.errors import ConfigError, explain
-from colossus.config.ranges import range_problems
+from colossus.config.ranges import range_problems, vocabulary_problems
 from colossus.config.schema import Config, Named, Parallel
 from colossus.config.signatures import option_problems
 from colossus.registry import (
@@ -29,9 +29,6 @@ from colossus.registry import (
 )
 
 Sizes = tuple[int, int, int, int]
-
-#: datasets whose tokens are bytes
-BYTE_DATASETS = ("PythonStdlib", "TextFolder")
 
 
 class ModelOptions(Protocol):
@@ -130,7 +127,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
             problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {_processes(nproc)}")
     if options is not None:
         problems += options.check(resolved)
-        problems += _vocabulary_problems(config, options)
+        problems += vocabulary_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += _batch_problems(config, resolved)
     if problems:
@@ -235,16 +232,6 @@ def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
     if ways > 1:
         by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
     return [not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor)]
-
-
-def _vocabulary_problems(config: Config, options: ModelOptions) -> list[str]:
-    vocabulary, data = getattr(options, "vocab_size", None), config.data
-    if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
-        return []
-    return [
-        f"model.vocab_size = {vocabulary}: data.type = {data.type!r} is bytes, with ids up to 255; "
-        f"set model.vocab_size to 256 or more"
-    ]
 
 
 def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:

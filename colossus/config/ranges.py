@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from colossus.config.errors import brief
-from colossus.config.schema import Named
+from colossus.config.schema import Config, Named
 from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
+
+#: datasets whose tokens are bytes
+BYTE_DATASETS = ("PythonStdlib", "TextFolder")
 
 
 def _number(value: Any) -> bool:
@@ -52,8 +55,8 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
             for option, (right, words) in _OPTIMIZER.items():
                 if option in options and not right(options[option]):
                     problems.append(f"{key}.{option}: {words}, got {brief(options[option])}")
-            is_unfit = not options.get("momentum") or options.get("dampening")
-            if options.get("nesterov") is True and not problems and is_unfit:
+            plain = not options.get("momentum") or options.get("dampening")
+            if options.get("nesterov") is True and plain and not problems:
                 problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
         return problems
     if registry is DATASETS and "num_workers" in options:
@@ -79,3 +82,14 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
             f"learning rate as a part of optimizer.lr; {getattr(named.type, '__name__', 'it')}{signature}: {error}"
         ]
     return []
+
+
+def vocabulary_problems(config: Config, options: object) -> list[str]:
+    """One line when the model has fewer embeddings than the data has ids, where both are known."""
+    vocabulary, data = getattr(options, "vocab_size", None), config.data
+    if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
+        return []
+    return [
+        f"model.vocab_size = {vocabulary}: data.type = {data.type!r} is bytes, with ids up to 255; "
+        f"set model.vocab_size to 256 or more"
+    ]

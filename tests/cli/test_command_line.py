@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,3 +277,16 @@ def test_doctor_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 0
     assert main(["doctor", "--json", "--nproc", "4"]) == 0
     assert calls == [dict(nproc=2, json=False), dict(nproc=4, json=True)]
+
+
+def test_a_plan_of_a_billion_ranks_is_shown_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "huge.py"
+    file.write_text("parallel = dict(data=10**6, pipeline=10, tensor=100)\ntrain = dict(global_batch_size=10**6)\n")
+    begin = time.monotonic()
+    assert main(["show", str(file)]) == 0
+    assert time.monotonic() - begin < 5
+    out = capsys.readouterr().out
+    assert "pipeline  [0 100000000 .. 900000000]  [1 100000001 .. 900000001]" in out
+    assert "data      [0 100 .. 99999900]  [1 101 .. 99999901]" in out
+    assert "tensor    [0-99]  [100-199]  [200-299]  [300-399]  ... 10000000 groups" in out
+    assert "999999999" in out

@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 from helpers.launched.fake_engine import Diary, FakeEngine
+from helpers.training import config_of
 
+import colossus
 from colossus.engine.fit import FitSummary, evaluation_due, fit
 from colossus.engine.hooks import Hook
 
@@ -72,3 +74,16 @@ def test_fit_goes_on_where_the_engine_is() -> None:
     diary = Diary()
     assert fit(engine, [diary]).steps == 4
     assert diary.lines == ["start", "begin 4", "end 4", "done"]
+
+
+def _falling(progress: float, min_ratio: float, power: int) -> float:
+    return max(min_ratio, (1.0 - progress) ** power)
+
+
+def test_a_function_of_ones_own_is_a_learning_rate_schedule() -> None:
+    schedule = dict(type=_falling, warmup_steps=2, min_ratio=0.1, power=2)
+    engine = colossus.initialize(config_of(dict(data=1), 6, "fp32", lr_schedule=schedule, optimizer=dict(lr=1.0)))
+    try:
+        assert [engine.lr_at(step) for step in (0, 1, 2, 4, 6)] == [0.5, 1.0, 1.0, 0.25, 0.1]
+    finally:
+        engine.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.launching import (
     LAUNCH,
     ROOT,
@@ -276,6 +277,14 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
         (["parallel.zero=1"], {}, "not available in this version"),
+        (["optimizer.weight_decay=-1"], {}, "optimizer.weight_decay: must be a number of at least 0"),
+        pytest.param(
+            ["device=cuda"],
+            {},
+            "device = 'cuda', but torch finds no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here"),
+        ),
+        ([], {"run_dir": "/sys/kernel"}, "--run-dir /sys/kernel: cannot be written to"),
     ],
 )
 def test_config_errors_exit_with_2(
