@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
@@ -40,6 +41,8 @@ class Attention(Layer):
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
     """
 
+    local_layouts = 2
+
     def __init__(
         self,
         hidden_size: int,
@@ -70,7 +73,7 @@ class Attention(Layer):
         self.qkv = Linear(hidden_size, sizes, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
         self.rotary = Rotary(self.head_dim) if rotary else None
-        self.dropout = Dropout(dropout)
+        self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         local, source, output_layout = unwrap(x, self.parallel)
@@ -88,7 +91,7 @@ class Attention(Layer):
     ) -> Tensor:
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
-        query, key, value = (self._heads(output) for output in self.qkv.apply_local(x, source, inner))
+        query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         positions = self._positions(query, inner)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
@@ -101,7 +104,8 @@ class Attention(Layer):
             if documents is not None:
                 mask = _same_document(documents, mask)
             out = self._attend(query, key, value, mask, inner)
-        return self.out.apply_local(out.transpose(-3, -2).flatten(-2), inner, target)
+        attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
+        return attended
 
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
@@ -135,9 +139,10 @@ class Attention(Layer):
                 f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
                 f"token belongs to (with padding as a document of its own)"
             )
-        if self.training and self.dropout.p:
+        rate = self._dropout_rate()
+        if rate:
             raise ValueError(
-                f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
+                f"{self.title}: dropout = {rate} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
         num_tokens = self.parallel.batch_info.num_tokens
@@ -176,6 +181,17 @@ class Attention(Layer):
         source, target = Layout(tuple(user_dims), (), user_partial), Layout(tuple(inner_dims), (), inner_partial)
         return redistribute(mask, source, target, self.context)
 
+    def _dropout_rate(self) -> float:
+        """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
+        if isinstance(self.dropout, nn.Identity):
+            return 0.0
+        if not isinstance(self.dropout, Dropout):
+            raise ValueError(
+                f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
+                f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
+            )
+        return self.dropout.p if self.training else 0.0
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads
         causal = self.causal and mask is None
@@ -183,10 +199,11 @@ class Attention(Layer):
             tokens = query.shape[-2]
             past = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
             mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, float("-inf"))
-        rate = self.dropout.p if self.training else 0.0
+        rate = self._dropout_rate()
         if rate == 0.0:
             return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
         # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
+        assert isinstance(self.dropout, Dropout)
         generator = self.dropout.generator(torch.device("cpu"), inner)
         with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)

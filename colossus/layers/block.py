@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
+from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.mlp import MLP, GatedMLP
@@ -96,7 +97,8 @@ class TransformerBlock(Layer):
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """The block on a plain local tensor laid out as ``at``, as is the result; the rest as in `Attention`."""
-        attended = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask, documents)
-        x = x + self.attention_dropout.apply_local(attended, at)
-        out = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
-        return x + self.mlp_dropout.apply_local(out, at)
+        normal = run_child(self, "attention_norm", x, at, at)
+        attended = run_child(self, "attention", normal, at, at, mask=mask, documents=documents)
+        x = x + run_child(self, "attention_dropout", attended, at, at)
+        out = run_child(self, "mlp", run_child(self, "mlp_norm", x, at, at), at, at)
+        return x + run_child(self, "mlp_dropout", out, at, at)

@@ -44,7 +44,9 @@ class ShardedActivation(Tensor):
                 return func(*args, **kwargs)
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
         name = getattr(func, "__name__", str(func))
-        if func not in _POINTWISE:
+        # an autograd function that returns its input asks for a view of it: torch's full backward hooks do
+        same = func is Tensor.view_as and args[0] is args[1]
+        if func not in _POINTWISE and not same:
             raise ValueError(_refusal(name, first))
         for arg in (*args, *kwargs.values()):
             if not isinstance(arg, Tensor) or arg is first:
@@ -58,7 +60,9 @@ class ShardedActivation(Tensor):
             elif Tensor.dim(arg) > 0 or arg.requires_grad:
                 raise ValueError(
                     f"{name}: a plain tensor of shape {tuple(arg.shape)} meets an activation that is split "
-                    f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
+                    f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) "
+                    f"first, or inside of a column/row pair let it come from a colossus.layers.Linear(.., "
+                    f"split='column'), whose output is split alike (the second matrix of LoRA, say)"
                 )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
