@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
@@ -33,13 +38,17 @@ def computes_as_ours(module: nn.Module) -> bool:
 
 def is_listened_to(module: nn.Module) -> bool:
     """Whether a call of the module runs more than its ``forward``: hooks, its own or global, or a compiled one."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or _global_forward_hooks
+        or _global_forward_pre_hooks
+        or _global_backward_hooks
+        or _global_backward_pre_hooks
         or module._compiled_call_impl is not None
-        or _has_any_global_hook()
     )
 
 
@@ -66,13 +75,13 @@ def run_child(
         ValueError: when the child returns something else than these tensors.
     """
     child: Any = getattr(parent, name)
-    parallel: ModelParallel = parent.parallel  # type: ignore[assignment]
     ours = computes_as_ours(child)
     if ours and not is_listened_to(child):
         if child.local_layouts == 2 and (outputs is None) != child.is_fused:
             return child.apply_local(x, source, target, **more)
-        if child.local_layouts == 1 and source == target and outputs is None:
+        if child.local_layouts == 1 and outputs is None and (source is target or source == target):
             return child.apply_local(x, source, **more)
+    parallel: ModelParallel = parent.parallel  # type: ignore[assignment]
     marked = wrap(x, source, target, parallel)
     if not ours:
         marked = to_user(marked)
