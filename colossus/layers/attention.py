@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
@@ -37,6 +41,11 @@ class Attention(Layer):
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
         Padding is a document of its own, say -1.
 
+    Args:
+        rotary: whether queries and keys are turned by their positions (2104.09864).
+        rotary_base: 10000 in Llama 2, 500000 in Llama 3.
+        rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
+
     Raises:
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
     """
@@ -53,6 +62,8 @@ class Attention(Layer):
         causal: bool = True,
         dropout: float = 0.0,
         rotary: bool = False,
+        rotary_base: float = 10000.0,
+        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         init: Initializer | None = None,
         out_init: Initializer | None = None,
         bias_init: Initializer | None = None,
@@ -72,7 +83,9 @@ class Attention(Layer):
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
         self.qkv = Linear(hidden_size, sizes, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
-        self.rotary = Rotary(self.head_dim) if rotary else None
+        if isinstance(rotary_scaling, Mapping):
+            rotary_scaling = RotaryScaling(**rotary_scaling)
+        self.rotary = Rotary(self.head_dim, rotary_base, rotary_scaling) if rotary else None
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:

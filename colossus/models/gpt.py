@@ -58,10 +58,13 @@ class GPT(nn.Module):
                 o.ffn_hidden_size,
                 bias=o.bias,
                 norm=o.norm,
+                norm_eps=o.norm_eps,
                 mlp=o.mlp,
                 dropout=o.dropout,
                 attention_dropout=o.attention_dropout,
                 rotary=o.positions == "rotary",
+                rotary_base=o.rotary_base,
+                rotary_scaling=o.rotary_scaling,
                 activation_checkpoint=o.activation_checkpoint,
                 init=init,
                 out_init=residual_init,
@@ -69,7 +72,7 @@ class GPT(nn.Module):
             )
             for _ in range(o.num_layers)
         )
-        self.norm = make_norm(o.norm, o.hidden_size, o.bias)
+        self.norm = make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=init)
 
