@@ -43,11 +43,11 @@ class Rotary(nn.Module):
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair, [head_dim / 2], in float64."""
-        steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
-        frequencies = self.base**-steps
         if self.scaling is None:
-            return frequencies
-        return torch.tensor([self.scaling.scale(f) for f in frequencies.tolist()], dtype=torch.float64, device=device)
+            steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+            return self.base**-steps
+        scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
+        return torch.tensor(scaled, dtype=torch.float64, device=device)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
