@@ -229,6 +229,18 @@ def test_as_in_torch(mode: str) -> None:
         assert not found, "\n".join(found[:40])
 
 
+@pytest.mark.parametrize("options", [dict(coalesce=True), dict(weight_scope="step")], ids=str)
+def test_weights_that_move_together_or_stay(options: dict[str, Any]) -> None:
+    """A weight that a user's own module may leave unused is not gathered with others."""
+
+    def body(context: ParallelContext) -> list[str]:
+        names = ("forward hooks of mlp.up", "replace_up", "lora_up", "own_row", "replace_out")
+        return [line for name in names for line in differences(context, name, "outer", {})]
+
+    for found in MODES["2d"].run(body, **options):
+        assert not found, "\n".join(found)
+
+
 # -- how often, with which shapes, and what it costs ------------------------------------------------------------
 
 
