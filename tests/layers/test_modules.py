@@ -152,13 +152,6 @@ def instance_forward(block: Any, ours: bool) -> None:
     block.mlp.forward = lambda x: before(x.cumsum(-1)).cumsum(-1)
 
 
-def spectral(block: Any, ours: bool) -> None:
-    """A parametrization that lives in a forward pre-hook."""
-    module = block.mlp_norm
-    module.factor = nn.Parameter(torch.ones(()))
-    module.register_forward_pre_hook(lambda module, args: (args[0] * 3.0 + args[0].square(),))
-
-
 CHANGES: dict[str, Callable[[Any, bool], None]] = {
     **{f"forward hooks of {name}": hook(name) for name in ("mlp", "mlp_norm", "mlp.up", "mlp.down", "attention",
                                                           "attention_norm", "attention.out")},
