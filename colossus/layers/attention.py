@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import local_mask
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
@@ -38,9 +42,16 @@ class Attention(Layer):
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
         Padding is a document of its own, say -1.
 
+    Args:
+        rotary: whether queries and keys are turned by their positions (2104.09864).
+        rotary_base: 10000 in Llama 2, 500000 in Llama 3.
+        rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
+
     Raises:
         ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
     """
+
+    local_layouts = 2
 
     def __init__(
         self,
@@ -52,6 +63,8 @@ class Attention(Layer):
         causal: bool = True,
         dropout: float = 0.0,
         rotary: bool = False,
+        rotary_base: float = 10000.0,
+        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         init: Initializer | None = None,
         out_init: Initializer | None = None,
         bias_init: Initializer | None = None,
@@ -72,8 +85,10 @@ class Attention(Layer):
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
         self.qkv = Linear(hidden_size, sizes, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
-        self.rotary = Rotary(self.head_dim) if rotary else None
-        self.dropout = Dropout(dropout)
+        if isinstance(rotary_scaling, Mapping):
+            rotary_scaling = RotaryScaling(**rotary_scaling)
+        self.rotary = Rotary(self.head_dim, rotary_base, rotary_scaling) if rotary else None
+        self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         local, source, output_layout = unwrap(x, self.parallel)
@@ -91,7 +106,7 @@ class Attention(Layer):
     ) -> Tensor:
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
-        query, key, value = (self._heads(output) for output in self.qkv.apply_local(x, source, inner))
+        query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         positions = self._positions(query, inner)
         if self.rotary is not None:
             query, key = self.rotary(query, positions), self.rotary(key, positions)
@@ -104,7 +119,8 @@ class Attention(Layer):
             if documents is not None:
                 mask = _same_document(documents, mask)
             out = self._attend(query, key, value, mask, inner)
-        return self.out.apply_local(out.transpose(-3, -2).flatten(-2), inner, target)
+        attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
+        return attended
 
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
@@ -138,9 +154,10 @@ class Attention(Layer):
                 f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
                 f"token belongs to (with padding as a document of its own)"
             )
-        if self.training and self.dropout.p:
+        rate = self._dropout_rate()
+        if rate:
             raise ValueError(
-                f"{self.title}: dropout = {self.dropout.p} of attention weights is not there under parallel.sequence: "
+                f"{self.title}: dropout = {rate} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
         num_tokens = self.parallel.batch_info.num_tokens
@@ -161,6 +178,17 @@ class Attention(Layer):
             return mask
         return local_mask(mask, batch, self.parallel.regions.inner, self.parallel)
 
+    def _dropout_rate(self) -> float:
+        """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
+        if isinstance(self.dropout, nn.Identity):
+            return 0.0
+        if not isinstance(self.dropout, Dropout):
+            raise ValueError(
+                f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
+                f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
+            )
+        return self.dropout.p if self.training else 0.0
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, inner: Activation) -> Tensor:
         grouped = self.num_kv_heads != self.num_heads
         causal = self.causal and mask is None
@@ -168,10 +196,11 @@ class Attention(Layer):
             tokens = query.shape[-2]
             past = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
             mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, float("-inf"))
-        rate = self.dropout.p if self.training else 0.0
+        rate = self._dropout_rate()
         if rate == 0.0:
             return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
         # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
+        assert isinstance(self.dropout, Dropout)
         generator = self.dropout.generator(torch.device("cpu"), inner)
         with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)

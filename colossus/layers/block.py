@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
+from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.mlp import MLP, GatedMLP
 from colossus.layers.norm import LayerNorm, RMSNorm
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 
 
-def make_norm(kind: str, hidden_size: int, bias: bool) -> LayerNorm | RMSNorm:
-    """``layernorm`` or ``rmsnorm``."""
+def make_norm(kind: str, hidden_size: int, bias: bool, eps: float | None = None) -> LayerNorm | RMSNorm:
+    """``layernorm`` (by default with eps 1e-5) or ``rmsnorm`` (1e-6)."""
     if kind == "layernorm":
-        return LayerNorm(hidden_size, bias=bias)
+        return LayerNorm(hidden_size, eps=1e-5 if eps is None else eps, bias=bias)
     if kind == "rmsnorm":
-        return RMSNorm(hidden_size, eps=1e-6)
+        return RMSNorm(hidden_size, eps=1e-6 if eps is None else eps)
     raise ValueError(f"norm = {kind!r}: use 'layernorm' or 'rmsnorm'")
 
 
@@ -33,6 +36,8 @@ class TransformerBlock(Layer):
     tensor; between ``to_outer`` and ``to_user`` activations stay split as the mode splits them.
 
     Args:
+        norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
+        rotary, rotary_base, rotary_scaling: as of `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective``
             (keep matmuls, attention and collectives, recompute the rest).
     """
@@ -47,10 +52,13 @@ class TransformerBlock(Layer):
         bias: bool = True,
         causal: bool = True,
         norm: str = "layernorm",
+        norm_eps: float | None = None,
         mlp: str = "gelu",
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         rotary: bool = False,
+        rotary_base: float = 10000.0,
+        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         activation_checkpoint: str = "none",
         init: Initializer | None = None,
         out_init: Initializer | None = None,
@@ -59,12 +67,13 @@ class TransformerBlock(Layer):
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
         self.activation_checkpoint = activation_checkpoint
-        self.attention_norm = make_norm(norm, hidden_size, bias)
+        self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
-            causal=causal, dropout=attention_dropout, rotary=rotary, **inits,
+            causal=causal, dropout=attention_dropout,
+            rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
-        self.mlp_norm = make_norm(norm, hidden_size, bias)
+        self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.mlp: nn.Module
         if mlp == "gelu":
             self.mlp = MLP(hidden_size, ffn_size, bias, **inits)
@@ -96,7 +105,8 @@ class TransformerBlock(Layer):
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """The block on a plain local tensor laid out as ``at``, as is the result; the rest as in `Attention`."""
-        attended = self.attention.apply_local(self.attention_norm.apply_local(x, at), at, at, mask, documents)
-        x = x + self.attention_dropout.apply_local(attended, at)
-        out = self.mlp.apply_local(self.mlp_norm.apply_local(x, at), at, at)  # type: ignore[operator]
-        return x + self.mlp_dropout.apply_local(out, at)
+        normal = run_child(self, "attention_norm", x, at, at)
+        attended = run_child(self, "attention", normal, at, at, mask=mask, documents=documents)
+        x = x + run_child(self, "attention_dropout", attended, at, at)
+        out = run_child(self, "mlp", run_child(self, "mlp_norm", x, at, at), at, at)
+        return x + run_child(self, "mlp_dropout", out, at, at)

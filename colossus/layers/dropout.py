@@ -18,6 +18,8 @@ class Dropout(Layer):
     mask, ranks that hold different shards draw different ones, and recomputation draws the same again.
     """
 
+    local_layouts = 1
+
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:

@@ -64,14 +64,24 @@ class Embedding(Layer):
         layout = self.sharding.weight if self.sharding else Layout.whole(2)
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
         self._routes: dict[tuple[Activation, int], _LookupRoutes] = {}
+        self._target: Activation | None = None
         rows = self._lookup_layout(self.sharding) if self.sharding else self.parallel.regions.user
         self.decide_gradients(self.weight, rows)
 
     def forward(self, ids: Tensor) -> Tensor:
-        user = self.parallel.regions.user
+        target = self._target or self.parallel.regions.user
         if self.sharding is not None and ids.dim() == 0:  # as a batch of one
             return self.forward(ids.unsqueeze(0)).squeeze(0)
-        return wrap(self.apply_local(ids, user), user, user, self.parallel)
+        return wrap(self.apply_local(ids, target), target, target, self.parallel)
+
+    def call_for(self, ids: Tensor, target: Activation) -> Tensor:
+        """``self(ids)``, with its hooks, laid out as ``target`` instead of whole."""
+        self._target = target
+        try:
+            x: Tensor = self(ids)
+        finally:
+            self._target = None
+        return x
 
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
@@ -195,6 +205,8 @@ class PositionEmbedding(Layer):
     Raises:
         ValueError: for more tokens than positions.
     """
+
+    local_layouts = 1
 
     def __init__(
         self,

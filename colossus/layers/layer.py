@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,7 +20,25 @@ from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, 
 
 
 class Layer(NamedModule):
-    """Base of the layers."""
+    """Base of the layers.
+
+    Attributes:
+        own_forward: the ``forward`` that the class has from colossus; another one is a user's.
+        local_layouts: how many layouts ``apply_local``, the shorter way of the same, takes: 2 are those of input and
+            output, 1 is that of both; 0 without one. To be said anew by a class with a ``forward`` of its own.
+        is_fused: whether it gives several outputs, as a tuple.
+    """
+
+    own_forward: ClassVar[Callable[..., Any] | None] = None
+    local_layouts: ClassVar[int] = 0
+    is_fused: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.local_layouts = vars(cls).get("local_layouts", 0)
+            if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+                cls.own_forward = vars(cls)["forward"]
 
     def __init__(self) -> None:
         super().__init__()

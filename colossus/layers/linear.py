@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.construct.init import torch_linear
+from colossus.layers.children import computes_as_ours
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
 from colossus.layout.activation import Activation
@@ -50,6 +51,8 @@ class Linear(Layer):
     Raises:
         ValueError: when a pair's sizes do not divide over the tensor ranks.
     """
+
+    local_layouts = 2
 
     def __init__(
         self,
@@ -180,8 +183,14 @@ class Linear(Layer):
         return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"
 
 
-def coalesce_weights(owner: Layer, *linears: Linear) -> None:
-    """Let the weights of linears that follow each other move in one collective, where the config asks for it."""
+def coalesce_weights(owner: Layer, *linears: nn.Module) -> None:
+    """Let the weights of linears that follow each other move in one collective, where the config asks for it.
+
+    Not those of a user's own module or ``forward``, which may leave a weight unused.
+    """
     weights = owner.parallel.weights
-    if weights.coalesces and owner.is_split and not weights.is_coalesced(linears[0].weight):
-        weights.coalesce(*(linear.grouped_weight for linear in linears))
+    if not weights.coalesces or not owner.is_split:
+        return
+    ours = [linear for linear in linears if isinstance(linear, Linear) and computes_as_ours(linear)]
+    if len(ours) == len(linears) and not weights.is_coalesced(ours[0].weight):
+        weights.coalesce(*(linear.grouped_weight for linear in ours))

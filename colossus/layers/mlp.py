@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.layers.children import run_child
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.sharded import unwrap, wrap
@@ -17,6 +18,9 @@ from colossus.layout.parameter import Initializer
 
 class _ColumnRowPair(Layer):
     """A column linear ``up`` and a row linear ``down``, between which features stay split."""
+
+    local_layouts = 2
+    num_outputs: int | None = None  # of ``up``, where it is fused
 
     up: Linear
     down: Linear
@@ -28,7 +32,8 @@ class _ColumnRowPair(Layer):
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.up, self.down)
-        return self.down.apply_local(self._activation(self.up.apply_local(x, source, inner)), inner, target)
+        up = run_child(self, "up", x, source, inner, outputs=self.num_outputs)
+        return run_child(self, "down", self._activation(up), inner, target)
 
     def _activation(self, up: Any) -> Tensor:
         """From the output or outputs of ``up`` to the input of ``down``."""
@@ -60,6 +65,8 @@ class MLP(_ColumnRowPair):
 
 class GatedMLP(_ColumnRowPair):
     """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+
+    num_outputs = 2
 
     def __init__(
         self,

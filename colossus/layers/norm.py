@@ -28,6 +28,8 @@ from colossus.layout.parameter import Initializer
 class _Norm(Layer):
     """Base of both: parameters of the normalized shape, replicated on all tensor ranks."""
 
+    local_layouts = 1
+
     def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
         super().__init__()
         shape = tuple(normalized_shape) if isinstance(normalized_shape, Sequence) else (normalized_shape,)

@@ -5,21 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from colossus.layers.rotary_scaling import RotaryScaling
+
 _Key = tuple[int, torch.dtype, torch.device, int]
 
 
 class Rotary(nn.Module):
     """Rotates pairs (i, i + d/2) of each head by position * base^(-2i/d). Input and output [.., tokens, head_dim].
 
+    Args:
+        scaling: of the frequencies, for sequences longer than those a model was first trained on.
+
     Raises:
-        ValueError: for an odd head_dim.
+        ValueError: for an odd head_dim, or a base that is not above 1.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+    def __init__(self, head_dim: int, base: float = 10000.0, scaling: RotaryScaling | None = None) -> None:
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
-        self.head_dim, self.base = head_dim, base
+        if not base > 1:
+            raise ValueError(f"rotary positions: base = {base} is not above 1 (10000 is common)")
+        self.head_dim, self.base, self.scaling = head_dim, base, scaling
         self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def _cos_sin_of(
@@ -29,12 +36,19 @@ class Rotary(nn.Module):
         if key not in self._cos_sin:
             self._cos_sin.clear()  # only the last positions are kept
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
-                steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
                 indices = torch.arange(tokens, device=device) if positions is None else positions
-                angles = indices.to(torch.float64)[:, None] * self.base**-steps
+                angles = indices.to(torch.float64)[:, None] * self._frequencies(device)
                 angles = torch.cat((angles, angles), dim=-1)
                 self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
         return self._cos_sin[key][:2]
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        """Radians per token of each pair, [head_dim / 2], in float64."""
+        if self.scaling is None:
+            steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+            return self.base**-steps
+        scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
+        return torch.tensor(scaled, dtype=torch.float64, device=device)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""

@@ -54,8 +54,10 @@ class ShardedActivation(SplitTensor):
         if func is Tensor.register_hook:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(first, first._split_hook(*args[1:], **kwargs))
+        # an autograd function that returns its input asks for a view of it: torch's full backward hooks do
+        is_own_view = func is Tensor.view_as and args[0] is args[1]
         with torch._C.DisableTorchFunctionSubclass():
-            if not is_pointwise(func, args, kwargs):
+            if not is_own_view and not is_pointwise(func, args, kwargs):
                 raise ValueError(_refusal(name, first))
             _check_operands(name, first, (*args, *kwargs.values()))
             out = func(*args, **kwargs)
@@ -100,7 +102,9 @@ def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ..
         elif operand.dim() > 0 or operand.requires_grad:
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
-                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first"
+                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first, or "
+                f"inside of a column/row pair let it come from a colossus.layers.Linear(.., split='column'), whose output "
+                f"is split alike (the second matrix of LoRA, say)"
             )
 
 

@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from colossus.construct.init import Constant, Normal
 from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
+from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-from colossus.layers.sharded import wrap
+from colossus.layers.sharded import to_outer, to_user, wrap
+from colossus.layout.activation import Activation
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
 
@@ -56,10 +58,13 @@ class GPT(nn.Module):
                 o.ffn_hidden_size,
                 bias=o.bias,
                 norm=o.norm,
+                norm_eps=o.norm_eps,
                 mlp=o.mlp,
                 dropout=o.dropout,
                 attention_dropout=o.attention_dropout,
                 rotary=o.positions == "rotary",
+                rotary_base=o.rotary_base,
+                rotary_scaling=o.rotary_scaling,
                 activation_checkpoint=o.activation_checkpoint,
                 init=init,
                 out_init=residual_init,
@@ -67,7 +72,7 @@ class GPT(nn.Module):
             )
             for _ in range(o.num_layers)
         )
-        self.norm = make_norm(o.norm, o.hidden_size, o.bias)
+        self.norm = make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=init)
 
@@ -79,31 +84,44 @@ class GPT(nn.Module):
         """The model as a chain: embedding, transformer blocks, head."""
         return [
             PipelineBlock(self._embed, self.embedding, self.positions, self.dropout, name="embedding"),
-            *(PipelineBlock(partial(_run_block, block), block) for block in self.blocks),
+            *(PipelineBlock(partial(self._run_block, block), block) for block in self.blocks),
             PipelineBlock(self._logits, self.norm, self.head, name="head"),
         ]
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
         outer = self.parallel.regions.outer
-        x = self.embedding.apply_local(ids, outer)
+        x = self._look_up(ids, outer)
         if self.positions is not None:
-            x = self.positions.apply_local(x, outer)
-        x = wrap(self.dropout.apply_local(x, outer), outer, outer, self.parallel)
+            x = run_child(self, "positions", x, outer, outer)
+        x = wrap(run_child(self, "dropout", x, outer, outer), outer, outer, self.parallel)
         return x if documents is None else (x, documents)
 
+    def _look_up(self, ids: Tensor, target: Activation) -> Tensor:
+        embedding: nn.Module = self.embedding
+        if not isinstance(embedding, Embedding) or not computes_as_ours(embedding):
+            return to_local(embedding(ids), target, self.parallel)
+        if is_listened_to(embedding):
+            return to_local(embedding.call_for(ids, target), target, self.parallel)
+        return embedding.apply_local(ids, target)
+
     def _logits(self, hidden: Hidden) -> Tensor:
-        logits: Tensor = self.head(self.norm(hidden[0] if isinstance(hidden, tuple) else hidden))
+        x = self._between_blocks(self.norm, hidden[0] if isinstance(hidden, tuple) else hidden)
+        logits: Tensor = self.head(x if computes_as_ours(self.head) else to_user(x))
         return logits
+
+    def _run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:
+        if not isinstance(hidden, tuple):
+            return self._between_blocks(block, hidden)
+        return self._between_blocks(block, hidden[0], documents=hidden[1]), hidden[1]
+
+    def _between_blocks(self, module: nn.Module, x: Tensor, **more: Tensor) -> Tensor:
+        """A module that a user put in the place of one of ours gets, and gives, the user layout."""
+        if computes_as_ours(module):
+            return module(x, **more)
+        return to_outer(module(to_user(x), **more), self.parallel)
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""
         o = self.options
         return cross_entropy(logits, batch["labels"], label_smoothing=o.label_smoothing, z_loss=o.z_loss)
-
-
-def _run_block(block: nn.Module, hidden: Hidden) -> Hidden:
-    if not isinstance(hidden, tuple):
-        x: Tensor = block(hidden)
-        return x
-    return block(hidden[0], documents=hidden[1]), hidden[1]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple, round_up
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
@@ -32,6 +33,10 @@ def _default_ffn(values: dict[str, Any]) -> int:
     """
     hidden: int = values["hidden_size"]
     return 4 * hidden if values["mlp"] == "gelu" else round_up(-(-8 * hidden // 3), 64)
+
+
+def _default_eps(values: dict[str, Any]) -> float:
+    return 1e-5 if values["norm"] == "layernorm" else 1e-6
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,13 @@ class GPTOptions(BaseModel):
     mlp: Literal["gelu", "swiglu"] = "gelu"
     ffn_hidden_size: Count = Field(default_factory=_default_ffn)
     positions: Literal["learned", "rotary"] = "learned"
+    #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
+    rotary_base: Annotated[float, Field(gt=1)] = 10000.0
+    #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
+    rotary_scaling: RotaryScaling | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    #: of all norms; default 1e-5 for layernorm and 1e-6 for rmsnorm
+    norm_eps: Annotated[float, Field(gt=0)] = Field(default_factory=_default_eps)
     dropout: Probability = 0.0
     attention_dropout: Probability = 0.0
     tie_embeddings: bool = True
@@ -87,7 +98,7 @@ class GPTOptions(BaseModel):
     def _none_is_default(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        derived = ("num_kv_heads", "ffn_hidden_size")
+        derived = ("num_kv_heads", "ffn_hidden_size", "norm_eps")
         return {key: item for key, item in value.items() if not (key in derived and item is None)}
 
     @property
@@ -99,9 +110,21 @@ class GPTOptions(BaseModel):
         rotary = self.positions == "rotary"
         return [
             *head_problems(self.hidden_size, self.num_heads, self.num_kv_heads, rotary=rotary, prefix="model."),
+            *self._check_rotary(),
             *self._check_pipeline(parallel),
             *self._check_sequence(parallel),
             *self._check_tensor(parallel.tensor),
+        ]
+
+    def _check_rotary(self) -> list[str]:
+        if self.positions == "rotary":
+            return []
+        given = [key for key in ("rotary_base", "rotary_scaling") if key in self.model_fields_set]
+        return [
+            f"model.{key} = {getattr(self, key)!r} says how positions are rotated, but model.positions = "
+            f"{self.positions!r}; set positions='rotary', or leave {key} out"
+            for key in given
+            if getattr(self, key) != type(self).model_fields[key].default
         ]
 
     def _check_pipeline(self, parallel: Any) -> list[str]:

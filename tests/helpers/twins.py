@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.options import GPTOptions
 
 
@@ -22,6 +23,7 @@ class PlainAttention(nn.Module):
         super().__init__()
         kv = o.num_kv_heads * o.head_dim
         self.head_dim, self.rotary = o.head_dim, o.positions == "rotary"
+        self.base, self.scaling = o.rotary_base, o.rotary_scaling
         self.qkv = nn.ModuleDict(
             {
                 "query": nn.Linear(o.hidden_size, o.hidden_size, o.bias),
@@ -47,11 +49,23 @@ class PlainAttention(nn.Module):
 
     def turn(self, x: Tensor) -> Tensor:
         half = self.head_dim // 2
-        rate = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        rate = self.base ** (-torch.arange(half, dtype=torch.float64) / half)
+        if self.scaling is not None:
+            rate = llama3_rates(rate, self.scaling)
         angle = torch.arange(x.shape[-2], dtype=torch.float64)[:, None] * rate
         turned = torch.polar(torch.ones_like(angle), angle).to(torch.complex128)
         pairs = torch.complex(x[..., :half].double(), x[..., half:].double()) * turned
         return torch.cat((pairs.real, pairs.imag), -1).to(x.dtype)
+
+
+def llama3_rates(rate: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Llama 3.1's scaling by wavelengths, as its reference code writes it."""
+    length = scaling.original_max_position_embeddings
+    wave = 2 * torch.pi / rate
+    smooth = (length / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between = (1 - smooth) * rate / scaling.factor + smooth * rate
+    scaled = torch.where(wave > length / scaling.low_freq_factor, rate / scaling.factor, between)
+    return torch.where(wave < length / scaling.high_freq_factor, rate, scaled)
 
 
 class PlainMLP(nn.Module):
@@ -73,7 +87,9 @@ class PlainMLP(nn.Module):
 
 
 def plain_norm(o: GPTOptions) -> nn.Module:
-    return nn.LayerNorm(o.hidden_size, bias=o.bias) if o.norm == "layernorm" else nn.RMSNorm(o.hidden_size, eps=1e-6)
+    if o.norm == "layernorm":
+        return nn.LayerNorm(o.hidden_size, eps=o.norm_eps, bias=o.bias)
+    return nn.RMSNorm(o.hidden_size, eps=o.norm_eps)
 
 
 class PlainBlock(nn.Module):

@@ -193,7 +193,7 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert "follows one process over 3 steps, tolerance 1e-09" in out
     assert counts(out)["losses"] == counts(out)["gradient norms"] == 3
     assert counts(out)["initial values"] * 3 == counts(out)["gradients"] == counts(out)["weights after a step"] == 108
-    assert counts(out)["outputs of modules"] == 3 * 5, "two blocks, the norm, the head, the model"
+    assert counts(out)["outputs of modules"] == 3 * 8, "embedding, positions, dropout, two blocks, norm, head, model"
     assert "not compared: 3" in out, "the 32 key biases have no gradient"
 
 
@@ -491,7 +491,7 @@ def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
     tensors = 36 if plan == "tied" else 37
     kinds = ("initial values", "gradients", "weights after a step")
     assert [counts(out)[kind] for kind in kinds] == [tensors] * 3
-    assert counts(out)["outputs of modules"] == 5, "two blocks, the norm, the head, the model"
+    assert counts(out)["outputs of modules"] == 8, "embedding, positions, dropout, two blocks, norm, head, model"
     assert counts(out)["samples"] == (3 if plan == "tied" else 2), "all, and those of ranks on one shard"
     assert "not compared: 32 weights" in out
     if plan == "tied":

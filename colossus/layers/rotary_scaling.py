@@ -1,0 +1,39 @@
+"""How Llama 3.1 and later stretch rotary positions to longer sequences. No torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class RotaryScaling(BaseModel):
+    """The scaling of Llama 3.1 (2407.21783); the keys are those of ``rope_scaling`` in its Hugging Face configs.
+
+    Frequencies that turn less than ``low_freq_factor`` times over the original length are divided by ``factor``, those
+    that turn more than ``high_freq_factor`` times stay as they are, and in between one goes over into the other.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    factor: Annotated[float, Field(ge=1)]
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    original_max_position_embeddings: Annotated[int, Field(ge=1)] = 8192
+    rope_type: Literal["llama3"] = "llama3"
+
+    @model_validator(mode="after")
+    def _in_order(self) -> RotaryScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}"
+            )
+        return self
+
+    def scale(self, frequency: float) -> float:
+        """The frequency, in radians per token, that takes the place of another."""
+        turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = min(1.0, max(0.0, kept))
+        return frequency * (kept + (1 - kept) / self.factor)

@@ -1,0 +1,456 @@
+"""Hooks, overridden forwards, replaced children and LoRA inside of our blocks, against plain torch, in every mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.modes import BATCH, MODES, TOKENS, Mode, own
+from helpers.ranks import RankError
+from helpers.twins import PlainBlock, options_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm import accounting
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.models.gpt import GPT
+
+HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
+PLAIN = Mode("1d", (1,))
+ALL = {"none": PLAIN, **{name: MODES[name] for name in ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d")}}
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+X, W = numbers(BATCH, TOKENS, HIDDEN), numbers(BATCH, TOKENS, HIDDEN, seed=9)
+
+
+# -- what users do --------------------------------------------------------------------------------------------
+
+
+class ScaledMLP(nn.Module):
+    """An MLP of plain torch, put in the place of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(HIDDEN))
+        self.inner = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.softmax(x * self.scale, dim=-1)) + x.cumsum(-1)
+
+
+class Lora(nn.Module):
+    """Around a linear: ``second`` makes the matrix whose output joins that of the base."""
+
+    def __init__(self, base: nn.Module, inputs: int, second: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(inputs, RANK, bias=False), second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def overridden(base: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with a forward of its own around the one it has."""
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.layer_norm(x, x.shape[-1:])
+            return super().forward(x).flip(-1) * torch.linspace(1, 2, HIDDEN, dtype=x.dtype)
+
+    return Own
+
+
+def doubled(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return out * 2.0
+
+
+def shifted(module: nn.Module, args: Any) -> Any:
+    return (args[0] + 0.5, *args[1:])
+
+
+def hook(name: str) -> Callable[[nn.Module, bool], None]:
+    def change(block: nn.Module, ours: bool) -> None:
+        block.get_submodule(name).register_forward_hook(doubled)
+        block.get_submodule(name).register_forward_pre_hook(shifted)
+
+    return change
+
+
+def backward_hook(name: str) -> Callable[[nn.Module, bool], None]:
+    def change(block: nn.Module, ours: bool) -> None:
+        block.get_submodule(name).register_full_backward_hook(lambda module, into, out: (into[0] * 1.5,))
+        block.get_submodule(name).register_full_backward_pre_hook(lambda module, out: (out[0] * 0.75,))
+
+    return change
+
+
+def replace_mlp(block: Any, ours: bool) -> None:
+    block.mlp = ScaledMLP()
+
+
+def replace_up(block: Any, ours: bool) -> None:
+    block.mlp.up = nn.Linear(HIDDEN, WIDE)
+
+
+def replace_norm(block: Any, ours: bool) -> None:
+    block.mlp_norm = nn.LayerNorm(HIDDEN)
+    block.attention_norm = nn.Identity()
+
+
+def replace_by_ours(block: Any, ours: bool) -> None:
+    block.mlp_norm = layers.Linear(HIDDEN, HIDDEN) if ours else nn.Linear(HIDDEN, HIDDEN)
+    block.mlp = layers.LayerNorm(HIDDEN) if ours else nn.LayerNorm(HIDDEN)
+
+
+def replace_out(block: Any, ours: bool) -> None:
+    block.attention.out = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.LayerNorm(HIDDEN))
+
+
+def lora_up(block: Any, ours: bool) -> None:
+    second = layers.Linear(RANK, WIDE, bias=False, split="column") if ours else nn.Linear(RANK, WIDE, bias=False)
+    block.mlp.up = Lora(block.mlp.up, HIDDEN, second)
+
+
+def lora_down(block: Any, ours: bool) -> None:
+    block.mlp.down = Lora(block.mlp.down, WIDE, nn.Linear(RANK, HIDDEN, bias=False))
+    block.attention.out = Lora(block.attention.out, HIDDEN, nn.Linear(RANK, HIDDEN, bias=False))
+
+
+def own_norm(block: Any, ours: bool) -> None:
+    block.attention_norm = overridden(layers.LayerNorm if ours else nn.LayerNorm)(HIDDEN)
+
+
+def own_row(block: Any, ours: bool) -> None:
+    block.mlp.down = (
+        overridden(layers.Linear)(WIDE, HIDDEN, split="row") if ours else overridden(nn.Linear)(WIDE, HIDDEN)
+    )
+
+
+def own_mlp(block: Any, ours: bool) -> None:
+    block.mlp.__class__ = overridden(type(block.mlp))
+
+
+def own_attention(block: Any, ours: bool) -> None:
+    block.attention.__class__ = overridden(type(block.attention))
+
+
+def instance_forward(block: Any, ours: bool) -> None:
+    """As libraries do that wrap a model in place."""
+    before = block.mlp.forward
+    block.mlp.forward = lambda x: before(x.cumsum(-1)).cumsum(-1)
+
+
+CHANGES: dict[str, Callable[[Any, bool], None]] = {
+    **{f"forward hooks of {name}": hook(name) for name in ("mlp", "mlp_norm", "mlp.up", "mlp.down", "attention",
+                                                          "attention_norm", "attention.out")},
+    **{f"backward hooks of {name}": backward_hook(name) for name in ("mlp", "mlp_norm", "mlp.up", "mlp.down",
+                                                                    "attention", "attention_norm", "attention.out")},
+    "hooks of the block": lambda block, ours: (block.register_forward_hook(doubled), None)[1],
+    **{change.__name__: change for change in (replace_mlp, replace_up, replace_norm, replace_by_ours, replace_out,
+                                              lora_up, lora_down, own_norm, own_row, own_mlp, own_attention,
+                                              instance_forward)},
+}  # fmt: skip
+
+
+# -- comparison -----------------------------------------------------------------------------------------------
+
+
+def differences(context: ParallelContext, name: str, place: str, options: dict[str, Any]) -> list[str]:
+    change = CHANGES[name]
+
+    def factory() -> nn.Module:
+        block = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, **options)
+        change(block, True)
+        return block
+
+    ours = colossus.build(factory, context, dtype=torch.float64)
+    plain = PlainBlock(options_of("gpt", HIDDEN, HEADS, WIDE)).double()
+    change(plain, False)
+    plain = plain.double()
+    plain.load_state_dict(full_state_dict(ours, context))
+    mine, whole = own(context, X).clone().requires_grad_(), X.clone().requires_grad_()
+    out = layers.to_user(ours(layers.to_outer(mine, ours.parallel) if place == "outer" else mine))
+    want = plain(whole)
+    (out * own(context, W)).sum().backward()
+    (want * W).sum().backward()
+    found = compare("output", out, own(context, want))
+    found += compare("gradient of the input", mine.grad, own(context, whole.grad))
+    for parameter in ours.parameters():
+        axes = gradient_sum_axes(parameter, context)
+        if axes and parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+    grads = full_state_dict(ours, context, gradients=True)
+    expected = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
+    assert grads.keys() == expected.keys()
+    for key, reference in expected.items():
+        found += compare(f"gradient of {key}", grads[key], reference)
+    return [f"{name}, {place}, {options}: {line}" for line in found]
+
+
+def compare(what: str, mine: Any, want: Any) -> list[str]:
+    if mine.shape != want.shape:
+        return [f"{what}: shape {tuple(mine.shape)}, not {tuple(want.shape)}"]
+    error = (mine - want).abs().max().item() / max(1.0, want.abs().max().item())
+    return [] if error < 1e-10 else [f"{what}: {error:.1e}"]
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_as_in_torch(mode: str) -> None:
+    def body(context: ParallelContext) -> list[str]:
+        found = []
+        for name in CHANGES:
+            for place in ("user", "outer"):
+                found += differences(context, name, place, {})
+        for name in ("forward hooks of mlp.up", "backward hooks of mlp", "replace_mlp", "lora_up"):
+            for kind in ("full", "selective"):
+                found += differences(context, name, "outer", {"activation_checkpoint": kind})
+        return found
+
+    for found in ALL[mode].run(body, timeout=120):
+        assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.parametrize("options", [dict(coalesce=True), dict(weight_scope="step")], ids=str)
+def test_weights_that_move_together_or_stay(options: dict[str, Any]) -> None:
+    """A weight that a user's own module may leave unused is not gathered with others."""
+
+    def body(context: ParallelContext) -> list[str]:
+        names = ("forward hooks of mlp.up", "replace_up", "lora_up", "own_row", "replace_out")
+        return [line for name in names for line in differences(context, name, "outer", {})]
+
+    for found in MODES["2d"].run(body, **options):
+        assert not found, "\n".join(found)
+
+
+# -- how often, with which shapes, and what it costs ------------------------------------------------------------
+
+
+def listened(context: ParallelContext) -> dict[str, Any]:
+    """Every module of a block with all four kinds of hooks: calls, and shapes of the block's own."""
+    block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
+    x = own(context, X.float()).requires_grad_()
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("forward", "pre", "backward", "backward pre")}
+    shapes: list[Any] = []
+
+    def moved() -> tuple[int, float]:
+        with accounting.count() as counter:
+            layers.to_user(block(x)).square().sum().backward()
+        return counter.calls(), counter.bytes()
+
+    def count(kind: str, name: str) -> Callable[..., None]:
+        return lambda *_: counts[kind].update([name])
+
+    alone = moved()
+    alone_again = moved()
+    grads = {name: p.grad.clone() for name, p in block.named_parameters()}
+    for name, module in block.named_modules():
+        module.register_forward_hook(count("forward", name))
+        module.register_forward_pre_hook(count("pre", name))
+        module.register_full_backward_hook(count("backward", name))
+        module.register_full_backward_pre_hook(count("backward pre", name))
+    block.register_forward_hook(lambda module, args, out: shapes.append((type(out), args[0].shape, out.shape)))
+    block.zero_grad()
+    heard = moved()
+    heard_again = moved()
+    same = all(torch.equal(grads[name], p.grad) for name, p in block.named_parameters())
+    return {
+        "moved": (alone, alone_again, heard, heard_again), "same": same, "shapes": shapes,
+        "counts": counts, "names": [name for name, _ in block.named_modules()],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_hooks_are_called_once_and_move_nothing(mode: str) -> None:
+    for found in ALL[mode].run(listened):
+        # attention weights stay inside of torch's kernel: their dropout is a rate, never called
+        called = {name: 2 for name in found["names"] if name != "attention.dropout"}
+        for kind, counted in found["counts"].items():
+            assert dict(counted) == called, kind
+        assert len(set(found["moved"])) == 1
+        assert found["same"]
+        for kind, came, went in found["shapes"]:
+            assert kind is Tensor
+            assert came == went
+            assert tuple(came[1:]) == (TOKENS, HIDDEN)
+
+
+def inside(context: ParallelContext) -> list[Any]:
+    seen: list[Any] = []
+    block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
+    block.mlp.up.register_forward_hook(lambda module, args, out: seen.append((out, layers.to_user(out).shape)))
+    block(own(context, X.float()))
+    return [(isinstance(out, layers.ShardedActivation), tuple(whole)) for out, whole in seen]
+
+
+def test_a_hook_inside_of_a_pair_sees_a_split_activation_that_can_be_made_whole() -> None:
+    for mode in ("1d", "2d", "3d"):
+        for (split, shape), *more in MODES[mode].run(inside):
+            assert (split, shape[1:], more) == (True, (TOKENS, WIDE), [])
+
+
+def test_a_global_hook_hears_every_module() -> None:
+    def body(context: ParallelContext) -> int:
+        block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
+        heard: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module).__name__))
+        block(own(context, X.float()))
+        handle.remove()
+        return len(heard)
+
+    assert MODES["1d"].run(body) == [11] * 3  # the block, its six children, two linears of each of two of them
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+
+def lora_of_plain_linears(context: ParallelContext) -> None:
+    def factory() -> nn.Module:
+        block = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE)
+        block.mlp.up = Lora(block.mlp.up, HIDDEN, nn.Linear(RANK, WIDE))
+        return block
+
+    colossus.build(factory, context)(own(context, X.float()))
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d", "3d"])
+def test_lora_inside_of_a_pair_needs_a_split_linear(mode: str) -> None:
+    with pytest.raises(RankError, match=r"colossus.layers.Linear\(.., split='column'\)"):
+        MODES[mode].run(lora_of_plain_linears)
+
+
+def test_what_stands_in_for_a_fused_linear_must_return_as_many() -> None:
+    """One tensor with a batch of three would be unpacked in silence."""
+
+    def body(context: ParallelContext) -> list[str]:
+        said = []
+        for name, change in {
+            "attention.qkv": lambda block: setattr(block.attention, "qkv", nn.Linear(HIDDEN, 3 * HIDDEN)),
+            "mlp": lambda block: setattr(block, "mlp", nn.LSTM(HIDDEN, HIDDEN)),
+            "attention.dropout": lambda block: setattr(block.attention, "dropout", nn.Dropout(0.1)),
+        }.items():
+            net = nn.Sequential(layers.TransformerBlock(HIDDEN, HEADS, None, WIDE))
+            change(net[0])
+            with pytest.raises(ValueError, match="its ") as error:
+                net(torch.zeros(3, TOKENS, HIDDEN))
+            said.append(f"{name}: {error.value}")
+        return said
+
+    for said in PLAIN.run(body):
+        assert "qkv (Linear) returned one tensor of shape (3, 6, 72); it must return 3 tensors" in said[0]
+        assert "mlp (LSTM) returned a tuple of 2; a tensor is needed" in said[1]
+        assert "its dropout is a Dropout, but attention weights stay inside" in said[2]
+
+
+# -- several outputs, and a whole GPT -------------------------------------------------------------------------
+
+
+class FusedLora(nn.Module):
+    """Around a linear with several outputs."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.first = base, layers.Linear(HIDDEN, RANK, bias=False)
+        self.second = layers.Linear(RANK, base.outputs, bias=False, split="column")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(a + b for a, b in zip(self.base(x), self.second(self.first(x)), strict=True))
+
+
+class Between(nn.Module):
+    """A block of plain torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).softmax(-1).cumsum(-1)
+
+
+class PlainEmbedding(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.layer_norm(super().forward(ids), (HIDDEN,))
+
+
+def fused(net: Any) -> None:
+    for block in net.blocks:
+        block.attention.qkv, block.mlp.up = FusedLora(block.attention.qkv), FusedLora(block.mlp.up)
+
+
+def replaced(net: Any) -> None:
+    net.embedding, net.blocks[0], net.norm = PlainEmbedding(VOCABULARY, HIDDEN), Between(), nn.LayerNorm(HIDDEN)
+    net.head = nn.Linear(HIDDEN, VOCABULARY)
+
+
+def hooked(net: Any) -> None:
+    net.embedding.register_forward_hook(doubled)
+    for name in ("positions", "dropout", "norm", "blocks.0", "blocks.1.mlp"):
+        if net.get_submodule(name) is not None:
+            hook(name)(net, True)
+            backward_hook(name)(net, True)
+
+
+VOCABULARY = 18
+IDS = torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+GPTS: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "fused": (fused, dict(mlp="swiglu", norm="rmsnorm", bias=False)),
+    "replaced": (replaced, dict(tie_embeddings=False)),
+    "hooked": (hooked, {}),
+}
+
+
+def trained(context: ParallelContext, name: str) -> dict[str, Tensor]:
+    """Loss and gradients of a GPT, the same in every mode."""
+    change, options = GPTS[name]
+
+    def factory() -> nn.Module:
+        sizes = dict(num_layers=2, hidden_size=HIDDEN, num_heads=HEADS, ffn_hidden_size=WIDE, vocab_size=VOCABULARY)
+        net = GPT(**sizes, seq_len=TOKENS, **options)
+        change(net)
+        return net
+
+    net: Any = colossus.build(factory, context, dtype=torch.float64)
+    heard: Counter[str] = Counter()
+    for path, module in net.named_modules():
+        module.register_forward_hook(lambda *_, path=path: heard.update([path]))
+    loss, _ = net.loss(net(own(context, IDS)), {"labels": own(context, IDS.roll(1, 1))})
+    passed_over = [path for path, module in net.named_modules() if isinstance(module, nn.ModuleList)]
+    assert set(heard) | {*passed_over} == {
+        path for path, _ in net.named_modules() if not path.endswith("attention.dropout")
+    }
+    assert set(heard.values()) == {1}
+    loss.backward()
+    axes = model_parallel_of(context).regions.user.batch
+    total = loss.detach().clone()
+    if axes:
+        torch.distributed.all_reduce(total, group=context.group(axes).process_group)
+    for parameter in net.parameters():
+        axes = gradient_sum_axes(parameter, context)
+        if axes and parameter.grad is not None:
+            torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+    return {"loss": total, **full_state_dict(net, context, gradients=True)}
+
+
+def test_a_changed_gpt_is_the_same_in_every_mode() -> None:
+    def body(context: ParallelContext) -> list[dict[str, Tensor]]:
+        return [trained(context, name) for name in GPTS]
+
+    (want,) = PLAIN.run(body)
+    for mode in ("1d", "1d_sequence", "2d", "3d"):
+        for found in MODES[mode].run(body, timeout=120):
+            for name, mine, reference in zip(GPTS, found, want, strict=True):
+                assert mine.keys() == reference.keys()
+                for key, value in reference.items():
+                    assert not compare(f"{mode}, {name}: {key}", mine[key], value)

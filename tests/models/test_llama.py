@@ -1,0 +1,126 @@
+"""Llama 2 and 3 as options of the GPT, against plain torch; and what is refused of their options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.modes import BATCH, MODES, Mode, own
+from helpers.twins import PlainGPT
+from torch import Tensor
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import load_config
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.models.gpt import GPT
+from colossus.models.options import GPTOptions
+
+LLAMA: dict[str, Any] = dict(
+    positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False, num_layers=2, hidden_size=32,
+    num_heads=4, ffn_hidden_size=36, vocab_size=30, seq_len=24,
+)  # fmt: skip
+#: the scaling of Llama 3.1 for an original length at which these few pairs meet all three of its cases
+SCALING = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=96, rope_type="llama3"
+)
+KINDS: dict[str, dict[str, Any]] = {
+    "llama 2": dict(norm_eps=1e-5),
+    "llama 3": dict(norm_eps=1e-5, num_kv_heads=2, rotary_base=500000.0),
+    "llama 3.1": dict(norm_eps=0.3, num_kv_heads=2, rotary_base=500000.0, rotary_scaling=SCALING),
+    "layer norm": dict(norm="layernorm", norm_eps=0.3, rotary_base=30.0),
+}
+IDS = torch.randint(0, 30, (BATCH, 24), generator=torch.Generator().manual_seed(1))
+
+
+def differences(context: ParallelContext) -> list[str]:
+    found = []
+    for kind, options in KINDS.items():
+        ours: Any = colossus.build(lambda o=options: GPT(**{**LLAMA, **o}), context, dtype=torch.float64)
+        plain = PlainGPT(**{**LLAMA, **options}).double()
+        plain.load_state_dict(full_state_dict(ours, context))
+        loss, _ = ours.loss(ours(own(context, IDS)), {"labels": own(context, IDS.roll(1, 1))})
+        want, _ = plain.loss_sum(IDS, IDS.roll(1, 1))
+        loss.backward()
+        want.backward()
+        total = loss.detach().clone()
+        axes = model_parallel_of(context).regions.user.batch
+        if axes:
+            torch.distributed.all_reduce(total, group=context.group(axes).process_group)
+        for parameter in ours.parameters():
+            axes = gradient_sum_axes(parameter, context)
+            if axes:
+                torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
+        grads = full_state_dict(ours, context, gradients=True)
+        pairs: dict[str, tuple[Tensor, Any]] = {"loss": (total, want.detach())}
+        pairs |= {name: (grads[name], p.grad) for name, p in plain.named_parameters()}
+        for name, (mine, reference) in pairs.items():
+            error = (mine - reference).abs().max().item() / max(1.0, reference.abs().max().item())
+            if error > 1e-10:
+                found.append(f"{kind}, {name}: {error:.1e}")
+    return found
+
+
+@pytest.mark.parametrize("mode", [Mode("1d", (1,)), Mode("1d", (2,), sequence_sharded=True), MODES["2d"]], ids=str)
+def test_llama_is_expressible(mode: Mode) -> None:
+    for found in mode.run(differences):
+        assert not found, "\n".join(found)
+
+
+def test_the_options_have_an_effect() -> None:
+    """The comparison above could not fail if they had none."""
+
+    def body(context: ParallelContext) -> list[float]:
+        losses = []
+        for options in ({}, {"rotary_base": 500000.0}, {"rotary_scaling": SCALING}, {"norm_eps": 1e-2}):
+            net: Any = colossus.build(lambda o=options: GPT(**{**LLAMA, **o}), context, dtype=torch.float64)
+            losses.append(net.loss(net(IDS), {"labels": IDS.roll(1, 1)})[0].item())
+        return losses
+
+    (losses,) = Mode("1d", (1,)).run(body)
+    assert len({round(loss, 9) for loss in losses}) == 4
+
+
+def test_attention_alone_takes_them() -> None:
+    def body(context: ParallelContext) -> list[float]:
+        attention: Any = colossus.build(
+            lambda: layers.Attention(32, 4, rotary=True, rotary_base=500000.0, rotary_scaling=SCALING), context
+        )
+        return [attention.rotary.base, attention.rotary.scaling.factor, attention(torch.zeros(2, 6, 32)).sum().item()]
+
+    assert Mode("1d", (1,)).run(body)[0][:2] == [500000.0, 8.0]
+
+
+def test_full_sizes_count_as_published() -> None:
+    seven = dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32000, seq_len=4096)
+    eight = dict(seven, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256, seq_len=131072, rotary_base=500000.0,
+                 rotary_scaling=dict(factor=8.0, original_max_position_embeddings=8192))  # fmt: skip
+    assert GPTOptions(**{**LLAMA, **seven}, norm_eps=1e-5).num_parameters() == 6_738_415_616
+    assert GPTOptions(**{**LLAMA, **eight}, norm_eps=1e-5).num_parameters() == 8_030_261_248
+
+
+def test_default_eps_follows_the_norm() -> None:
+    assert GPTOptions().norm_eps == 1e-5
+    assert GPTOptions(norm="rmsnorm", norm_eps=None).norm_eps == 1e-6
+
+
+REFUSED = [
+    (dict(positions="learned", rotary_base=5e5), "model.rotary_base = 500000.0 says how positions are rotated, but"),
+    (dict(rotary_base=1.0), "rotary_base"),
+    (dict(norm_eps=0.0), "norm_eps"),
+    (dict(rotary_scaling=dict(factor=0.5)), "factor"),
+    (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),
+    (dict(rotary_scaling=dict(factor=2.0, rope_type="yarn")), "rope_type"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_what_is_refused_before_launch(options: dict[str, Any], words: str, tmp_path: Any) -> None:
+    path = tmp_path / "config.py"
+    path.write_text(f"model = {dict(type='GPT', positions='rotary') | options!r}\ndata = dict(type='PythonStdlib')\n")
+    with pytest.raises(ValueError, match=words):
+        load_config(path)
