@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import compared
 from helpers.compared import Case, close, compare_all, integers, numbers
 from helpers.modes import BATCH, MODES, TOKENS, own
 from helpers.twins import PlainAttention, PlainBlock, options_of
@@ -329,7 +330,7 @@ def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -
 def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]:
     """The comparison with one kind of sum left out, on this rank's process only."""
     if what == "gradient sync":
-        globals()["gradient_sum_axes"] = lambda parameter, context: ()
+        compared.gradient_sum_axes = lambda parameter, context: ()
     else:
 
         def partly(
