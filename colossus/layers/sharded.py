@@ -102,9 +102,9 @@ def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ..
         elif operand.dim() > 0 or operand.requires_grad:
             raise ValueError(
                 f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
-                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first, or "
-                f"inside of a column/row pair let it come from a colossus.layers.Linear(.., split='column'), whose output "
-                f"is split alike (the second matrix of LoRA, say)"
+                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first, "
+                f"or inside of a column/row pair let it come from a colossus.layers.Linear(.., split='column'), whose "
+                f"output is split alike (the second matrix of LoRA, say)"
             )
 
 
