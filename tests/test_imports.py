@@ -247,7 +247,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.comm.cost",
         "colossus.tensor_parallel.mode",
         "colossus.tensor_parallel.choice",
-        "colossus.tensor_parallel.heads",
+        "colossus.tensor_parallel.head_counts",
         "colossus.tensor_parallel.traffic",
         "colossus.sequence_parallel.order",
         "colossus.sequence_parallel.traffic",

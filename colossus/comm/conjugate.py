@@ -86,7 +86,10 @@ def not_a_view(y: Tensor) -> Tensor:
     PyTorch refuses to change an output in place when it is a view made inside of the function, as that of ``F.linear``
     with a bias on three dims is.
     """
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+    if torch.compiler.is_compiling() or not y._is_view():  # a compiler has no views, and does not know the question
+        return y
+    plain: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+    return plain
 
 
 class _Conjugate(torch.autograd.Function):

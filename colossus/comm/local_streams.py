@@ -91,7 +91,7 @@ class LocalStreams:
         return True
 
     def accept(self, expected: Iterable[Key], descriptor: int | None = None) -> bool:
-        """Accept those who have connected, and close the door.
+        """Accept those who have connected, and close the listener.
 
         Args:
             expected: the streams that others make to this rank.

@@ -24,7 +24,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
+from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
 _IDS = torch.int64

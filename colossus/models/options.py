@@ -19,7 +19,7 @@ from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
 from colossus.sequence_parallel.order import length_multiple
 from colossus.sequence_parallel.traffic import cheaper
 from colossus.tensor_parallel.choice import Shardings
-from colossus.tensor_parallel.heads import head_problems, indivisible_heads, too_few_kv_heads
+from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.mode import MatmulSharding
 
 Count = Annotated[int, Field(ge=1)]

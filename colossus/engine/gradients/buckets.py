@@ -54,7 +54,7 @@ class Bucket:
         """Drop the gradients taken in a step that failed."""
         self._present.clear()
 
-    def settle(self) -> None:
+    def wait_and_drop(self) -> None:
         """Wait for the reduction that a step that failed has left: until then it writes to the buffer."""
         if self._pending is not None:
             self._pending.wait()

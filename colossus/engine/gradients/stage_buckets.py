@@ -46,7 +46,7 @@ class StageBuckets:
         """Before the stage's last backward of a step: make the buckets of parameters used for the first time."""
         if not self._is_settled:
             for bucket in self._buckets or ():
-                bucket.settle()
+                bucket.wait_and_drop()
             self._is_settled = True
         before = len(self._undecided)
         self._undecided = agree_on_axes(self._undecided, self._context)
