@@ -30,6 +30,9 @@ from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 KILL_SECONDS = GRACE_SECONDS + 0.5
 """From the stop signal to SIGKILL: workers end themselves before, unless they cannot run at all."""
 
+RECORD_SECONDS = 0.5
+"""From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+
 LINGER_SECONDS = 60.0
 """How long ranks may run on after the first one is through, before the user hears of it."""
 
@@ -135,6 +138,8 @@ class _Agent(LocalElasticAgent):
         elastic_close = context.close
 
         def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            if death_sig is None:  # a rank has failed by itself: others may be about to, and to say why
+                self._await_ends(RECORD_SECONDS)
             self.end_all(death_sig or signal.SIGTERM)
             elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
 
@@ -172,6 +177,15 @@ class _Agent(LocalElasticAgent):
             self._lock = run_folder.prepare(self.outcome.folder)
             store.set("colossus/run_dir", str(self.outcome.folder.resolve()))
         return Path(store.get("colossus/run_dir").decode())
+
+    def _await_ends(self, seconds: float) -> None:
+        """Wait until all ranks have ended by themselves, at most this long."""
+        context: Any = self._pcontext
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if all(handler.proc.poll() is not None for handler in context.subprocess_handlers.values()):
+                return
+            time.sleep(0.02)
 
     def end_all(self, signum: int = signal.SIGTERM) -> None:
         """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Record how each ended."""

@@ -255,6 +255,13 @@ def test_a_rank_that_leaves_early_without_an_error_is_named(
     assert "done:" not in out
 
 
+def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, TROUBLE="slow culprit")
+    assert code == 1
+    assert "run failed: rank 1 at step 3" in err
+    assert "ValueError: the culprit" in err
+
+
 def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
     code, _, err = launch(tmp_path, TROUBLE="linger")

@@ -35,6 +35,11 @@ class _Model(torch.nn.Module):
         if self.training:
             self.calls += 1
             time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+            if self.calls == 3 and os.environ.get("TROUBLE") == "slow culprit":
+                if os.environ["RANK"] == "0":  # a victim, which is faster
+                    raise RuntimeError("Connection closed by peer")
+                time.sleep(0.25)
+                raise ValueError("the culprit")
             if self.calls == 3 and os.environ["RANK"] == os.environ.get("TROUBLED_RANK", "1"):
                 _trouble(os.environ.get("TROUBLE"))
         return self.layer(inputs)
