@@ -133,9 +133,8 @@ class Engine:
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         check = self._reduction.batch_check
         check.is_silent = bool(self.stages.observers)
-        mark = (
-            check.mark(batch, step_batch.fingerprint) if check.is_needed else None
-        )  # before the model can write to the batch
+        # before the model can write to the batch
+        mark = check.mark(batch, step_batch.fingerprint) if check.is_needed else None
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
