@@ -77,6 +77,7 @@ def draw(
     out = torch.zeros(shape, dtype=dtype)
     for shard in spec.shards:
         box = shard.layout.box(shard.shape, context.grid.sizes, context.coordinates)
+        assert shard.init is not None, "of a plain parameter"
         value = torch.from_numpy(shard.init(key_of(shard.name), shard.shape, box))
         rows = out[shard.rows[0] : shard.rows[1]]
         rows[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)

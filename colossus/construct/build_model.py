@@ -56,9 +56,8 @@ def build(
         if isinstance(module, NamedModule):
             module.full_name = name
     for name, parameter in model.named_parameters():
-        spec = spec_of(parameter)
-        if spec is not None:
-            spec.name = name
+        if not isinstance(parameter, UninitializedParameter):
+            spec_of(parameter).name = name
     dropped: dict[int, Tensor] = {}
     if prepare is not None:
         _TensorReplacer(partial(_fix_seed, trace, context)).run(model)
@@ -139,7 +138,7 @@ class _TensorReplacer:
 
 def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
     """Give a recorded tensor the seed that it has in the whole model."""
-    if tensor.is_meta and spec_of(tensor) is None:
+    if tensor.is_meta and not (isinstance(tensor, nn.Parameter) and not spec_of(tensor).is_plain):
         trace.fix_seed(tensor, context.rng.key("init", _join(path, leaf)))
     return tensor
 
@@ -155,7 +154,7 @@ class _Materializer:
         if not isinstance(tensor, nn.Parameter):
             return self._cast(self._traced_value(tensor, name))
         spec = spec_of(tensor)
-        if spec is not None and tensor.is_meta:
+        if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec)
         else:
             value = self._cast(self._traced_value(tensor, name))

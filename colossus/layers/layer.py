@@ -50,10 +50,9 @@ class Layer(NamedModule):
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         for name, parameter in self._parameters.items():
-            spec = spec_of(parameter) if parameter is not None else None
             other = copied._parameters[name]
-            if spec is not None and other is not None:
-                attach(other, spec)
+            if parameter is not None and other is not None:
+                attach(other, spec_of(parameter))
         return copied
 
     @property
@@ -98,8 +97,8 @@ class Layer(NamedModule):
 
         From these follow the axes over which its gradient is summed.
         """
-        spec = spec_of(parameter) if parameter is not None else None
-        if spec is not None:
+        if parameter is not None:
+            spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, *uses))
             spec.is_decided = True
 
@@ -110,11 +109,10 @@ class Layer(NamedModule):
             ValueError: when it has not. Local shapes may agree where the values do not.
         """
         spec = spec_of(weight)
-        if spec is None or spec.layout != layout:
-            stored = spec.layout if spec is not None else "whole"
+        if spec.layout != layout:
             raise ValueError(
-                f"{self.title}: its weight is stored as {stored}, but this layer stores it as {layout}. A weight that "
-                f"several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
+                f"{self.title}: its weight is stored as {spec.layout}, but this layer stores it as {layout}. A weight "
+                f"that several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
                 f"head to an embedding in every mode"
             )
 
@@ -122,8 +120,7 @@ class Layer(NamedModule):
         """Record that this layer's own parameters meet an activation of this layout, element by element."""
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
-            if spec is not None:
-                spec.record(gradient_axes(spec.layout, activation))
+            spec.record(gradient_axes(spec.layout, activation))
 
     @property
     def title(self) -> str:

@@ -34,19 +34,19 @@ class LogicalShard:
         name: within the module (``query``), empty when the buffer has one shard.
         shape: full shape of the logical parameter.
         layout: how the full shape is sharded.
-        init: draws the initial value.
+        init: draws the initial value; None where a constructor gives it (a plain parameter's).
         rows: rows of dim 0 of the local buffer, (start, stop).
     """
 
     name: str
     shape: tuple[int, ...]
     layout: Layout
-    init: Initializer
+    init: Initializer | None
     rows: tuple[int, int]
 
 
 class ParameterSpec:
-    """Attached to every parameter a layer makes (`spec_of`).
+    """What a parameter stands for: every parameter of a model has one (`spec_of`), those of plain torch modules too.
 
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
@@ -55,15 +55,23 @@ class ParameterSpec:
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
+        is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
+            it, in the user layout wherever it is used.
     """
 
-    def __init__(self, shards: tuple[LogicalShard, ...], description: str) -> None:
+    def __init__(self, shards: tuple[LogicalShard, ...], description: str, *, is_plain: bool = False) -> None:
         self.shards = shards
         self.description = description
         self.layout = shards[0].layout
         self.name = ""
         self.gradient_axes: tuple[str, ...] | None = None
-        self.is_decided = False
+        self.is_decided = self.is_plain = is_plain
+
+    @classmethod
+    def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:
+        """Of a parameter that no layer of ours has made, by its shape."""
+        shard = LogicalShard("", shape, Layout.whole(len(shape)), None, (0, shape[0] if shape else 1))
+        return cls((shard,), f"plain parameter of shape {shape}", is_plain=True)
 
     @property
     def num_elements(self) -> int:
@@ -90,9 +98,13 @@ def _listed(axes: tuple[str, ...]) -> str:
     return "(" + ", ".join(axes) + ")" if axes else "no axis"
 
 
-def spec_of(parameter: Tensor) -> ParameterSpec | None:
-    """The spec of a parameter made by a layer; None for a plain one, which is in the user layout."""
-    return getattr(parameter, "_colossus_spec", None)
+def spec_of(parameter: Tensor) -> ParameterSpec:
+    """The spec of a parameter; one that no layer of ours has made gets that of a plain parameter."""
+    spec: ParameterSpec | None = getattr(parameter, "_colossus_spec", None)
+    if spec is None:
+        spec = ParameterSpec.plain(tuple(parameter.shape))
+        parameter._colossus_spec = spec  # type: ignore[attr-defined]
+    return spec
 
 
 def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
@@ -101,10 +113,8 @@ def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
 
 
 def rows_of(parameter: Tensor) -> list[tuple[int, int]]:
-    """Rows of each logical shard in the local buffer of a parameter made by a layer."""
-    spec = spec_of(parameter)
-    assert spec is not None
-    return [shard.rows for shard in spec.shards]
+    """Rows of each logical shard in the local buffer of a parameter."""
+    return [shard.rows for shard in spec_of(parameter).shards]
 
 
 @dataclass(frozen=True)
@@ -141,10 +151,6 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
     """
     for name, parameter in model.named_parameters(remove_duplicate=not keep_ties):
         spec = spec_of(parameter)
-        if spec is None:
-            layout = Layout.whole(parameter.dim())
-            yield LogicalParameter(name, name, tuple(parameter.shape), layout, parameter, None)
-            continue
         module, _, leaf = name.rpartition(".")
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))

@@ -145,7 +145,7 @@ def _parameter_info(engine: Engine) -> dict[str, ParameterInfo]:
     info, partition = {}, engine.pipeline.partition
     for logical in logical_parameters(engine.model):
         spec = spec_of(logical.parameter)
-        origin = spec.description.partition(" ")[0] if spec is not None else "plain parameter"
+        origin = "plain parameter" if spec.is_plain else spec.description.partition(" ")[0]
         axes = gradient_sum_axes(logical.parameter, engine.context)
         held = ParameterInfo(logical.shape, logical.layout, axes, origin)
         if partition is not None:

@@ -17,8 +17,7 @@ def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tupl
     Layers record them at each use of a parameter. One that none has recorded is a plain torch module's, whose input is
     in the user layout: sharded over the batch only.
     """
-    spec = spec_of(parameter)
-    recorded = spec.gradient_axes if spec is not None else None
+    recorded = spec_of(parameter).gradient_axes
     axes = recorded if recorded is not None else model_parallel_of(context).regions.user.shard_axes
     nontrivial = {axis for axis in axes if context.grid.sizes[axis] > 1}
     return tuple(axis for axis in context.grid.names if axis in nontrivial)
@@ -38,19 +37,15 @@ def agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> l
     names = context.grid.names
     masks = []  # 0: not used yet; else bit 0, and bit 1 + i for the i-th axis
     for parameter in parameters:
-        spec = spec_of(parameter)
-        assert spec is not None
-        axes = spec.gradient_axes
+        axes = spec_of(parameter).gradient_axes
         masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
     found = torch.tensor(masks, dtype=torch.int64, device=context.device)
     peers = context.group(tuple(name for name in names if name != "pipeline"))
     found = collectives.all_reduce(found, peers, op="max", owned=True).wait()
     unused = []
     for parameter, mask in zip(parameters, found.tolist(), strict=True):
-        spec = spec_of(parameter)
-        assert spec is not None
         if mask:
-            spec.record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
+            spec_of(parameter).record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
         else:
             unused.append(parameter)
     return unused

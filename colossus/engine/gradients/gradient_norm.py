@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import spec_of
 
 
 class GradientNorm:
@@ -27,16 +28,16 @@ class GradientNorm:
     ) -> None:
         self.params = [param for param in params if param.requires_grad]
         sizes, at = context.grid.sizes, context.coordinates
-        specs = [spec_of(param) for param in self.params]
-        shard = {axis for spec in specs if spec is not None for axis in spec.layout.shard_axes if sizes[axis] > 1}
+        layouts = [spec_of(param).layout for param in self.params]
+        shard = {axis for layout in layouts for axis in layout.shard_axes if sizes[axis] > 1}
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
         #: axes that shard some parameter
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
         self.counted = [
             param
-            for param, spec in zip(self.params, specs, strict=True)
-            if id(param) not in counted_elsewhere and _is_first(spec, sizes, at, self.axes)
+            for param, layout in zip(self.params, layouts, strict=True)
+            if id(param) not in counted_elsewhere and _is_first(layout, sizes, at, self.axes)
         ]
 
     def local_square(self, device: torch.device) -> Tensor:
@@ -55,9 +56,6 @@ class GradientNorm:
         return list(by_dtype.values())
 
 
-def _is_first(
-    spec: ParameterSpec | None, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
-) -> bool:
+def _is_first(layout: Layout, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]) -> bool:
     """Whether this rank is the first of those that hold the same shard; stages hold different parameters."""
-    axes = tuple(axis for axis in axes if axis != "pipeline")
-    return spec.layout.owns(sizes, at, axes) if spec is not None else all(at[axis] == 0 for axis in axes)
+    return layout.owns(sizes, at, tuple(axis for axis in axes if axis != "pipeline"))

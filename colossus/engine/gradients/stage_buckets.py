@@ -36,7 +36,7 @@ class StageBuckets:
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
         #: trainable parameters whose axes are decided by their first use, not used so far
-        self._undecided = [param for param in params if param.requires_grad and _is_undecided(param)]
+        self._undecided = [param for param in params if param.requires_grad and not spec_of(param).is_decided]
         #: whether no reduction of a step that failed is still under way
         self._is_settled = True
         #: index of the bucket that starts next
@@ -130,13 +130,7 @@ class StageBuckets:
 
 
 def _name(param: nn.Parameter) -> str:
-    spec = spec_of(param)
-    return spec.name if spec is not None and spec.name else f"a parameter of shape {tuple(param.shape)}"
-
-
-def _is_undecided(param: nn.Parameter) -> bool:
-    spec = spec_of(param)
-    return spec is not None and not spec.is_decided
+    return spec_of(param).name or f"a parameter of shape {tuple(param.shape)}"
 
 
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:

@@ -108,7 +108,7 @@ def make_partition(
             f"stage needs a block; use at most {len(blocks)} stages (fewer ranks in parallel.pipeline.size, or fewer "
             f"chunks of the schedule), or cut the model into more blocks"
         )
-    sizes = {name: _elements(parameter) for name, parameter in model.named_parameters()}
+    sizes = {name: spec_of(parameter).num_elements for name, parameter in model.named_parameters()}
     if isinstance(split, str):
         elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
         cost = stage_cost(split, elements, costs, in_flight)
@@ -188,8 +188,3 @@ def _stages_by(partition: Partition, names_of: Callable[[NamedBlock], Sequence[s
         for name in {name: None for block in partition.blocks_of(stage) for name in names_of(block)}:
             out.setdefault(name, []).append(stage)
     return out
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    spec = spec_of(parameter)
-    return parameter.numel() if spec is None else spec.num_elements
