@@ -15,6 +15,7 @@ from benchmarks.pipeline_cases import engine_passes
 from colossus.context.parallel_context import current_context
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
+from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.simulate import Times
 from colossus.tensor_parallel.weight_store import WeightStore
 
@@ -46,6 +47,16 @@ class Task:
 def weight() -> Tensor:
     """What every stage multiplies its input with."""
     return torch.linspace(0.9, 1.1, SAMPLE)
+
+
+class _Spans(StepObserver):
+    """Keeps when each action ran."""
+
+    def __init__(self, spans: list[tuple[Action, float, float]]) -> None:
+        self._spans = spans
+
+    def after_action(self, action: Action, began: float, ended: float) -> None:
+        self._spans.append((action, began, ended))
 
 
 class _Sleep(torch.autograd.Function):
@@ -120,7 +131,7 @@ class Worker:
     def play(self) -> Played:
         """The passes of one step; all ranks begin together."""
         spans: list[tuple[Action, float, float]] = []
-        self._engine.executor.timer = lambda *span: spans.append(span)
+        self._engine.observers[:] = [_Spans(spans)]
         dist.barrier()
         peak = engine_passes(self._engine, self._batch).peak_in_flight
         return Played(spans, peak)

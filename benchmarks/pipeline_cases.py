@@ -16,7 +16,6 @@ import colossus
 from benchmarks.pipeline_model import chain, filled_chain, loss_sum, split
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
 from colossus.checkpoint import load_full_state_dict
-from colossus.data.batch import split_microbatches
 from colossus.engine.engine import Engine
 from colossus.schedule.runtime.executor import StepTotals
 
@@ -150,15 +149,8 @@ def _loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def engine_passes(engine: Engine, batch: Any) -> StepTotals:
-    """`Engine.train_step` up to where all gradients of this rank are there."""
-    microbatches = split_microbatches(batch, engine.config.schedule.microbatches)
-    engine.optimizer.zero_grad(set_to_none=True)
-    engine._weights.begin_step()
-    engine.stages.step = engine.completed_steps
-    totals = engine.executor.run(engine.pipeline.actions, microbatches)
-    engine._weights.end_step()
-    engine.strategy.finish()
-    return totals
+    """`Engine.train_step` up to where all gradients are there."""
+    return engine.accumulate_gradients(engine.inputs.split(batch, engine.config.schedule.microbatches))
 
 
 @dataclass(frozen=True)

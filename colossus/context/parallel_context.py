@@ -151,6 +151,12 @@ class ParallelContext:
         """Position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
 
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The atomic axes inside of a replica, one whole copy of the model: all but those of data."""
+        data = self.grid.axes("data")
+        return tuple(axis for axis in self.grid.names if axis not in data)
+
     def group(self, axes: Axes) -> AxisGroup:
         """The group of this rank over these axes; axes of one rank do not count.
 

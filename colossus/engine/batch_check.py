@@ -17,6 +17,7 @@ from torch import Tensor
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.late_value import LateValue
 from colossus.nest import tensors
 from colossus.random import hash_key
 
@@ -44,8 +45,7 @@ class BatchCheck:
         self._mask = (1 << min(40, 52 - context.world_size.bit_length())) - 1
         #: whoever observes the stages compares batches itself, and says better where they differ
         self.is_silent = False
-        #: total of an earlier step on its way from an accelerator, and the event of its arrival
-        self._on_its_way: tuple[Tensor, Any] | None = None
+        self._late_total = LateValue()
 
     @property
     def is_needed(self) -> bool:
@@ -82,14 +82,9 @@ class BatchCheck:
                 if not self.is_silent:
                     raise ValueError(refusal)
             return
-        arrived, self._on_its_way = self._on_its_way, None
-        host = torch.empty((), dtype=total.dtype, pin_memory=True).copy_(total, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        if arrived is not None:
-            arrived[1].synchronize()
-            self.require_zero(arrived[0].item())
-        self._on_its_way = host, event
+        late = self._late_total.push(total)
+        if late is not None:
+            self.require_zero(late)
 
     def require_zero(self, total: float) -> None:
         """The same for a total that has been read.

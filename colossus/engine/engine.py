@@ -14,19 +14,20 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
-from colossus.engine.gradients.gradient_norm import GradientNorm
-from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
-from colossus.engine.loss_function import LossFunction
+from colossus.engine.late_value import LateValue
 from colossus.engine.optimizers import keep_lr_scales
+from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
-from colossus.engine.stages import ModelStages, parameters_by_stage
+from colossus.engine.stages import ModelStages
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.registry import LR_SCHEDULES, STRATEGIES
+from colossus.registry import LR_SCHEDULES
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.executor import StepTotals
+from colossus.schedule.runtime.executor import Executor, StepTotals
+from colossus.schedule.runtime.observer import StepObserver
 
 
 class Engine:
@@ -37,10 +38,12 @@ class Engine:
         loader: training batches of this data rank, without end.
         eval_loader: validation batches, or None.
         context: ranks, axes, groups.
+        strategy: owns the data axis: what replicas exchange, and when.
+        store: the parameters, as they are stored and as compute sees them.
         inputs: how a batch enters the model.
         pipeline: schedule and partition.
-        strategy: sums gradients over the ranks.
-        stages, executor: the stages of this rank, and what runs them; both can be watched.
+        executor: runs the stages of this rank.
+        observers: told of what happens inside of a step; append your own.
         completed_steps: optimizer steps done.
     """
 
@@ -49,52 +52,36 @@ class Engine:
         config: Config,
         context: ParallelContext,
         model: nn.Module,
-        loss_fn: LossFunction,
         optimizer: torch.optim.Optimizer,
+        *,
+        store: ParameterStore,
+        strategy: Strategy,
+        reduction: StepReduction,
         pipeline: PipelineRuntime,
+        stages: ModelStages,
+        executor: Executor,
+        observers: list[StepObserver],
         inputs: Inputs,
         loaders: Loaders | None,
     ) -> None:
-        self.config, self.context, self.model, self.loss_fn = config, context, model, loss_fn
-        self.optimizer, self.pipeline, self.inputs, self.loaders = optimizer, pipeline, inputs, loaders
+        self.config, self.context, self.model, self.optimizer = config, context, model, optimizer
+        self.store, self.strategy, self._reduction = store, strategy, reduction
+        self.pipeline, self._stages, self.executor, self.observers = pipeline, stages, executor, observers
+        self.inputs, self.loaders = inputs, loaders
         self.device = context.device
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
         self._stop = self._broken = self._closed = False
+        self._late_stop = LateValue()
         #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
         self._failed_run: int | None = None
         self._num_runs = self._num_groups = 0
         self._keep_lr_scales()
         shape = config.lr_schedule.type
         self._lr_shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
-        self._parallel = model_parallel_of(context)
-        self._weights = self._parallel.weights
-        stage_parameters = parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model))
-        self.strategy = STRATEGIES.build(
-            config.parallel.strategy.spec(),
-            model=model,
-            context=context,
-            bucket_mb=config.comm.bucket_mb,
-            parameters_by_stage=stage_parameters,
-        )
-        self._tied = TiedGradients(pipeline.tied_parameters(model), context)
-        norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
-        self._reduction = StepReduction(context, norm, config.train.clip_grad_norm)
-        self.stages = ModelStages(
-            context,
-            pipeline.stage_forwards(model),
-            pipeline.last_stage,
-            inputs=inputs,
-            loss_fn=lambda outputs, batch: self.loss_fn(outputs, batch),
-            weights=self._weights,
-            strategy=self.strategy,
-            parameters_by_stage=stage_parameters,
-            splits_backward=pipeline.splits_backward,
-            is_partitioned=pipeline.partition is not None,
-        )
-        self.executor = pipeline.make_executor(self.stages, self._parallel)
-        self._evaluation = Evaluation(model, context, self._forward, self._reduction)
+        self._batch_scope = model_parallel_of(context).batch_scope
+        self._evaluation = Evaluation(model, context, self._forward, reduction)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -132,32 +119,52 @@ class Engine:
             )
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
         check = self._reduction.batch_check
-        check.is_silent = bool(self.stages.observers)
+        check.is_silent = self._observers_compare
         # before the model can write to the batch
         mark = check.mark(batch, step_batch.fingerprint) if check.is_needed else None
+        totals = self.accumulate_gradients(step_batch)
+        numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
+        lr = self._set_lr()
+        self.strategy.step(self.optimizer, scale, self._before_update)
+        self.strategy.after_step(self.completed_steps)
+        self.completed_steps += 1
+        numbers = self.strategy.reduce_scalars(numbers)
+        stop = self._late_stop.push(numbers[3])
+        return StepResult(self.completed_steps, lr, numbers, bool(stop), check.require_zero)
+
+    def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
+        """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped."""
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        self._weights.begin_step()
-        self.stages.step = self.completed_steps
+        self.store.begin_step()
+        self._stages.step = self.completed_steps
         try:
-            totals = self._run(self.pipeline.actions, step_batch)
-            self._weights.end_step()
+            self.strategy.begin_step(self.completed_steps)
+            totals = self._run(self.pipeline.actions, batch)
+            self.store.end_step()
             self.strategy.finish()
-            self._tied.sum()
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
-            self._weights.abandon_step()
+            self.store.abandon_step()
             self.strategy.abandon()
             self._failed_run = self._num_runs
             raise
-        numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
+        return totals
+
+    def _before_update(self) -> None:
+        for observer in self.observers:
+            observer.before_update()
+
+    @property
+    def _observers_compare(self) -> bool:
+        return any(observer.compares_batches for observer in self.observers)
+
+    def _set_lr(self) -> float:
         lr = self.lr_at(self.completed_steps)
         self._keep_lr_scales()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        self.optimizer.step()
-        self.completed_steps += 1
-        return StepResult(self.completed_steps, lr, numbers, check.require_zero)
+        return lr
 
     def _keep_lr_scales(self) -> None:
         """Of parameter groups that are new. Others have theirs, or were loaded from a state that knows none."""
@@ -196,10 +203,10 @@ class Engine:
             self._failed_run = None
         self._num_runs += 1
         try:
-            # observers compare batches themselves, and say better where they differ
-            is_identified = self.pipeline.partition is not None and not self.stages.observers
+            # an observer that compares batches itself says better where they differ
+            is_identified = self.pipeline.partition is not None and not self._observers_compare
             step_id = (self._num_runs, batch.fingerprint) if is_identified else None
-            with self._parallel.batch_scope.enter(batch.info):
+            with self._batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
@@ -229,8 +236,12 @@ class Engine:
         """Sums of this rank over a batch; a pipeline takes as many microbatches as divide it."""
         most = self.config.schedule.microbatches
         step_batch = self.inputs.split_evenly(batch, most) if self.pipeline.last_stage else self.inputs.split(batch, 1)
-        self.stages.step = None
-        return self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+        self._stages.step = None
+        try:
+            with self.strategy.evaluation():
+                return self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+        finally:
+            self.store.release()
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -245,5 +256,6 @@ class Engine:
     def close(self) -> None:
         """Close the links between stages, and destroy the process groups."""
         self._closed = True
+        self.strategy.close()
         self.pipeline.close()
         self.context.close()

@@ -52,8 +52,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     """
     steps = engine.config.train.steps
     completed = engine.completed_steps
-    loss = validation_loss = None
-    stopped = False
+    validation_loss, result, stopped = None, None, False
     try:
         for hook in hooks:
             hook.on_train_start(engine)
@@ -62,7 +61,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             for hook in hooks:
                 hook.on_step_start(engine)
             result = engine.train_step(_next_batch(batches, completed, steps))
-            completed, loss, stopped = result.step, result.loss, result.stop_requested
+            completed, stopped = result.step, result.stop_requested
             for hook in hooks:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
@@ -80,7 +79,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     finally:
         engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
-    return FitSummary(completed, reason, loss, validation_loss)
+    return FitSummary(completed, reason, result.loss if result is not None else None, validation_loss)
 
 
 def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:

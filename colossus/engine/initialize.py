@@ -19,16 +19,22 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, build_loaders
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
+from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, require_no_parameters
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.reduction import StepReduction
+from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
-from colossus.registry import MODELS, OPTIMIZERS
+from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
+from colossus.schedule.runtime.observer import StepObserver
 
 #: by train.precision
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -114,12 +120,65 @@ def _assemble(
             f"{type(module).__name__} has no method loss(outputs, batch), and no loss_fn was given: pass "
             f"loss_fn= to colossus.initialize, or define it; it returns (sum, count)"
         )
-    params = [param for param in module.parameters() if param.requires_grad]
-    if not params and pipeline.partition is None:
+    if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
+    return _engine(config, context, module, loss, pipeline, inputs, loaders)
+
+
+def _engine(
+    config: Config,
+    context: ParallelContext,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    pipeline: PipelineRuntime,
+    inputs: Inputs,
+    loaders: Loaders | None,
+) -> Engine:
+    """The parts of an engine, in the order in which they need each other."""
+    parallel = model_parallel_of(context)
+    parts = ModelParts(
+        context,
+        model,
+        parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model)),
+        pipeline.tied_parameters(model),
+        config.comm.bucket_mb,
+    )
+    store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
+    strategy = STRATEGIES.build(config.parallel.strategy.spec())
+    strategy.setup(store, parts)
     # a stage without parameters has nothing to step, but torch's optimizers insist on something
-    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params or [nn.Parameter(torch.zeros(0))])
-    return Engine(config, context, module, loss, optimizer, pipeline, inputs, loaders)
+    params = strategy.optimizer_parameters() or [nn.Parameter(torch.zeros(0))]
+    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params)
+    norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
+    observers: list[StepObserver] = []
+    stages = ModelStages(
+        context,
+        pipeline.stage_forwards(model),
+        pipeline.last_stage,
+        inputs=inputs,
+        loss_fn=loss_fn,
+        store=store,
+        strategy=strategy,
+        parameters_by_stage=parts.parameters_by_stage,
+        splits_backward=pipeline.splits_backward,
+        is_partitioned=pipeline.partition is not None,
+        observers=observers,
+    )
+    return Engine(
+        config,
+        context,
+        model,
+        optimizer,
+        store=store,
+        strategy=strategy,
+        reduction=StepReduction(context, norm, strategy, config.train.clip_grad_norm),
+        pipeline=pipeline,
+        stages=stages,
+        executor=pipeline.make_executor(stages, parallel, observers),
+        observers=observers,
+        inputs=inputs,
+        loaders=loaders,
+    )
 
 
 def _measure(

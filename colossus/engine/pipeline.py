@@ -12,11 +12,13 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.tied import tied_parameters
 from colossus.layers.model_parallel import ModelParallel
+from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
 from colossus.schedule.actions import Action, Actions, in_flight_of_stages, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
-from colossus.schedule.runtime.executor import ActionTimer, Executor, Stages, forward_only
+from colossus.schedule.runtime.executor import Executor, Stages, forward_only
+from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.transport import Transport
 
 
@@ -88,6 +90,12 @@ class PipelineRuntime:
         held = dict(model.named_parameters())
         return [held[name] for name in self.partition.parameters_on(stage)]
 
+    def chain(self, model: nn.Module) -> list[NamedBlock] | None:
+        """The blocks of this rank where the model is a chain of blocks."""
+        if self.partition is not None:
+            return [block for stage in self.partition.stages_on(self.rank) for block in self.partition.blocks_of(stage)]
+        return pipeline_blocks(model) if is_chain(model) else None
+
     def tied_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
         """Parameters of this rank that other pipeline ranks hold, too, each with all ranks that do."""
         if self.partition is None:
@@ -95,7 +103,9 @@ class PipelineRuntime:
         ranks_of = {name: self.partition.ranks_of(name) for name in self.partition.names}
         return tied_parameters(dict(model.named_parameters()), ranks_of)
 
-    def make_executor(self, stages: Stages, parallel: ModelParallel, timer: ActionTimer | None = None) -> Executor:
+    def make_executor(
+        self, stages: Stages, parallel: ModelParallel, observers: Sequence[StepObserver] = ()
+    ) -> Executor:
         """The executor of this rank's actions. All ranks of the pipeline must call."""
         transport = None
         if self._context.size("pipeline") > 1:
@@ -108,7 +118,7 @@ class PipelineRuntime:
             ]
             self._links = Links(group, pairs, self._context.device)
             transport = Transport(self._links, self.rank_of)
-        return Executor(stages, self.rank_of, transport, parallel, timer)
+        return Executor(stages, self.rank_of, transport, parallel, observers)
 
     def forward_actions(self, microbatches: int) -> list[Action]:
         """The actions of this rank in an evaluation of at most as many microbatches as a step has."""

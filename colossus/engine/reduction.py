@@ -12,11 +12,12 @@ from colossus.engine.batch_check import BatchCheck
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 
 
 class StepReduction:
-    """One small all-reduce per step; it divides gradients by the tokens of the global batch, and clips them.
+    """The numbers of a step, added up in one small all-reduce, and what gradients are to be multiplied by.
 
     The loss is a sum over the axes that split samples or tokens, the squared norm over the axes that shard
     parameters, and the mark of the batch over those that share one: all but data. One all-reduce goes over all: where
@@ -28,25 +29,31 @@ class StepReduction:
 
     Args:
         norm: of the gradients of this rank.
+        strategy: sums the numbers.
         clip_grad_norm: largest norm of the gradient of the mean loss; None does not clip.
     """
 
-    def __init__(self, context: ParallelContext, norm: GradientNorm, clip_grad_norm: float | None) -> None:
-        self._context, self._norm, self._clip_grad_norm = context, norm, clip_grad_norm
+    def __init__(
+        self, context: ParallelContext, norm: GradientNorm, strategy: Strategy, clip_grad_norm: float | None
+    ) -> None:
+        self._context, self._norm, self._strategy, self._clip_grad_norm = context, norm, strategy, clip_grad_norm
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
         loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
         all_axes, coordinates = set(context.grid.names), context.coordinates
+        summed_axes = all_axes if strategy.exact else set(context.replica_axes)
         self._loss_group = self._group_over(loss_axes)
-        self._step_group = self._group_over(all_axes)
-        self._counts_loss = all(coordinates[axis] == 0 for axis in all_axes - loss_axes)
-        self._counts_norm = all(coordinates[axis] == 0 for axis in all_axes - set(norm.axes))
-        self.batch_check = BatchCheck(context, self._step_group)
+        self._world = self._group_over(all_axes)
+        self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - loss_axes)
+        self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(norm.axes))
+        self.batch_check = BatchCheck(context, self._group_over(summed_axes))
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
 
-    def finish_step(self, loss_sum: Tensor, tokens: Tensor, stop: bool, mark: Tensor | None = None) -> Tensor:
-        """Gradients divided and clipped.
+    def finish_step(
+        self, loss_sum: Tensor, tokens: Tensor, stop: bool, mark: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The step's numbers, once all gradients are summed, and what the gradients are to be multiplied by.
 
         Args:
             loss_sum, tokens: float64 scalars of this rank.
@@ -54,8 +61,9 @@ class StepReduction:
             mark: of the batch, where ranks share one (`BatchCheck.mark`).
 
         Returns:
-            [4] of the global batch: loss sum, tokens, gradient norm before clipping, number of ranks that want to stop;
-            and the total of the marks where there are any.
+            [4] of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
+            clipping, number of ranks that want to stop; and the total of the marks where there are any.
+            The factor, a float64 scalar: one over the tokens, and what clips the gradient of the mean loss.
 
         Raises:
             ValueError: on all ranks alike, when the losses cannot be divided by their number, or ranks that share a
@@ -71,7 +79,7 @@ class StepReduction:
         ]
         if mark is not None:
             addends.append(mark)
-        numbers = collectives.all_reduce(torch.stack(addends), self._step_group, owned=True).wait()
+        numbers = self._strategy.replica_scalars(torch.stack(addends))
         if mark is not None:
             self.batch_check.check(numbers[4], mark)
         if numbers.device.type == "cpu":  # elsewhere it would wait for the device
@@ -81,9 +89,7 @@ class StepReduction:
         scale = 1.0 / count
         if self._clip_grad_norm is not None:
             scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grads in self._norm.gradients():
-            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-        return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]])
+        return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]]), scale
 
     def evaluation(self, loss_sum: Tensor, tokens: Tensor, has_ended: bool = False) -> EvalResult:
         """Sums over all ranks, from float64 scalars of each.
@@ -108,8 +114,8 @@ class StepReduction:
             ValueError: when the data has ended on some ranks and not on others.
         """
         value = torch.tensor([wants_stop, has_ended], dtype=torch.float32, device=self._context.device)
-        wishes, ended = collectives.all_reduce(value, self._step_group, owned=True).wait().tolist()
-        _check_all_ended(ended, self._step_group)
+        wishes, ended = collectives.all_reduce(value, self._world, owned=True).wait().tolist()
+        _check_all_ended(ended, self._world)
         return not (wishes or ended)
 
 

@@ -16,6 +16,8 @@ class StepResult:
     Attributes:
         step: number of optimizer steps done, this one included.
         lr: learning rate of this step.
+        stop_requested: whether a rank has asked to stop; all ranks see it after the same step. On an accelerator,
+            which is not waited for, that is one step later.
 
     Args:
         numbers: of `StepReduction.finish_step`.
@@ -23,10 +25,14 @@ class StepResult:
     """
 
     def __init__(
-        self, step: int, lr: float, numbers: Tensor, require_zero: Callable[[float], None] | None = None
+        self,
+        step: int,
+        lr: float,
+        numbers: Tensor,
+        stop_requested: bool = False,
+        require_zero: Callable[[float], None] | None = None,
     ) -> None:
-        self.step = step
-        self.lr = lr
+        self.step, self.lr, self.stop_requested = step, lr, stop_requested
         self._device_numbers = numbers
         self._require_zero = require_zero
         self._read: list[float] | None = None
@@ -55,11 +61,6 @@ class StepResult:
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
         return self._numbers[2]
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a rank asked to stop; all ranks see it at the same step."""
-        return self._numbers[3] > 0
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"

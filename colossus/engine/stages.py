@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, cast
 
 from torch import nn
 
@@ -13,27 +13,13 @@ from colossus.engine.forward_rng import ForwardRng
 from colossus.engine.input_writes import InputWrites
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_loss
-from colossus.engine.strategies.strategy import Strategy
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
+from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
-from colossus.tensor_parallel.weight_store import WeightStore
-
-
-class ForwardObserver(Protocol):
-    """Is called around every forward of a stage on this rank; with a pipeline, backwards run between them."""
-
-    def begin(self, stage: int, microbatch: int) -> None:
-        """A stage is about to run; it has ended before another one begins."""
-
-    def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-        """A stage has run; of the last stage, the loss has not.
-
-        Args:
-            output: of the stage.
-            local_batch: this rank's shard of the microbatch, the same for all stages: what a loss function gets.
-        """
 
 
 class ModelStages:
@@ -47,10 +33,10 @@ class ModelStages:
         parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
         splits_backward: whether the schedule splits backwards.
         is_partitioned: whether the model is cut into stages.
+        observers: called around forwards; the list may change between steps.
 
     Attributes:
         step: of the random streams; None in an evaluation.
-        observers: called around forwards. Without one, only the first and the last stage look at the batch.
     """
 
     def __init__(
@@ -61,42 +47,48 @@ class ModelStages:
         *,
         inputs: Inputs,
         loss_fn: LossFunction,
-        weights: WeightStore,
+        store: ParameterStore,
         strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         splits_backward: bool,
         is_partitioned: bool,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self._context, self._forwards, self._last_stage = context, forwards, last_stage
         self._inputs, self._loss_fn = inputs, loss_fn
-        self._weights, self._strategy = weights, strategy
+        self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
         self._input_writes = InputWrites()
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
-        self._wgrad_mode: AbstractContextManager[Any] = DeferredWgrad(weights) if splits_backward else nullcontext()
+        self._wgrad_mode: AbstractContextManager[Any] = (
+            DeferredWgrad(store.weights) if splits_backward else nullcontext()
+        )
         self.step: int | None = None
-        self.observers: list[ForwardObserver] = []
+        self._observers = observers
 
     def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
-            own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
+            looks_at_batch = stage in (0, self._last_stage) or any(one.needs_batch for one in self._observers)
+            own = self._inputs.local(batch) if looks_at_batch else None
             if stage == 0:
                 value = self._input_writes.before_forward(model_input(own), self.step)
-            for observer in self.observers:
-                observer.begin(stage, microbatch)
+            for observer in self._observers:
+                observer.before_forward(stage, microbatch)
+            self._store.gather_root()
+            self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
                     if stage == 0:
                         self._input_writes.after_forward(self.step)
-                    for observer in self.observers:
-                        observer.end(stage, microbatch, out, own)
+                    for observer in self._observers:
+                        observer.after_forward(stage, microbatch, out, own)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own, self.step):
                             out = checked_loss(self._loss_fn(out, own))
@@ -107,13 +99,20 @@ class ModelStages:
                         )
                     raise
             self._to_guard.discard(stage)
+            self._strategy.after_forward(stage, microbatch)
             return out
 
     def is_trained(self, stage: int) -> bool:
         return any(param.requires_grad for param in self._parameters[stage])
 
-    def before_backward(self, microbatch: int) -> None:
-        self._context.rng.return_to(microbatch)
+    def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        if kind != "backward_weight":  # the half that recomputes nothing
+            self._context.rng.return_to(microbatch)
+        self._strategy.before_backward(stage, microbatch, cast(BackwardKind, kind))
+
+    def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        self._store.after_backward()
+        self._strategy.after_backward(stage, microbatch, cast(BackwardKind, kind))
 
     def full_backward(self) -> AbstractContextManager[None]:
         return self._wgrad_mode
@@ -128,14 +127,14 @@ class ModelStages:
 
     def before_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch()
-        self._strategy.arm(stage)
+        self._strategy.last_backward(stage)
 
     def after_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
         self._weights.flush(self._ids[stage])
-        self._strategy.start(stage)
+        self._strategy.reduce(stage)
 
 
 def parameters_by_stage(

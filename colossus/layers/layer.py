@@ -112,8 +112,8 @@ class Layer(NamedModule):
         if spec.layout != layout:
             raise ValueError(
                 f"{self.title}: its weight is stored as {spec.layout}, but this layer stores it as {layout}. A weight "
-                f"that several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
-                f"head to an embedding in every mode"
+                f"that several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) "
+                f"ties a head to an embedding in every mode"
             )
 
     def record_uses(self, activation: Activation) -> None:

@@ -94,6 +94,11 @@ def pipeline_blocks(model: nn.Module) -> list[NamedBlock]:
     return _with_distinct_names(blocks)
 
 
+def is_chain(model: nn.Module) -> bool:
+    """Whether a model says what its blocks are, or is an nn.Sequential."""
+    return hasattr(model, "pipeline_blocks") or _is_sequential(model)
+
+
 def _blocks_of(model: nn.Module) -> list[PipelineBlock]:
     method = getattr(model, "pipeline_blocks", None)
     if method is None:

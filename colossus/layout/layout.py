@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -30,6 +30,8 @@ class Layout:
         dims: for each tensor dim the axes that shard it, outermost first; order matters.
         partial: axes over which the value is a partial sum.
         grad_partial: axes over which the value is replicated and the gradient is a partial sum.
+        stored: axes over which the rows (dim 0) of what a rank has by ``dims`` are cut further, for storage only: its
+            ranks compute with all of them (ZeRO).
 
     Raises:
         ValueError: when an axis is named twice.
@@ -38,9 +40,11 @@ class Layout:
     dims: Dims
     partial: tuple[str, ...] = ()
     grad_partial: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial]
+        named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial, *self.stored]
+        assert self.dims or not self.stored, "a scalar has no rows"
         if len(set(named)) != len(named):
             twice = sorted({axis for axis in named if named.count(axis) > 1})
             raise ValueError(f"layout {self} names axis {', '.join(twice)} twice")
@@ -61,8 +65,13 @@ class Layout:
 
     @cached_property
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes that shard some dim."""
-        return tuple(axis for dim in self.dims for axis in dim)
+        """Axes that shard some dim, for compute or for storage."""
+        return (*(axis for dim in self.dims for axis in dim), *self.stored)
+
+    @property
+    def computed(self) -> Layout:
+        """The layout with which ranks compute: not cut for storage."""
+        return replace(self, stored=())
 
     def drop_trivial_axes(self, sizes: Mapping[str, int]) -> Layout:
         """Without axes of one rank."""
@@ -70,12 +79,12 @@ class Layout:
         def keep(axes: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if sizes[axis] > 1)
 
-        return Layout(tuple(map(keep, self.dims)), keep(self.partial), keep(self.grad_partial))
+        return Layout(tuple(map(keep, self.dims)), keep(self.partial), keep(self.grad_partial), keep(self.stored))
 
     # -- boxes --------------------------------------------------------------------------------------------
 
     def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Into how many shards each dim is split."""
+        """Into how many shards each dim is split for compute."""
         return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
 
     def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -84,25 +93,33 @@ class Layout:
         The boxes of the last ranks may fill less of it, or nothing.
         """
         self._check(shape)
-        return tuple(-(-size // shards) for size, shards in zip(shape, self.num_shards(sizes), strict=True))
+        chunk = [-(-size // shards) for size, shards in zip(shape, self.num_shards(sizes), strict=True)]
+        if self.stored:
+            chunk[0] = -(-chunk[0] // math.prod(sizes[axis] for axis in self.stored))
+        return tuple(chunk)
 
     def box(self, shape: Sequence[int], sizes: Mapping[str, int], at: Mapping[str, int]) -> Box:
         """The box of the full tensor held at coordinates ``at``: (start, stop) of every dim. It may be small or empty.
 
         Boxes at different coordinates are the same or disjoint, and together they cover the tensor.
         """
+        if self.stored:
+            (start, stop), *others = self.computed.box(shape, sizes, at)
+            rows = self.chunk(shape, sizes)[0]
+            first = start + _index(self.stored, sizes, at) * rows
+            return ((min(first, stop), min(first + rows, stop)), *others)
         box = []
         for dim, size, chunk in zip(self.dims, shape, self.chunk(shape, sizes), strict=True):
-            index = 0
-            for axis in dim:
-                index = index * sizes[axis] + at[axis]
+            index = _index(dim, sizes, at)
             box.append((min(index * chunk, size), min((index + 1) * chunk, size)))
         return tuple(box)
 
     def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
         """Whether every box is full."""
         self._check(shape)
-        return all(size % shards == 0 for size, shards in zip(shape, self.num_shards(sizes), strict=True))
+        rows = math.prod(sizes[axis] for axis in self.stored)
+        ways = [shards * (rows if dim == 0 else 1) for dim, shards in enumerate(self.num_shards(sizes))]
+        return all(size % each == 0 for size, each in zip(shape, ways, strict=True))
 
     def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
         """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
@@ -119,7 +136,17 @@ class Layout:
             text += f" partial({','.join(self.partial)})"
         if self.grad_partial:
             text += f" gradient partial({','.join(self.grad_partial)})"
+        if self.stored:
+            text += f" stored S({','.join(self.stored)})"
         return text
+
+
+def _index(axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
+    """Position along several axes, the first outermost."""
+    index = 0
+    for axis in axes:
+        index = index * sizes[axis] + at[axis]
+    return index
 
 
 class Use(Protocol):

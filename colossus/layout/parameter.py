@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,7 +64,7 @@ class ParameterSpec:
         self.description = description
         self.layout = shards[0].layout
         self.name = ""
-        self.gradient_axes: tuple[str, ...] | None = None
+        self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
 
     @classmethod
@@ -78,20 +78,50 @@ class ParameterSpec:
         """Elements of all logical shards, whatever the plan."""
         return sum(math.prod(shard.shape) for shard in self.shards)
 
+    @property
+    def gradient_axes(self) -> tuple[str, ...] | None:
+        return self._recorded
+
     def record(self, axes: tuple[str, ...]) -> None:
         """Note over which axes this use leaves the gradient partial.
 
         Raises:
             ValueError: when an earlier use left it partial over other axes: no one sum is right for both.
         """
-        if self.gradient_axes is None:
-            self.gradient_axes = axes
-        elif self.gradient_axes != axes and set(self.gradient_axes) != set(axes):
+        if self._recorded is None:
+            self._recorded = axes
+        elif set(self._recorded) != set(axes):
             raise ValueError(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
-                f"{_listed(self.gradient_axes)} at one use and over {_listed(axes)} at another. Use it in one region "
+                f"{_listed(self._recorded)} at one use and over {_listed(axes)} at another. Use it in one region "
                 f"only, or give each region its own parameter."
             )
+
+
+class StoredSpec(ParameterSpec):
+    """Of a parameter whose rows are cut over more axes for storage than for compute (ZeRO).
+
+    Args:
+        computed: of the parameter that ranks compute with.
+        axes: over which it is cut.
+        sizes: of all axes.
+    """
+
+    def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
+        layout = replace(computed.layout, stored=axes)
+        shapes = [shard.shape for shard in computed.shards]
+        rows = local_rows(shapes, [layout] * len(shapes), sizes)
+        shards = (replace(shard, layout=layout, rows=span) for shard, span in zip(computed.shards, rows, strict=True))
+        super().__init__(tuple(shards), computed.description, is_plain=computed.is_plain)
+        self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...] | None:
+        """Of the computed parameter, those included over which it is cut."""
+        return self._computed.gradient_axes
+
+    def record(self, axes: tuple[str, ...]) -> None:
+        self._computed.record(axes)
 
 
 def _listed(axes: tuple[str, ...]) -> str:

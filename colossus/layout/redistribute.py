@@ -58,6 +58,9 @@ def gather(x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelCon
     layout = layout.drop_trivial_axes(context.grid.sizes)
     if layout.partial:
         x = collectives.all_reduce(x, context.group(layout.partial)).wait()
+    if layout.stored:
+        rows = layout.computed.chunk(shape, context.grid.sizes)[0]
+        x = collectives.all_gather(x, context.group(layout.stored)).wait()[:rows]
     for dim, axes in enumerate(layout.dims):
         if axes:
             x = collectives.all_gather(x, context.group(axes), dim).wait()

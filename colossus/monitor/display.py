@@ -78,12 +78,13 @@ class Display(Hook):
         self._timer.start()
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        if not self.shown:  # reading a result waits for an accelerator: only one rank does
+            return
         self.seconds += self._timer.stop()
         self.tokens += result.tokens
         self.result = result
         self.memory = peak_memory_bytes(engine.device)
-        if self.shown:
-            self.show_step(engine)
+        self.show_step(engine)
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation_loss = summary.loss

@@ -89,6 +89,8 @@ class Metrics(Hook):
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         seconds = self._timer.stop()
         self._counting.close()
+        if self._file is None:  # reading a result waits for an accelerator: only one rank does
+            return
         self._row = {
             "step": result.step,
             "loss": result.loss,
@@ -99,6 +101,7 @@ class Metrics(Hook):
             "step_seconds": seconds,
             "memory_bytes": peak_memory_bytes(engine.device),
             "time": time.time(),
+            **engine.strategy.report(),
         }
         if self._moved is not None:
             self._row["comm"] = by_axis(self._moved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from colossus.layers.sharded import to_user
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.nest import tensors
+from colossus.schedule.runtime.observer import StepObserver
 from colossus.verify.disable_dropout import DisabledDropout
 from colossus.verify.records import (
     Call,
@@ -58,10 +59,9 @@ class Recorder(Hook):
         self.records = Records(self.folder, context.world_size)
         self._dropout = DisabledDropout(model)
         self._capture = ForwardCapture(model, engine.pipeline.last_stage)
-        engine.stages.observers.append(self._capture)
+        engine.observers += [self._capture, _BeforeUpdate(lambda: self._capture_gradients(engine))]
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self._record_order(model)
-        engine.optimizer.register_step_pre_hook(lambda *_: self._capture_gradients(engine))
         self._write_weights(engine, 0)
 
     def _record_order(self, model: nn.Module) -> None:
@@ -159,18 +159,25 @@ MODEL = "the model"
 """Name of the output of the full model."""
 
 
-class ForwardCapture:
+class _BeforeUpdate(StepObserver):
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.before_update = call  # type: ignore[method-assign]
+
+
+class ForwardCapture(StepObserver):
     """Fingerprints the outputs of every module whose output is in the user layout, or can be moved to it.
 
-    It is a `ForwardObserver` of the engine's stages: a pipeline does not call the model itself, so the model's
-    output is what the last stage returns. Modules inside of one of our layers compute on shards, in layouts that
-    only the layer knows, and are skipped. Activation checkpointing runs a module again in backward, where it must
-    call the same collectives: fingerprints are taken there, too, and dropped when the next forward begins, like
-    those of modules that the loss function calls.
+    It observes the stages: a pipeline does not call the model itself, so the model's output is what the last stage
+    returns. Modules inside of one of our layers compute on shards, in layouts that only the layer knows, and are
+    skipped. Activation checkpointing runs a module again in backward, where it must call the same collectives:
+    fingerprints are taken there, too, and dropped when the next forward begins, like those of modules that the loss
+    function calls.
 
     Args:
         last: number of the last stage.
     """
+
+    compares_batches = needs_batch = True
 
     def __init__(self, model: nn.Module, last: int) -> None:
         self.modules = {name or MODEL: type(module).__name__ for name, module in visible_modules(model)}
@@ -185,17 +192,17 @@ class ForwardCapture:
             if name:
                 module.register_forward_hook(self._hook(name))
 
-    def begin(self, stage: int, microbatch: int) -> None:
+    def before_forward(self, stage: int, microbatch: int) -> None:
         self._stage = stage
         self._counts.clear()
         self._forward = {}
 
-    def end(self, stage: int, microbatch: int, output: Any, batch: Any) -> None:
-        """Keep the outputs whose dim 0 is the samples of ``batch``, this rank's shard of the microbatch."""
+    def after_forward(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+        """Keep the outputs whose dim 0 is the samples of ``local_batch``, this rank's shard of the microbatch."""
         if stage == self._last:
             self._record(MODEL, output)
         if microbatch not in self._samples:
-            _, self._leaves, self._samples[microbatch] = sample_keys(batch)
+            _, self._leaves, self._samples[microbatch] = sample_keys(local_batch)
         rows = len(self._samples[microbatch])
         for call, held in self._forward.items():
             if held.rows.shape[0] == rows:

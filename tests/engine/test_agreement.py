@@ -121,14 +121,14 @@ def test_numbers_that_are_read_late_are_checked_then() -> None:
     """On an accelerator a step does not wait for its numbers."""
     check = _check_of(grid(tensor=2), 0)
     read = torch.tensor([4.0, 2.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
+    assert StepResult(1, 0.1, read, require_zero=check.require_zero).loss == 2.0
     read[4] = -77
-    result = StepResult(1, 0.1, read, check.require_zero)
+    result = StepResult(1, 0.1, read, require_zero=check.require_zero)
     for _ in range(2):
         with pytest.raises(ValueError, match="share a batch were given different ones: under this plan every 2 ranks"):
             _ = result.loss
     check.is_silent = True  # verify compares batches itself
-    assert StepResult(1, 0.1, read, check.require_zero).loss == 2.0
+    assert StepResult(1, 0.1, read, require_zero=check.require_zero).loss == 2.0
 
 
 def test_a_mark_looks_into_the_middle_of_samples() -> None:

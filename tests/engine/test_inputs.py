@@ -8,12 +8,12 @@ import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.training import batch_of, config_of
-from torch import Tensor
 
 import colossus
 from colossus.engine.inputs import StepBatch
 from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.schedule.runtime.observer import StepObserver
 
 PADDED = dict(sequence=dict(size=2, mode="ring", pad=True))
 SIZES: dict[str, Any] = dict(vocab_size=256, seq_len=6)
@@ -44,28 +44,26 @@ def test_fingerprints_tell_batches_apart() -> None:
 def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
     """In and after a step whose loss raises, a step, an evaluation."""
     settings = config_of(parallel, 2, "fp64", model=SIZES)
-    engine = colossus.initialize(settings)
+    is_bad = True
+
+    def loss_fn(outputs: Any, batch: Any) -> Any:
+        if is_bad:
+            raise ArithmeticError("a bad batch")
+        return engine.model.loss(outputs, batch)
+
+    engine = colossus.initialize(settings, loss_fn=loss_fn)
     parallel_of_model = model_parallel_of(engine.context)
     seen: list[int | None] = []
 
-    class Watch:
-        def begin(self, stage: int, microbatch: int) -> None:
+    class Watch(StepObserver):
+        def before_forward(self, stage: int, microbatch: int) -> None:
             seen.append(parallel_of_model.batch_info.num_tokens)
 
-        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-            pass
-
-    engine.stages.observers.append(Watch())
-    loss_fn = engine.loss_fn
-
-    def raises(outputs: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        raise ArithmeticError("a bad batch")
-
-    engine.loss_fn = raises
+    engine.observers.append(Watch())
     with pytest.raises(ArithmeticError):
         engine.train_step(batch_of(0, {**SIZES, "seq_len": 5}))
     seen.append(parallel_of_model.batch_info.num_tokens)
-    engine.loss_fn = loss_fn
+    is_bad = False
     engine.train_step(batch_of(0, SIZES))
     seen.append(parallel_of_model.batch_info.num_tokens)
     engine.eval_step(batch_of(0, {**SIZES, "seq_len": 3}))
@@ -87,14 +85,11 @@ def _measured(rank: int) -> list[tuple[int, int]]:
     engine = colossus.initialize(settings)
     lengths = []
 
-    class Watch:
-        def begin(self, stage: int, microbatch: int) -> None:
+    class Watch(StepObserver):
+        def before_forward(self, stage: int, microbatch: int) -> None:
             lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
 
-        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-            pass
-
-    engine.stages.observers.append(Watch())
+    engine.observers.append(Watch())
     engine.train_step(batch_of(0, SIZES))
     engine.close()
     return lengths

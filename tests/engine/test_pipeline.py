@@ -136,10 +136,10 @@ def test_a_broken_sum_of_tied_gradients_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tied_weight_counted_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from colossus.engine import engine
+    from colossus.engine import initialize
 
-    real = engine.GradientNorm
-    monkeypatch.setattr(engine, "GradientNorm", lambda params, context, elsewhere: real(params, context))
+    real = initialize.GradientNorm
+    monkeypatch.setattr(initialize, "GradientNorm", lambda params, context, elsewhere: real(params, context))
     with pytest.raises(AssertionError, match="step 2"):
         assert_parity(2, config(dict(pipeline=2), "1f1b", 4))
 

@@ -25,14 +25,18 @@ NAMES = ("a", "b", "c")
 
 
 @st.composite
-def layouts(draw: st.DrawFn, ndim: int, states: tuple[str, ...] = ("partial", "grad_partial", "whole")) -> Layout:
+def layouts(
+    draw: st.DrawFn, ndim: int, states: tuple[str, ...] = ("partial", "grad_partial", "stored", "whole")
+) -> Layout:
     """Every axis shards a dim, is partial, or is not named; in any order."""
     dims: list[list[str]] = [[] for _ in range(ndim)]
-    other: dict[str, list[str]] = {"partial": [], "grad_partial": [], "whole": []}
+    other: dict[str, list[str]] = {"partial": [], "grad_partial": [], "stored": [], "whole": []}
     for axis in draw(st.permutations(NAMES)):
         place = draw(st.sampled_from([*range(ndim), *states]))
         (dims[place] if isinstance(place, int) else other[place]).append(axis)
-    return Layout(tuple(map(tuple, dims)), tuple(other["partial"]), tuple(other["grad_partial"]))
+    return Layout(
+        tuple(map(tuple, dims)), tuple(other["partial"]), tuple(other["grad_partial"]), tuple(other["stored"])
+    )
 
 
 sizes = st.tuples(*[st.integers(1, 4)] * 3).map(lambda each: dict(zip(NAMES, each, strict=True)))

@@ -47,14 +47,6 @@ class GradientNorm:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
-    def gradients(self) -> list[list[Tensor]]:
-        """All gradients of this rank, grouped by dtype."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for param in self.params:
-            if param.grad is not None:
-                by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
-        return list(by_dtype.values())
-
 
 def _is_first(layout: Layout, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]) -> bool:
     """Whether this rank is the first of those that hold the same shard; stages hold different parameters."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.axes import agree_on_axes, gradient_sum_axes
+from colossus.engine.gradients.axes import agree_on_axes
 from colossus.engine.gradients.buckets import Bucket
 from colossus.layout.parameter import spec_of
 
@@ -20,6 +20,7 @@ class StageBuckets:
     Args:
         params: in the order of the model.
         bucket_bytes: size of a bucket; a larger parameter has one for itself.
+        axes_of: the axes over which the gradient of a parameter is summed, once they are decided.
         on_gradient: called with each parameter when its gradient has been accumulated.
     """
 
@@ -28,10 +29,11 @@ class StageBuckets:
         params: Sequence[nn.Parameter],
         context: ParallelContext,
         bucket_bytes: int,
+        axes_of: Callable[[nn.Parameter], tuple[str, ...]],
         on_gradient: Callable[[nn.Parameter], None],
     ) -> None:
         self._params, self._context = list(params), context
-        self._bucket_bytes, self._on_gradient = bucket_bytes, on_gradient
+        self._bucket_bytes, self._axes_of, self._on_gradient = bucket_bytes, axes_of, on_gradient
         self._buckets: list[Bucket] | None = None
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
@@ -122,7 +124,7 @@ class StageBuckets:
         """Parameters by axes and dtype; those without axes need no reduction."""
         groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
         for param in params:
-            axes = gradient_sum_axes(param, self._context)
+            axes = self._axes_of(param)
             if axes:
                 groups.setdefault((axes, param.dtype), []).append(param)
         for (axes, _), held in groups.items():

@@ -15,12 +15,10 @@ class TiedGradients:
     """Sums the gradients of tied parameters over the pipeline ranks that hold them, after the sum over data ranks.
 
     Args:
-        tied: the tied parameters of this rank, each with the pipeline ranks that hold it; the first of these counts it
-            in the gradient norm. In the same order on all ranks.
+        tied: the tied parameters of this rank, each with the pipeline ranks that hold it; in the same order on all.
     """
 
     def __init__(self, tied: Sequence[tuple[nn.Parameter, tuple[int, ...]]], context: ParallelContext) -> None:
-        here = context.index("pipeline")
         by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for param, ranks in tied:
             if param.requires_grad:
@@ -28,8 +26,6 @@ class TiedGradients:
         self._buckets = [
             Bucket(params, context.subgroup("pipeline", sorted(ranks))) for (ranks, _), params in by_ranks.items()
         ]
-        #: ids of those that another rank counts in the norm
-        self.counted_elsewhere = {id(param) for param, ranks in tied if ranks[0] != here}
 
     def sum(self) -> None:
         """Collective over the ranks that share parameters, once their own gradients are complete."""

@@ -1,31 +1,155 @@
-"""What the engine asks of a data-parallel strategy."""
+"""The data axis of a run: what replicas exchange, and when."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
+
+#: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
+BackwardKind = Literal["backward", "backward_input", "backward_weight"]
 
 
-class Strategy(Protocol):
-    """What the data axis does with gradients, overlapped with backward where it can.
+class Strategy:
+    """Base of the data-parallel strategies: this one exchanges nothing.
 
-    Built once for an engine, with the model, its context, ``bucket_mb`` and the parameters of each pipeline stage (see
-    `AllReduce`). In each step, for the stages of this rank in the order of their reductions: `arm`, the stage's last
-    backward, `start`; then `finish` once.
+    A *replica* is a whole copy of the model: all ranks but those along ``data``. An *exact* strategy keeps replicas
+    equal, and a step's numbers are those of the global batch. An inexact one has parameters per replica; it sums
+    gradients inside of the replica (`GradientReduction` over ``context.replica_axes``), and its steps are divided and
+    clipped by the replica's own count and norm.
+
+    The engine calls, in each step:
+
+        begin_step
+        for each microbatch and stage:   before_forward, after_forward, before_backward, after_backward
+        for each stage:                  last_backward before its last backward, reduce after it
+        finish, replica_scalars, step, after_step, reduce_scalars
+
+    and `abandon` in place of the rest where something is raised. The arguments of ``__init__`` are the options of
+    ``parallel.strategy``.
 
     Attributes:
-        exact: whether replicas stay equal, and the numbers of a step are those of the global batch.
+        exact: see above.
     """
 
-    exact: bool
+    exact: ClassVar[bool] = True
 
-    def arm(self, stage: int) -> None:
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        """Once, before the optimizer is made."""
+        self.store, self.parts = store, parts
+        context = parts.context
+        self._step_group = context.group(context.grid.names if self.exact else context.replica_axes)
+        self._data_group = context.group("data")
+
+    def optimizer_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates on this rank: all trainable parameters as they are stored."""
+        return self.store.trainable()
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Before the first forward of step ``step`` (from 0)."""
+
+    def before_forward(self, stage: int, microbatch: int) -> None: ...
+
+    def after_forward(self, stage: int, microbatch: int) -> None: ...
+
+    def before_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
+
+    def after_backward(self, stage: int, microbatch: int, kind: BackwardKind) -> None: ...
+
+    def last_backward(self, stage: int) -> None:
         """The backward that follows is a stage's last of the step: what it completes may be reduced at once."""
 
-    def start(self, stage: int) -> None:
-        """Start the reductions of a stage that have not been started, without waiting for any."""
+    def reduce(self, stage: int) -> None:
+        """A stage's gradients are complete on this rank: start what has not been started, without waiting.
+
+        Stages come in the same order on all ranks that share them. Parameters that several stages of a rank use come
+        with the last of these.
+        """
 
     def finish(self) -> None:
-        """Wait until every gradient is reduced."""
+        """Wait until the gradients are what the optimizer is to see, not divided yet."""
+
+    def replica_scalars(self, numbers: Tensor) -> Tensor:
+        """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
+
+        By them the gradients are divided and clipped, so they are never late.
+        """
+        return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        before_update: Callable[[], None],
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update the parameters.
+
+        Args:
+            scale: what the gradients are to be multiplied by, float64 scalar: one over the count, and clipped.
+            before_update: to be called once between the two.
+            found_inf: whether a gradient is not finite, bool scalar: then nothing is to change. None: not looked for.
+        """
+        scale_gradients(self.optimizer_parameters(), scale)
+        before_update()
+        if found_inf is None or not bool(found_inf):
+            optimizer.step()
+
+    def after_step(self, step: int) -> None:
+        """After the update of step ``step``: mix, average, gather."""
+
+    def reduce_scalars(self, numbers: Tensor) -> Tensor:
+        """What is logged of a step, over all replicas: float64 [loss sum, count, gradient norm, ..].
+
+        Of an inexact strategy loss sums, counts and wishes to stop are summed over replicas and the norms averaged; a
+        strategy that must not wait may return those of an earlier step.
+        """
+        if self.exact or self._data_group.size == 1:
+            return numbers
+        total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
+        total[2] /= self._data_group.size
+        return total
 
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""
+
+    # -- besides ------------------------------------------------------------------------------------------
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Around an evaluation, and around what exports weights: which of the replicas' weights are meant."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State beyond the parameters, by logical name where it belongs to one."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, under another plan maybe."""
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
+
+    def report(self) -> dict[str, float]:
+        """Numbers for the metrics of a step, by name."""
+        return {}
+
+    def close(self) -> None:
+        """The run is over: let go of threads and connections."""
+
+
+def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor) -> None:
+    """Multiply all gradients in place."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, scale.to(dtype))

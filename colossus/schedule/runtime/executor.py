@@ -14,13 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
+from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.transport import StageMicrobatch, Transport
 from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
 #: the deferred weight gradients of one backward: each call makes one and accumulates it
 WgradTasks = list[Callable[[], None]]
-#: called after every action with its start and end, in seconds of `time.perf_counter`
-ActionTimer = Callable[[Action, float, float], None]
 
 
 class Stages(Protocol):
@@ -32,8 +31,11 @@ class Stages(Protocol):
     def is_trained(self, stage: int) -> bool:
         """Whether any parameter of a stage requires a gradient."""
 
-    def before_backward(self, microbatch: int) -> None:
-        """A backward of this microbatch follows; with activation checkpointing it recomputes its forward."""
+    def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """A ``backward`` follows, or one of its halves; with activation checkpointing it recomputes its forward."""
+
+    def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        """It is done."""
 
     def full_backward(self) -> AbstractContextManager[None]:
         """Around a backward that makes the gradients of inputs and of weights (dgrad and wgrad)."""
@@ -96,7 +98,7 @@ class Executor:
         rank_of: stage -> index of the rank that has it.
         transport: to other ranks; None when there is one rank.
         parallel: of the model's layers.
-        timer: called after every action; for measurements.
+        observers: told of every action; the list may change between steps.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class Executor:
         rank_of: Mapping[int, int],
         transport: Transport | None,
         parallel: ModelParallel,
-        timer: ActionTimer | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         self.stages, self.rank_of, self.transport = stages, rank_of, transport
-        self.parallel, self.timer = parallel, timer
+        self.parallel, self.observers = parallel, observers
         self.last_stage = max(rank_of)
 
     def run(self, actions: Sequence[Action], batches: Sequence[Any], step_id: object = None) -> StepTotals:
@@ -132,7 +134,7 @@ class Executor:
         last_backwards = _last_backwards(actions)
         early = _receives_after(actions) if self.transport is not None and self.transport.receives_early else None
         for index, action in enumerate(actions):
-            began = time.perf_counter() if self.timer is not None else 0.0
+            began = time.perf_counter() if self.observers else 0.0
             if early is not None and action.kind in COMPUTE:
                 for receive in next(early):
                     self.transport.post_receive_early(receive, state.batch_shape)  # type: ignore[union-attr]
@@ -142,8 +144,8 @@ class Executor:
                 self.stages.after_last_backward(action.stage)
             else:
                 self._do(action, state)
-            if self.timer is not None:
-                self.timer(action, began, time.perf_counter())
+            for observer in self.observers:
+                observer.after_action(action, began, time.perf_counter())
         if self.transport is not None:
             self.transport.flush()
         zero = torch.zeros((), dtype=torch.float64, device=self.parallel.context.device)
@@ -154,24 +156,28 @@ class Executor:
         kind = action.kind
         if kind == "forward":
             self._forward(key, state)
-        elif kind == "backward":
-            self.stages.before_backward(action.microbatch)
-            with self.stages.full_backward():
-                self._backward(key, state)
-            state.in_flight -= 1
-        elif kind == "backward_input":
-            self.stages.before_backward(action.microbatch)
-            with self.stages.deferred_wgrad() as tasks:
-                self._backward(key, state)
-            state.wgrad_tasks[key] = tasks
-        elif kind == "backward_weight":
-            with torch.no_grad():
-                self.stages.run_wgrad(state.wgrad_tasks.pop(key))
-            state.in_flight -= 1
+        elif kind in LAST_USE or kind == "backward_input":
+            self.stages.before_backward(*key, kind)
+            self._run_backward(kind, key, state)
+            self.stages.after_backward(*key, kind)
         elif kind == "reduce":
             self.stages.reduce(action.stage)
         elif kind != "step":  # the optimizer steps in the engine, once it has the norm of all gradients
             self._transfer(action, key, state)
+
+    def _run_backward(self, kind: str, key: StageMicrobatch, state: _State) -> None:
+        if kind == "backward":
+            with self.stages.full_backward():
+                self._backward(key, state)
+        elif kind == "backward_input":
+            with self.stages.deferred_wgrad() as tasks:
+                self._backward(key, state)
+            state.wgrad_tasks[key] = tasks
+            return  # what the weights' half needs is held until then
+        else:
+            with torch.no_grad():
+                self.stages.run_wgrad(state.wgrad_tasks.pop(key))
+        state.in_flight -= 1
 
     def _transfer(self, action: Action, key: StageMicrobatch, state: _State) -> None:
         assert self.transport is not None

@@ -12,6 +12,7 @@ from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary
+from colossus.engine.strategies.strategy import Strategy
 
 
 class FakeEngine:
@@ -26,6 +27,7 @@ class FakeEngine:
         self.completed_steps = 0
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
+        self.strategy = Strategy()
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 

@@ -1,0 +1,101 @@
+"""The modules of a model whose parameters are gathered together, and what runs around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.engine.sharded_block import HeldParameter, Place, ShardedBlock
+from colossus.layers.pipeline_block import NamedBlock
+from colossus.nest import tensors
+
+
+def held_parameters(model: nn.Module) -> list[HeldParameter]:
+    """The parameters of a model that have rows, each once, with all places where modules hold them."""
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    for module in model.modules():
+        for leaf, param in module._parameters.items():
+            if param is not None and param.dim():
+                found.setdefault(id(param), (param, []))[1].append((module, leaf))
+    return [HeldParameter(param, tuple(places)) for param, places in found.values()]
+
+
+def by_block(
+    model: nn.Module, chain: Sequence[NamedBlock] | None
+) -> tuple[list[tuple[nn.Module, list[HeldParameter]]], list[HeldParameter]]:
+    """The parameters of each block of a model, with the module that uses them, and those of the root block.
+
+    Blocks are those of the model's chain that are one module each; of a model that is no chain, the children of its
+    outermost ModuleLists and Sequentials. What belongs to none of them, or to several, is the root's.
+
+    Args:
+        chain: the blocks of this rank; None for a model that is no chain.
+    """
+    modules = list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
+    block_of: dict[int, set[int]] = {}
+    for number, module in enumerate(modules):
+        for inner in module.modules():
+            block_of.setdefault(id(inner), set()).add(number)
+    of_block: list[list[HeldParameter]] = [[] for _ in modules]
+    root: list[HeldParameter] = []
+    for held in held_parameters(model):
+        users = {number for module, _ in held.places for number in block_of.get(id(module), {-1})}
+        (of_block[users.pop()] if len(users) == 1 and -1 not in users else root).append(held)
+    return [(module, params) for module, params in zip(modules, of_block, strict=True) if params], root
+
+
+def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:
+    known = dict(model.named_modules())
+    for block in chain:
+        first = block.modules[0] if block.modules else ""
+        names = (*block.modules[1:], *block.parameters, *block.buffers)
+        if first and all(name.startswith(f"{first}.") for name in names):
+            yield known[first]
+
+
+def _of_containers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child.children()
+        else:
+            yield from _of_containers(child)
+
+
+def run_around(module: nn.Module, block: ShardedBlock) -> None:
+    """Gather a block before its module's forward and before its backward, and let it go after each."""
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        block.gather()
+        if torch.is_grad_enabled() and not block.is_in_backward:
+            nodes = [tensor.grad_fn for tensor in _plain((args, kwargs)) if tensor.grad_fn is not None]
+            # what made an input runs its backward when all gradients of this input are there
+            left = len(nodes)
+
+            def input_done(_: Any) -> None:
+                nonlocal left
+                left -= 1
+                if not left:
+                    block.leave_backward()
+
+            for node in nodes:
+                node.register_prehook(input_done)
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _plain(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: block.enter_backward())
+        block.after_forward()
+
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def _plain(nest: Any) -> Iterator[Tensor]:
+    """The tensors of a nest as autograd knows them, whatever types wrap them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for _, tensor in tensors(nest):
+            yield tensor

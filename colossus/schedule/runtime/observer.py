@@ -1,0 +1,39 @@
+"""Watching a step from inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colossus.schedule.actions import Action
+
+
+class StepObserver:
+    """Base of what is called while a step runs on this rank: override what you need, and append it to
+    ``engine.observers``. What is around steps is a `colossus.engine.hooks.Hook`.
+
+    Attributes:
+        compares_batches: whether it finds out itself if ranks of a model were given different batches, so that the
+            engine does not refuse them.
+        needs_batch: whether `after_forward` wants the batch on all stages.
+    """
+
+    compares_batches = False
+    needs_batch = False
+
+    def before_forward(self, stage: int, microbatch: int) -> None:
+        """A stage is about to run; it has ended before another one begins."""
+
+    def after_forward(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+        """A stage has run; of the last stage, the loss has not.
+
+        Args:
+            output: of the stage.
+            local_batch: this rank's shard of the microbatch, what a loss function gets; None on stages in between
+                that nobody wants it on.
+        """
+
+    def after_action(self, action: Action, began: float, ended: float) -> None:
+        """An action of the schedule is done; times in seconds of `time.perf_counter`."""
+
+    def before_update(self) -> None:
+        """Gradients are complete, divided and clipped; the optimizer has not stepped."""
