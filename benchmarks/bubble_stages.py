@@ -81,8 +81,8 @@ class _Sleep(torch.autograd.Function):
 
         time.sleep(seconds)
         dx = dy * weight
-        if ctx.weights.defers_wgrad:
-            ctx.weights.defer_wgrad(lambda: ctx.weights.accumulate_grad(weight, gradient()))
+        if ctx.weights.deferral.is_active:
+            ctx.weights.deferral.defer(lambda: ctx.weights.deferral.accumulate(weight, gradient()))
             return dx, None, None, None
         return dx, gradient(), None, None
 

@@ -119,11 +119,11 @@ class ModelStages:
 
     @contextmanager
     def deferred_wgrad(self) -> Iterator[WgradTasks]:
-        with self._wgrad_mode, self._weights.deferred_wgrad() as tasks:
+        with self._wgrad_mode, self._weights.deferral.deferred() as tasks:
             yield tasks
 
     def run_wgrad(self, tasks: WgradTasks) -> None:
-        self._weights.run_wgrad(tasks)
+        self._weights.deferral.run(tasks)
 
     def before_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch()

@@ -16,7 +16,7 @@ from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class DeferredWgrad(TorchFunctionMode):
-    """Inside, the weight gradient (wgrad) of ``F.linear`` is deferred where ``WeightStore.deferred_wgrad`` is active.
+    """Inside, the weight gradient (wgrad) of ``F.linear`` is deferred where a `WgradDeferral` is active.
 
     That concerns `torch.nn.Linear` as well as our layers without tensor parallelism. A weight that is computed rather
     than a parameter (by a parametrization, say) gets its gradient in the ordinary backward.
@@ -70,8 +70,8 @@ class _Linear(torch.autograd.Function):
         dx = dy @ weight if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
-        if ctx.weights.can_defer_wgrad(parameter):
+        if ctx.weights.deferral.takes(parameter):
             weights = ctx.weights
-            weights.defer_wgrad(lambda: weights.accumulate_grad(parameter, flat(dy).t() @ flat(x)))
+            weights.deferral.defer(lambda: weights.deferral.accumulate(parameter, flat(dy).t() @ flat(x)))
             return dx, None, db, None
         return dx, flat(dy).t() @ flat(x), db, None

@@ -189,8 +189,8 @@ def coalesce_weights(owner: Layer, *linears: nn.Module) -> None:
     Not those of a user's own module or ``forward``, which may leave a weight unused.
     """
     weights = owner.parallel.weights
-    if not weights.coalesces or not owner.is_split:
+    if not weights.coalescing.is_wanted or not owner.is_split:
         return
     ours = [linear for linear in linears if isinstance(linear, Linear) and computes_as_ours(linear)]
-    if len(ours) == len(linears) and not weights.is_coalesced(ours[0].weight):
-        weights.coalesce(*(linear.grouped_weight for linear in ours))
+    if len(ours) == len(linears) and not weights.coalescing.is_coalesced(ours[0].weight):
+        weights.coalescing.coalesce(*(linear.grouped_weight for linear in ours))

@@ -139,8 +139,8 @@ class _Matmul(torch.autograd.Function):
         if needs_x:
             w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait()
             dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
-        if needs_w and weights.can_defer_wgrad(weight):
-            weights.defer_wgrad(lambda: _deferred_wgrad(routes, weight, dy, x))
+        if needs_w and weights.deferral.takes(weight):
+            weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
         elif needs_w:
             dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
         db = bias_gradient(dy) if needs_b else None
@@ -150,7 +150,7 @@ class _Matmul(torch.autograd.Function):
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
-        routes.weights.accumulate_grad(weight, dw.wait())
+        routes.weights.deferral.accumulate(weight, dw.wait())
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:

@@ -383,7 +383,7 @@ def deferred(context: ParallelContext) -> list[str]:
     def later(model: nn.Module) -> None:
         for scale in (1.0, 2.0, 3.0):
             loss = model(x * scale).square().sum()
-            with weights.deferred_wgrad() as rest:
+            with weights.deferral.deferred() as rest:
                 loss.backward()
             assert len(rest) == 2
             for work in rest:
