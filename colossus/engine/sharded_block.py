@@ -209,6 +209,9 @@ class _FlatRows:
     def start_scatter(self) -> None:
         if not self._trainable:
             return
+        for param in self._params:
+            axes = spec_of(param).gradient_axes
+            assert axes is None or set(self._group.axes) <= set(axes), "each rank has a part of the sum"
         size, ranks = len(self._flat), self._group.size
         rows = self._flat.new_zeros(ranks, size + len(self._params))
         self._present = [param.grad is not None for param in self._params]

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm.collectives import Pending, Ready
+from colossus.context.groups import AxisGroup
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.observer import StepObserver
 
@@ -193,6 +195,25 @@ def test_exact_strategies_are_the_one_process_run(
     for trace in train_with(strategy, plan):
         assert_same_run(trace, alone(), **EXACT)
         assert_same_numbers(trace, alone())
+
+
+def test_rows_over_data_and_sequence() -> None:
+    plan = 4, dict(data=2, sequence=2), "1f1b", 1
+    for trace in train_with(dict(type=Sharded, axes=("data", "sequence")), plan):
+        assert_same_run(trace, alone(), **EXACT)
+        assert_same_numbers(trace, alone())
+
+
+def test_a_missing_sum_over_data_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parity above would not pass if gradients stayed those of one replica."""
+    monkeypatch.setattr("colossus.engine.sharded_block.collectives.reduce_scatter", _own_chunk)
+    trace = train_with(dict(type=Sharded), PLANS["data"])[0]
+    with pytest.raises(AssertionError, match="loss of step 2"):
+        assert_same_run(trace, alone(), **EXACT)
+
+
+def _own_chunk(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
+    return Ready(x.chunk(group.size, dim)[group.index])
 
 
 # -- what a store gathers -------------------------------------------------------------------------------------

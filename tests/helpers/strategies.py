@@ -110,10 +110,13 @@ class OwnSGD(AllReduce):
 
 
 class Sharded(Strategy):
-    """Stores rows of every parameter on each data rank; blocks gather theirs while they run."""
+    """Stores rows of every parameter on each rank along ``axes``; blocks gather theirs while they run."""
+
+    def __init__(self, axes: tuple[str, ...] = ("data",)) -> None:
+        self._axes = axes
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        store.shard(("data",))
+        store.shard(self._axes)
         super().setup(store, parts)
         stored = replace(
             parts,
