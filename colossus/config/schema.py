@@ -194,10 +194,24 @@ class Parallel(Section):
     pipeline: PipelineSection = PipelineSection()
     tensor: TensorSection = TensorSection()
     sequence: SequenceSection = SequenceSection()
+    #: a stage: short for strategy = dict(type="zero", stage=..)
     zero: Annotated[int, Field(ge=0, le=3)] = 0
     strategy: StrategySection = StrategySection()
     #: outermost first: the last axis has neighbouring ranks
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
+
+    @model_validator(mode="after")
+    def _one_strategy(self) -> Parallel:
+        if self.zero and "strategy" in self.model_fields_set:
+            raise ValueError(
+                f"zero = {self.zero} and strategy = {self.strategy.type!r} both say what data ranks do: give one of them"
+            )
+        return self
+
+    @property
+    def data_strategy(self) -> dict[str, Any]:
+        """The strategy as ``Registry.build`` takes it."""
+        return {"type": "zero", "stage": self.zero} if self.zero else self.strategy.spec()
 
 
 class Train(Section):

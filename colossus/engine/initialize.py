@@ -144,7 +144,7 @@ def _engine(
         config.comm.bucket_mb,
     )
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
-    strategy = STRATEGIES.build(config.parallel.strategy.spec())
+    strategy = STRATEGIES.build(config.parallel.data_strategy)
     strategy.setup(store, parts)
     # a stage without parameters has nothing to step, but torch's optimizers insist on something
     params = strategy.optimizer_parameters() or [nn.Parameter(torch.zeros(0))]

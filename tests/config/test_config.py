@@ -157,6 +157,10 @@ def test_schedule_steps_follow_steps() -> None:
         (dict(schedule=dict(microbatches=0)), "schedule.microbatches: must be at least 1, got 0"),
         (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
         (dict(parallel=dict(zero=4)), "parallel.zero: must be at most 3, got 4"),
+        (
+            dict(parallel=dict(zero=1, strategy="all_reduce")),
+            "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",
+        ),
         (dict(parallel=dict(tensor=0)), "parallel.tensor.size: must be at least 1, got 0"),
         (dict(parallel=dict(tensor=dict(mode=2))), "parallel.tensor.mode: must be a string (in quotes), got 2"),
         (dict(parallel=dict(tensor=dict(shape=4))), "parallel.tensor.shape: must be a tuple or a list, got 4"),
