@@ -204,7 +204,8 @@ class Parallel(Section):
     def _one_strategy(self) -> Parallel:
         if self.zero and "strategy" in self.model_fields_set:
             raise ValueError(
-                f"zero = {self.zero} and strategy = {self.strategy.type!r} both say what data ranks do: give one of them"
+                f"zero = {self.zero} and strategy = {self.strategy.type!r} both say what data ranks do: give one of "
+                f"them"
             )
         return self
 
