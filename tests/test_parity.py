@@ -177,7 +177,7 @@ def test_a_halved_layernorm_gradient_is_seen() -> None:
     world, parallel = PLANS["data2_tensor2"]
     name = "blocks.1.mlp_norm.weight"
     for precision, tolerance in (("fp64", FP64), ("fp32", FP32)):
-        traces = run_plan(world, config_of(parallel, STEPS, precision), STEPS, damage=name)
+        traces = run_plan(world, config_of(parallel, STEPS, precision), STEPS, name)
         with pytest.raises(AssertionError):
             assert_same_run(traces[0], alone(precision), **tolerance)
         with pytest.raises(AssertionError, match=name):
