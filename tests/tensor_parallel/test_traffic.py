@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modes import MODES, Mode, own
+from helpers.modes import MODES, Mode, own, with_options
 
 from colossus import layers
 from colossus.comm import accounting
@@ -50,23 +50,23 @@ def _local(shape: tuple[int, ...], layout: Any, context: ParallelContext) -> tup
     return layout.at(len(shape)).chunk(shape, context.grid.sizes)
 
 
-def check(mode: Mode, keep: bool, weights: str) -> None:
-    def body(context: ParallelContext) -> list[dict[str, Any]]:
-        out = []
+def _of_every_policy(context: ParallelContext) -> list[dict[str, Any]]:
+    out = []
+    for keep, weights in POLICIES:
+        policy = with_options(context, keep_gathered=keep, weight_scope=weights)
         for split, sizes in (("column", (24, 36)), ("row", (36, 24)), (None, (24, 36)), (None, (36, 24))):
-            out += [_counted(context, split, sizes, microbatches) for microbatches in (1, 3)]
-        return out
-
-    for found in mode.run(body, keep_gathered=keep, weight_scope=weights):
-        for entry in found:
-            assert entry["counted"].calls == entry["formula"].calls
-            assert entry["counted"].elements == pytest.approx(entry["formula"].elements, rel=1e-12)
+            for microbatches in (1, 3):
+                case = {"case": (keep, weights, split, sizes, microbatches)}
+                out.append({**case, **_counted(policy, split, sizes, microbatches)})
+    return out
 
 
-@pytest.mark.parametrize(("keep", "weights"), POLICIES)
 @pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2d_2x3", "2.5d_depth2", "3d", "3d_1x2x3"])
-def test_counted_is_the_formula(mode: str, keep: bool, weights: str) -> None:
-    check(MODES[mode], keep, weights)
+def test_counted_is_the_formula(mode: str) -> None:
+    for found in MODES[mode].run(_of_every_policy):
+        for entry in found:
+            assert entry["counted"].calls == entry["formula"].calls, entry
+            assert entry["counted"].elements == pytest.approx(entry["formula"].elements, rel=1e-12), entry
 
 
 # -- the formulas of the literature ---------------------------------------------------------------------------
