@@ -6,6 +6,7 @@ from importlib import import_module
 
 import torch
 import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
+from helpers.drawn import DEV_EXAMPLES
 from hypothesis import settings
 
 import colossus
@@ -19,6 +20,6 @@ for module in pkgutil.walk_packages(colossus.__path__, "colossus."):
 torch.set_num_threads(1)
 
 # the machine's speed is not a property of the code; HYPOTHESIS_PROFILE=long draws as many as find what is rare
-settings.register_profile("dev", deadline=None, max_examples=25)
-settings.register_profile("long", deadline=None, max_examples=500)
+settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)
+settings.register_profile("long", deadline=None, max_examples=20 * DEV_EXAMPLES)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

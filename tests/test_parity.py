@@ -127,7 +127,11 @@ ONCE = ("loss_terms", "sgd", "small_buckets", "gpipe", "full_checkpoint")
 def pairs() -> Iterator[Any]:
     for plan in ("data2_tensor2", "tensor2_sharded", "2d", "3d_2x1x2"):
         for variant in filter(None, VARIANTS):
-            few = plan == "data2_tensor2" or variant in IN_EVERY_MODE or (plan == "tensor2_sharded" and variant not in ONCE)
+            few = (
+                plan == "data2_tensor2"
+                or variant in IN_EVERY_MODE
+                or (plan == "tensor2_sharded" and variant not in ONCE)
+            )
             yield pytest.param(variant, plan, marks=() if few else pytest.mark.long)
 
 

@@ -51,7 +51,9 @@ def schedules() -> Iterator[Any]:
     """Every schedule with every count; by default all for one of them, and what says most for the others."""
     for kind in KINDS:
         for count in COUNTS:
-            few = kind == "1f1b" or count == (4, 6) or (kind, *count) in (("gpipe", 2, 3), ("zb-v", 2, 1), ("zb-v", 4, 3))
+            few = (
+                kind == "1f1b" or count == (4, 6) or (kind, *count) in (("gpipe", 2, 3), ("zb-v", 2, 1), ("zb-v", 4, 3))
+            )
             yield pytest.param(kind, *count, marks=() if few else pytest.mark.long)
 
 

@@ -69,7 +69,9 @@ def reference_of(case: Case, dtype: torch.dtype) -> Reference:
 def _compute_reference(case: Case, dtype: torch.dtype) -> Reference:
     alone = ParallelContext(grid())
     plain = case.plain().to(dtype)
-    plain.load_state_dict({**plain.state_dict(), **full_state_dict(colossus.build(case.ours, alone, dtype=dtype), alone)})
+    plain.load_state_dict(
+        {**plain.state_dict(), **full_state_dict(colossus.build(case.ours, alone, dtype=dtype), alone)}
+    )
     inputs = [leaf(x, dtype) for x in case.inputs]
     want = plain(*inputs)
     labels = integers(want.shape[-1], *want.shape[:-1])

@@ -48,8 +48,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses and norms of every step, gradients at the first and last, weights at the start, before the last step (where
-    asked for) and at the end."""
+    """Losses and norms of every step, gradients at the first and last, weights at the start, at the end and, where asked
+    for, before the last step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -90,9 +90,7 @@ def unpacked(shapes: list[tuple[str, torch.Size]], numbers: Any) -> dict[str, Te
     return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
-def train(
-    rank: int, config: dict[str, Any], steps: int, damage: str | None = None, before_last: bool = False
-) -> Trace:
+def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = None, before_last: bool = False) -> Trace:
     """Body of a rank: train, and gather what is compared. ``damage`` halves the gradient of one parameter."""
     engine = colossus.initialize(config)
     trace = Trace()

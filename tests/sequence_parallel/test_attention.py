@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.fx.experimental.symbolic_shapes  # torch.autograd.grad imports it (seconds): once, before ranks are forked
+from helpers.drawn import examples
 from helpers.ranks import RankError, run_ranks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -212,7 +213,7 @@ def drawn_cases(draw: st.DrawFn, ring_ranks: int, ulysses_ranks: int) -> list[Ca
     return cases
 
 
-@settings(max_examples=6 if settings.default.max_examples < 100 else 100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), ranks=st.sampled_from([(2, 1), (3, 1), (1, 3), (2, 2)]), tile=st.sampled_from([1, 3, 512]))
 def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], tile: int) -> None:
     cases = data.draw(drawn_cases(*ranks))
@@ -565,7 +566,7 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 # -- order, kernels, errors --------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
 def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
     total = times * math.lcm(2 * ring_ranks, ring_ranks * ulysses_ranks)

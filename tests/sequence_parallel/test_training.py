@@ -12,7 +12,8 @@ from helpers.training import (
     Trace,
     assert_close_states,
     assert_same_numbers,
-    assert_same_run, batch_of,
+    assert_same_run,
+    batch_of,
     config_of,
     run_plan,
 )
@@ -111,7 +112,11 @@ def test_models(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["pipeline", "1d", *(pytest.param(name, marks=pytest.mark.long) for name in ("ring 4", "2d", "ulysses 4", "hybrid 4"))],
+    [
+        "pipeline",
+        "1d",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("ring 4", "2d", "ulysses 4", "hybrid 4")),
+    ],
 )
 def test_lengths_that_do_not_divide_are_padded(name: str) -> None:
     world, parallel, more = PLANS[name]

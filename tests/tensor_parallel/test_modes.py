@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import compared
 from helpers.compared import Case, close, compare_all, integers, numbers, prepare
+from helpers.drawn import examples
 from helpers.modes import BATCH, MODES, TOKENS, own, with_options
 from helpers.twins import PlainAttention, PlainBlock, options_of
 from hypothesis import given, settings
@@ -328,14 +329,12 @@ def test_policies_of_what_was_gathered(mode: str) -> None:
 
 # -- drawn shapes ---------------------------------------------------------------------------------------------
 
-#: a fork and six layers each; the first is always of the smallest sizes
-EXAMPLES = 2 if settings.default.max_examples < 100 else 50
 multiples = st.integers(1, 4).map(lambda n: 12 * n)
 shapes = st.lists(st.tuples(multiples, multiples, multiples, st.integers(2, 4), st.booleans()), min_size=6, max_size=6)
 
 
 @pytest.mark.parametrize("mode", BY_MODE)
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(2))  # a fork and six layers each; the first is of the smallest sizes
 @given(drawn=shapes)
 def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -> None:
     chosen = []
@@ -392,7 +391,9 @@ def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]
     ],
 )
 def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
-    chosen = [case for case in ALL if case.title in ("mlp, 3-D, bias True", "block, gpt, to_user", "block, llama, to_outer")]
+    chosen = [
+        case for case in ALL if case.title in ("mlp, 3-D, bias True", "block, gpt, to_user", "block, llama, to_outer")
+    ]
     prepare(chosen, [torch.float64])
     for found in MODES[mode].run(broken, chosen, what, timeout=60):
         assert len(found) > 1, f"{what} is missing and nobody noticed"
