@@ -48,7 +48,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses and norms of every step, gradients at the first and last, weights at the start, at the end and, where asked
+    """Losses and norms of every step, gradients at the first and last, weights at the start and the end; where asked
     for, before the last step."""
 
     def __init__(self) -> None:
