@@ -1,14 +1,25 @@
 """Settings for all tests."""
 
+import os
+import pkgutil
+from importlib import import_module
+
 import torch
 import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
+from helpers.drawn import DEV_EXAMPLES
 from hypothesis import settings
 
-import colossus.engine.initialize  # noqa: F401  likewise
+import colossus
+
+# likewise: what the package imports when it is needed, each forked rank would import (and compile) again
+for module in pkgutil.walk_packages(colossus.__path__, "colossus."):
+    if not module.name.endswith("__main__"):
+        import_module(module.name)
 
 # workers are forked: the parent must never have run a multi-threaded operation
 torch.set_num_threads(1)
 
-# the machine's speed is not a property of the code
-settings.register_profile("repository", deadline=None)
-settings.load_profile("repository")
+# the machine's speed is not a property of the code; HYPOTHESIS_PROFILE=long draws as many as find what is rare
+settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)
+settings.register_profile("long", deadline=None, max_examples=20 * DEV_EXAMPLES)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))

@@ -134,8 +134,14 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
         close(found[name], value, f"{what} of {name}")
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
-@pytest.mark.parametrize("name", ["mlp", "vit"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in (("mlp", "3d"), ("vit", "2.5d")) else ())
+        for name in ("mlp", "vit")
+        for plan in PLANS
+    ],
+)
 def test_an_example_follows_the_same_model_of_torch_nn(name: str, plan: str) -> None:
     world, tensor = PLANS[plan]
     for trace in run_ranks(world, train, name, tensor, with_context=False):

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from helpers.drawn import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,9 +28,6 @@ from colossus.config.plans import describe_sizes, nearest_plans, world_size
 from colossus.config.signatures import parameters
 from colossus.models.options import GPTOptions
 from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 GPT = dict(type="GPT", num_layers=4, hidden_size=128, num_heads=8)
 
@@ -655,7 +653,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(plans(), st.integers(1, 48), st.sampled_from([4, 6, 12, 32]), st.integers(1, 3))
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_a_plan_fits_or_its_suggestions_do(parallel: dict[str, Any], nproc: int, batch: int, microbatches: int) -> None:
     config = dict(
         parallel=parallel,

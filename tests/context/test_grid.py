@@ -8,14 +8,11 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossus.config.schema import AXES, Parallel
 from colossus.context.grid import RankGrid, build_grid
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 NAMES = ("a", "b", "c", "d", "e")
 grids = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(

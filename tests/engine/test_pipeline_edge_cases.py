@@ -250,7 +250,7 @@ def _small_rings(rank: int, kind: str, options: dict[str, Any], world: int) -> N
         device="cpu",
     )
     width = 2000  # 2 samples a microbatch: 32 KB
-    model = lambda: nn.Sequential(*(nn.Linear(WIDTH if not i else width, width) for i in range(12)))  # noqa: E731
+    model = lambda: nn.Sequential(nn.Linear(WIDTH, width), *(nn.LayerNorm(width) for _ in range(11)))  # noqa: E731
     engine = colossus.initialize(settings, model=model, loss_fn=squares)
     for step in range(2):
         engine.train_step(batch_of(step))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from helpers.modes import own
+from helpers.ranks import grid
 from torch import Tensor, nn
 
 import colossus
@@ -43,52 +44,89 @@ def leaf(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).clone().requires_grad_() if x.is_floating_point() else x
 
 
-def differences(context: ParallelContext, case: Case, dtype: torch.dtype) -> Iterator[str]:
-    """What differs from plain torch on this rank, in words."""
-    ours = colossus.build(case.ours, context, dtype=dtype)
+@dataclass(frozen=True)
+class Reference:
+    """What plain torch makes of a case in one process, from the values that our layer starts with there."""
+
+    case: Case
+    output: Tensor
+    labels: Tensor
+    inputs: list[Tensor | None]
+    parameters: dict[str, Tensor]
+
+
+_references: dict[tuple[int, torch.dtype], Reference] = {}
+
+
+def reference_of(case: Case, dtype: torch.dtype) -> Reference:
+    """Computed once: forked ranks find what the parent has asked for before."""
+    key = (id(case), dtype)
+    if key not in _references:
+        _references[key] = _compute_reference(case, dtype)
+    return _references[key]
+
+
+def _compute_reference(case: Case, dtype: torch.dtype) -> Reference:
+    alone = ParallelContext(grid())
     plain = case.plain().to(dtype)
-    plain.load_state_dict({**plain.state_dict(), **full_state_dict(ours, context)})
-    mine = [leaf(own(context, x), dtype) for x in case.inputs]
-    whole = [leaf(x, dtype) for x in case.inputs]
-    out, want = ours(*mine), plain(*whole)
+    plain.load_state_dict(
+        {**plain.state_dict(), **full_state_dict(colossus.build(case.ours, alone, dtype=dtype), alone)}
+    )
+    inputs = [leaf(x, dtype) for x in case.inputs]
+    want = plain(*inputs)
+    labels = integers(want.shape[-1], *want.shape[:-1])
+    labels[0] = -100
     if case.loss:
-        labels = integers(want.shape[-1], *want.shape[:-1])
-        labels[0] = -100
-        part, count = layers.cross_entropy(out, own(context, labels), label_smoothing=0.1, z_loss=0.01)
-        right, valid = layers.accuracy(out, own(context, labels), k=2)
-        ours_numbers = torch.stack([part.detach().double(), count.double(), right, valid])
-        axes = model_parallel_of(context).regions.user.batch
-        if axes:
-            torch.distributed.all_reduce(ours_numbers, group=context.group(axes).process_group)
         log_sum = torch.logsumexp(want, -1)
         keep = labels != -100
         total = F.cross_entropy(want.flatten(0, -2), labels.flatten(), reduction="sum", label_smoothing=0.1)
         total = total + 0.01 * (log_sum.square() * keep).sum()
         best = ((want.topk(2).indices == labels.unsqueeze(-1)).any(-1) & keep).sum()
-        yield from close("loss and accuracy", ours_numbers,
-                         torch.stack([total.detach().double(), keep.sum(), best, keep.sum()]), dtype)  # fmt: skip
+        output = torch.stack([total.detach().double(), keep.sum(), best, keep.sum()])
+    else:
+        output, total = want.detach(), (want * _weights_of(want)).sum()
+    total.backward()
+    parameters = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return Reference(case, output, labels, [x.grad for x in inputs], parameters)
+
+
+def _weights_of(output: Tensor) -> Tensor:
+    return numbers(*output.shape, seed=9).to(output.dtype)
+
+
+def differences(context: ParallelContext, case: Case, dtype: torch.dtype) -> Iterator[str]:
+    """What differs from plain torch on this rank, in words."""
+    want = reference_of(case, dtype)
+    ours = colossus.build(case.ours, context, dtype=dtype)
+    mine = [leaf(own(context, x), dtype) for x in case.inputs]
+    out = ours(*mine)
+    if case.loss:
+        labels = own(context, want.labels)
+        part, count = layers.cross_entropy(out, labels, label_smoothing=0.1, z_loss=0.01)
+        right, valid = layers.accuracy(out, labels, k=2)
+        ours_numbers = torch.stack([part.detach().double(), count.double(), right, valid])
+        axes = model_parallel_of(context).regions.user.batch
+        if axes:
+            torch.distributed.all_reduce(ours_numbers, group=context.group(axes).process_group)
+        yield from close("loss and accuracy", ours_numbers, want.output, dtype)
         part.backward()
-        total.backward()
     else:
         out = layers.to_user(out)
-        weights = numbers(*want.shape, seed=9).to(dtype)
-        yield from close("output", out, own(context, want), dtype)
-        (out * own(context, weights)).sum().backward()
-        (want * weights).sum().backward()
-    for index, (x, reference) in enumerate(zip(mine, whole, strict=True)):
-        if x.is_floating_point():
-            yield from close(f"gradient of input {index}", x.grad, own(context, reference.grad), dtype)
+        yield from close("output", out, own(context, want.output), dtype)
+        (out * own(context, _weights_of(want.output))).sum().backward()
+    for index, (x, gradient) in enumerate(zip(mine, want.inputs, strict=True)):
+        if gradient is not None:
+            yield from close(f"gradient of input {index}", x.grad, own(context, gradient), dtype)
     for parameter in ours.parameters():
         axes = gradient_sum_axes(parameter, context)
         if axes and parameter.grad is not None:
             torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
     grads = full_state_dict(ours, context, gradients=True)
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    if grads.keys() != expected.keys():
-        yield f"gradients of {sorted(grads)}, expected {sorted(expected)}"
+    if grads.keys() != want.parameters.keys():
+        yield f"gradients of {sorted(grads)}, expected {sorted(want.parameters)}"
         return
-    for name, reference in expected.items():
-        yield from close(f"gradient of {name}", grads[name], reference, dtype)
+    for name, gradient in want.parameters.items():
+        yield from close(f"gradient of {name}", grads[name], gradient, dtype)
 
 
 def close(what: str, mine: Tensor, want: Tensor, dtype: torch.dtype) -> Iterator[str]:
@@ -99,6 +137,13 @@ def close(what: str, mine: Tensor, want: Tensor, dtype: torch.dtype) -> Iterator
     gap = (mine.detach() - want.detach()).abs().max().item() / scale
     if not gap <= TOLERANCE[dtype]:
         yield f"{what} differs by {gap:.3g} of {scale:.3g}"
+
+
+def prepare(chosen: list[Case], dtypes: list[torch.dtype]) -> None:
+    """Compute what `compare_all` compares with, in the parent of the ranks that will ask for it."""
+    for case in chosen:
+        for dtype in dtypes:
+            reference_of(case, dtype)
 
 
 def compare_all(context: ParallelContext, chosen: list[Case], dtypes: list[torch.dtype]) -> list[str]:

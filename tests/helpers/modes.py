@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from helpers.ranks import grid_of, run_ranks
@@ -58,3 +59,10 @@ def own(context: ParallelContext, x: Tensor) -> Tensor:
         return x
     axes = model_parallel_of(context).regions.user.batch
     return x.chunk(context.size(axes) if axes else 1)[context.index(axes)]
+
+
+def with_options(context: ParallelContext, **options: Any) -> ParallelContext:
+    """The same ranks and groups for layers with other options, without another fork."""
+    other = copy.copy(context)
+    other.options = replace(context.options, **options)
+    return other

@@ -48,8 +48,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses and norms of every step, gradients at the first and last, weights at the start, before the last step and
-    at the end."""
+    """Losses and norms of every step, gradients at the first and last, weights at the start and the end; where asked
+    for, before the last step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -59,8 +59,38 @@ class Trace:
         self.before_last: dict[str, Tensor] = {}
         self.end: dict[str, Tensor] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A rank sends some hundred tensors: all of a state dict as one."""
+        states = dict(start=self.start, before_last=self.before_last, end=self.end)
+        return {
+            **self.__dict__,
+            "gradients": [packed(state) for state in self.gradients],
+            **{name: packed(state) for name, state in states.items()},
+        }
 
-def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = None) -> Trace:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.gradients = [unpacked(*of_step) for of_step in state["gradients"]]
+        for name in ("start", "before_last", "end"):
+            setattr(self, name, unpacked(*state[name]))
+
+
+def flat(state: dict[str, Tensor]) -> Tensor:
+    """All numbers of a state dict of one dtype."""
+    assert len({value.dtype for value in state.values()}) < 2
+    return torch.cat([value.detach().reshape(-1) for value in state.values()]) if state else torch.empty(0)
+
+
+def packed(state: dict[str, Tensor]) -> tuple[list[tuple[str, torch.Size]], Any]:
+    return [(name, value.shape) for name, value in state.items()], flat(state).numpy()
+
+
+def unpacked(shapes: list[tuple[str, torch.Size]], numbers: Any) -> dict[str, Tensor]:
+    parts = torch.from_numpy(numbers).split([shape.numel() for _, shape in shapes])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
+
+
+def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = None, before_last: bool = False) -> Trace:
     """Body of a rank: train, and gather what is compared. ``damage`` halves the gradient of one parameter."""
     engine = colossus.initialize(config)
     trace = Trace()
@@ -71,7 +101,7 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
     whole, sizes = config["train"]["global_batch_size"], config["model"]
     part = whole // count
     for step in range(steps):
-        if step == steps - 1:
+        if before_last and step == steps - 1:
             trace.before_last = full_state_dict(engine.model, engine.context)
         batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
         result = engine.train_step(batch)
@@ -84,8 +114,9 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
     return trace
 
 
-def run_plan(world: int, config: dict[str, Any], steps: int, damage: str | None = None) -> list[Trace]:
-    return run_ranks(world, train, config, steps, damage, with_context=False)
+def run_plan(world: int, config: dict[str, Any], steps: int, *more: Any) -> list[Trace]:
+    """The ranks' traces; ``more`` are further arguments of `train`."""
+    return run_ranks(world, train, config, steps, *more, with_context=False)
 
 
 _RUNS: dict[str, list[Trace]] = {}
@@ -95,7 +126,7 @@ def shared_run(world: int, config: dict[str, Any], steps: int) -> list[Trace]:
     """`run_plan`, once for all tests of a session that ask for the same; what it returns must not be changed."""
     key = repr((world, config, steps))
     if key not in _RUNS:
-        _RUNS[key] = run_plan(world, config, steps)
+        _RUNS[key] = run_plan(world, config, steps, None, True)
     return _RUNS[key]
 
 
@@ -115,26 +146,35 @@ def assert_same_run(trace: Trace, reference: Trace, *, loss: float, norm: float,
         assert relative(mine, other) <= norm, f"gradient norm of step {step + 1}: {mine!r}, one process {other!r}"
     for when, mine_all, other_all in zip(("first", "last"), trace.gradients, reference.gradients, strict=True):
         assert mine_all.keys() == other_all.keys()
-        floor = 1e-3 * torch.stack([grad.norm() for grad in other_all.values()]).norm().item()
-        gaps = {}
-        for name, other_grad in other_all.items():
-            other_norm = other_grad.norm().item()
-            gaps[name] = abs(mine_all[name].norm().item() - other_norm) / max(other_norm, floor)
-        worst = max(gaps, key=gaps.__getitem__)
-        assert gaps[worst] <= parameter, f"{when} step, gradient norm of {worst} differs by {gaps[worst]:.3g} of itself"
+        mine_norms = torch.stack(torch._foreach_norm([mine_all[name] for name in other_all]))
+        other_norms = torch.stack(torch._foreach_norm(list(other_all.values())))
+        gaps = (mine_norms - other_norms).abs() / other_norms.clamp(min=1e-3 * other_norms.norm().item())
+        worst = int(gaps.argmax())
+        assert gaps[worst] <= parameter, (
+            f"{when} step, gradient norm of {list(other_all)[worst]} differs by {gaps[worst]:.3g} of itself"
+        )
 
 
 def assert_same_numbers(trace: Trace, reference: Trace) -> None:
     """In float64: the same start to the bit, and every element of every gradient and weight."""
     for name, value in reference.start.items():
         assert torch.equal(trace.start[name], value), f"{name} starts differently"
-    for name, value in reference.end.items():
-        if not is_key_bias(name):
-            torch.testing.assert_close(trace.end[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    end, wanted = (
+        {name: value for name, value in state.items() if not is_key_bias(name)} for state in (trace.end, reference.end)
+    )
+    assert_close_states(end, wanted, "weight", atol=1e-10)
     for mine, other in zip(trace.gradients, reference.gradients, strict=True):
-        assert list(mine) == list(other)
-        for name, value in other.items():
-            torch.testing.assert_close(mine[name], value, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
+        assert_close_states(mine, other, "gradient", atol=1e-11)
+
+
+def assert_close_states(mine: dict[str, Tensor], wanted: dict[str, Tensor], what: str, *, atol: float) -> None:
+    """The same names in the same order, and each element; all at once, and one by one for the message."""
+    assert list(mine) == list(wanted)
+    same_shapes = all(mine[name].shape == value.shape for name, value in wanted.items())
+    if same_shapes and torch.allclose(flat(mine), flat(wanted), rtol=1e-8, atol=atol):
+        return
+    for name, value in wanted.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-8, atol=atol, msg=f"{what} of {name}")
 
 
 def is_key_bias(name: str) -> bool:

@@ -64,9 +64,10 @@ def test_overrides_and_a_dollar_sign_reach_the_workers(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "run")) == 1
 
 
-def test_torchrun_starts_the_same_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("new_python", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_torchrun_starts_the_same_run(tmp_path: Path, new_python: bool) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, new_python=True))
+    code, out, _ = finish(start([*torchrun, *LAUNCH[1:]], tmp_path, new_python=new_python))
     assert code == 0
     assert out.count("done: 5 steps") == 1
     (folder,) = (tmp_path / "runs").iterdir()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.modes import BATCH, MODES, TOKENS, Mode, own
-from helpers.ranks import RankError
+from helpers.ranks import RankError, grid
 from helpers.twins import PlainBlock, options_of
 from torch import Tensor, nn
 
@@ -169,32 +170,43 @@ CHANGES: dict[str, Callable[[Any, bool], None]] = {
 # -- comparison -----------------------------------------------------------------------------------------------
 
 
-def differences(context: ParallelContext, name: str, place: str, options: dict[str, Any]) -> list[str]:
-    change = CHANGES[name]
-
+def changed(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     def factory() -> nn.Module:
         block = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, **options)
-        change(block, True)
+        CHANGES[name](block, True)
         return block
 
-    ours = colossus.build(factory, context, dtype=torch.float64)
+    return factory
+
+
+@cache
+def reference_of(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Output, gradient of the input and gradients of plain torch, from the values that ours has in one process."""
+    alone = ParallelContext(grid())
     plain = PlainBlock(options_of("gpt", HIDDEN, HEADS, WIDE)).double()
-    change(plain, False)
+    CHANGES[name](plain, False)
     plain = plain.double()
-    plain.load_state_dict(full_state_dict(ours, context))
-    mine, whole = own(context, X).clone().requires_grad_(), X.clone().requires_grad_()
+    plain.load_state_dict(full_state_dict(colossus.build(changed(name, {}), alone, dtype=torch.float64), alone))
+    x = X.clone().requires_grad_()
+    out = plain(x)
+    (out * W).sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad, {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
+
+
+def differences(context: ParallelContext, name: str, place: str, options: dict[str, Any]) -> list[str]:
+    want, input_gradient, expected = reference_of(name)
+    ours = colossus.build(changed(name, options), context, dtype=torch.float64)
+    mine = own(context, X).clone().requires_grad_()
     out = layers.to_user(ours(layers.to_outer(mine, ours.parallel) if place == "outer" else mine))
-    want = plain(whole)
     (out * own(context, W)).sum().backward()
-    (want * W).sum().backward()
     found = compare("output", out, own(context, want))
-    found += compare("gradient of the input", mine.grad, own(context, whole.grad))
+    found += compare("gradient of the input", mine.grad, own(context, input_gradient))
     for parameter in ours.parameters():
         axes = gradient_sum_axes(parameter, context)
         if axes and parameter.grad is not None:
             torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
     grads = full_state_dict(ours, context, gradients=True)
-    expected = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
     assert grads.keys() == expected.keys()
     for key, reference in expected.items():
         found += compare(f"gradient of {key}", grads[key], reference)
@@ -208,20 +220,32 @@ def compare(what: str, mine: Any, want: Any) -> list[str]:
     return [] if error < 1e-10 else [f"{what}: {error:.1e}"]
 
 
-@pytest.mark.parametrize("mode", SOME)
-def test_as_in_torch(mode: str) -> None:
+def check(mode: str, chosen: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """(change, layout of the block's input, options of the block), all in one fork."""
+    for name, _, _ in chosen:
+        reference_of(name)
+
     def body(context: ParallelContext) -> list[str]:
-        found = []
-        for name in CHANGES:
-            for place in ("user", "outer"):
-                found += differences(context, name, place, {})
-        for name in ("forward hooks of mlp.up", "backward hooks of mlp", "replace_mlp", "lora_up"):
-            for kind in ("full", "selective"):
-                found += differences(context, name, "outer", {"activation_checkpoint": kind})
-        return found
+        return [line for case in chosen for line in differences(context, *case)]
 
     for found in ALL[mode].run(body, timeout=120):
         assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.parametrize("mode", SOME)
+def test_as_in_torch(mode: str) -> None:
+    """Half of the changes at each place, the other half in the next mode."""
+    first = list(ALL).index(mode)
+    chosen = [(name, ("user", "outer")[(first + index) % 2], {}) for index, name in enumerate(CHANGES)]
+    for name in ("forward hooks of mlp.up", "backward hooks of mlp", "replace_mlp", "lora_up"):
+        chosen += [(name, "outer", {"activation_checkpoint": kind}) for kind in ("full", "selective")]
+    check(mode, chosen)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ALL)
+def test_as_in_torch_at_every_place(mode: str) -> None:
+    check(mode, [(name, place, {}) for name in CHANGES for place in ("user", "outer")])
 
 
 @pytest.mark.parametrize("options", [dict(coalesce=True), dict(weight_scope="step")], ids=str)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from helpers.drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ def test_the_built_ins_are_registered() -> None:
 @example(name="interleaved", chunks=4, stages=8, microbatches=32)
 @example(name="interleaved", chunks=3, stages=4, microbatches=5)
 @example(name="zb-v", chunks=2, stages=8, microbatches=1)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_size_passes_the_checker_and_keeps_the_order(
     name: str, stages: int, microbatches: int, chunks: int
 ) -> None:
@@ -83,7 +84,7 @@ def test_any_size_passes_the_checker_and_keeps_the_order(
 
 
 @given(**SIZES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
     for name in ("gpipe", "1f1b"):
         found = simulated(name, stages, microbatches)
@@ -93,7 +94,7 @@ def test_bubble_of_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
 
 
 @given(**SIZES, chunks=st.integers(1, 4))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_bubble_of_the_others(stages: int, microbatches: int, chunks: int) -> None:
     one = stages - 1
     if microbatches >= stages > 1:
@@ -109,7 +110,7 @@ def test_bubble_of_the_others(stages: int, microbatches: int, chunks: int) -> No
 
 
 @given(**SIZES)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_activations_in_flight(stages: int, microbatches: int) -> None:
     ranks = range(stages)
     assert simulated("gpipe", stages, microbatches).peaks == [microbatches] * stages

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.drawn import examples
 from helpers.ranks import grid, grid_of, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -224,7 +225,7 @@ def chains(draw: st.DrawFn) -> list[list[int]]:
 
 
 @given(chains())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_split_chain_is_the_best_of_all_cuts(costs: list[list[int]]) -> None:
     stages, blocks = len(costs), len(costs[0])
     bounds = split_chain(lambda stage, start, stop: sum(costs[stage][start:stop]), blocks, stages)
@@ -247,7 +248,7 @@ def test_split_chain_by_hand() -> None:
 
 
 @given(st.integers(1, 6), st.booleans(), st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_every_parameter_is_on_one_stage_or_tied(num_stages: int, tied: bool, rotary: bool) -> None:
     options = {**SIZES, "tie_embeddings": tied, "positions": "rotary" if rotary else "learned"}
     model = meta(lambda: GPT(**options))
