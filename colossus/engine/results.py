@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from colossus.engine.stop_request import signal_of
+
 
 class StepResult:
     """Result of one optimizer step; the same on all ranks.
@@ -61,6 +63,11 @@ class StepResult:
         """Whether a rank asked to stop; all ranks see it at the same step."""
         return self._numbers[3] > 0
 
+    @property
+    def stop_signal(self) -> int | None:
+        """Number of the signal that made a rank ask, None when none did."""
+        return signal_of(self._numbers[3])
+
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"
         return f"StepResult(step={self.step}, {numbers})"
@@ -86,9 +93,10 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it."""
+    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it, by a signal or not."""
 
     loss: float
     tokens: int
     step: int
     complete: bool = True
+    stop_signal: int | None = None
