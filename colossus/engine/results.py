@@ -93,7 +93,10 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it, by a signal or not."""
+    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it.
+
+    ``stop_signal`` is the number of the signal that was the reason, if one was.
+    """
 
     loss: float
     tokens: int

@@ -12,25 +12,22 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from colossus.config import ConfigError
 from colossus.launch import failure, finished, run_folder
 from colossus.launch.causes import RankExit
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
+from colossus.launch.rendezvous import meet
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
@@ -38,6 +35,7 @@ KILL_SECONDS = GRACE_SECONDS + 0.5
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
+
 
 @dataclass
 class Outcome:
@@ -79,7 +77,7 @@ def run_workers(
     """
     _silence_elastic()
     # port 0: the kernel picks a free one
-    handler, holds_store = _meet(endpoint or "127.0.0.1:0", nodes)
+    handler, holds_store = meet(endpoint or "127.0.0.1:0", nodes)
     spec = WorkerSpec(
         role="colossus",
         local_world_size=local_ranks,
@@ -104,38 +102,6 @@ def run_workers(
             handler.shutdown()
             agent.leave(holds_store)
     return agent.outcome
-
-
-def _meet(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
-    """The rendezvous, and whether this process holds its store: the first that can listen there does."""
-    for holds_store in (True, False) if _is_here(endpoint) else (False,):
-        parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=endpoint,
-            run_id="colossus",
-            min_nodes=nodes,
-            max_nodes=nodes,
-            local_addr="127.0.0.1" if nodes == 1 else None,
-            is_host=holds_store,
-        )
-        try:
-            return get_rendezvous_handler(parameters), holds_store
-        except RendezvousConnectionError:
-            if not holds_store:
-                raise
-    raise AssertionError("a rendezvous is made or it raises")
-
-
-def _is_here(endpoint: str) -> bool:
-    """Whether the endpoint's host is this machine: then one can listen at its address."""
-    try:
-        host = urlsplit(f"//{endpoint}").hostname
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 class _Terminal(LogsSpecs):
@@ -218,9 +184,8 @@ class _Agent(LocalElasticAgent):
             elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
 
         context.close = close
-        if worker_group.group_world_size > 1:
-            ranks = [worker.global_rank for worker in worker_group.workers]
-            self._nodes = Nodes(worker_group.store, worker_group.group_rank, worker_group.group_world_size, ranks)
+        if self._nodes is not None:
+            self._nodes.watch()
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -250,6 +215,8 @@ class _Agent(LocalElasticAgent):
         store = worker_group.store
         if worker_group.group_world_size == 1 or store is None:
             return self.outcome.folder
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
         problems: list[str] = []
         if worker_group.group_rank == 0:
             try:

@@ -1,4 +1,4 @@
-"""What the launchers of several nodes tell each other through the store of their rendezvous: that they live, how they end.
+"""What the launchers of several nodes tell each other through their rendezvous' store: that they live, how they end.
 
 A node that ends for any reason but success ends the others within seconds, and each of them can say why. No torch.
 """
@@ -23,10 +23,13 @@ BEAT_SECONDS = 0.5
 """Between two signs of life, and between two looks at those of the others."""
 
 SILENCE_SECONDS = 30.0
-"""Without a sign of life a node is gone. A launcher that was killed is noticed sooner: its ranks end, or the store does."""
+"""Without a sign of life a node is gone. (A launcher that was suspended gives none, and its ranks go on.)"""
+
+SILENCE_AFTER_END_SECONDS = 8.0
+"""The same when the ranks here have failed or were stopped already: something is wrong somewhere."""
 
 END_SECONDS = GRACE_SECONDS + 8.0
-"""How long a node whose ranks have failed or were stopped waits for the others to say how theirs ended."""
+"""How long a node whose ranks have failed or were stopped waits for those that live to say how theirs ended."""
 
 FAREWELL_SECONDS = 2.0
 """How long the node that holds the store stays for the others to read how it ended."""
@@ -53,8 +56,10 @@ class NodeEnd:
 
     @property
     def is_good(self) -> bool:
-        """Whether all of its ranks came to the end of their program."""
-        return self.signum is None and all(ended.code == 0 and not ended.is_early for ended in self.exits.values())
+        """Whether there were ranks, and all came to the end of their program."""
+        if self.signum is not None or not self.exits:
+            return False
+        return all(ended.code == 0 and not ended.is_early for ended in self.exits.values())
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -68,7 +73,7 @@ class NodeEnd:
 
 
 class Nodes:
-    """The other nodes, watched by a thread.
+    """The other nodes, all of which have met already; from `watch` on a thread looks after them.
 
     Args:
         store: of the rendezvous; one of the nodes holds it.
@@ -84,14 +89,20 @@ class Nodes:
         self.host = socket.gethostname()
         self.ends: dict[int, NodeEnd] = {}
         self._others = [other for other in range(num_nodes) if other != node]
-        self._has_store = True
+        self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(self._others, time.monotonic())
-        self._introductions: dict[int, dict[str, Any]] = {}
         self._closing = threading.Event()
         store.set(f"colossus/node/{node}", json.dumps({"host": self.host, "ranks": list(ranks)}))
+        told = store.multi_get([f"colossus/node/{other}" for other in range(num_nodes)])
+        self._introductions: list[dict[str, Any]] = [json.loads(text) for text in told]
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
-        self._thread.start()
+
+    def watch(self) -> None:
+        """Begin to give signs of life, and to look for those of the others."""
+        if self._thread.ident is None:
+            self._heard = dict.fromkeys(self._others, time.monotonic())
+            self._thread.start()
 
     def has_trouble(self) -> bool:
         """Whether another node has failed, was stopped or is gone: the ranks here are to end, too."""
@@ -104,7 +115,7 @@ class Nodes:
     def _is_gone(self, other: int) -> bool:
         if other in self.ends:
             return False
-        return not self._has_store or time.monotonic() - self._heard[other] > SILENCE_SECONDS
+        return not self._has_store or time.monotonic() - self._heard[other] > self._silence
 
     def conclude(self, end: NodeEnd) -> None:
         """Tell the others how this node ended, and wait for theirs: after a good end as long as they live.
@@ -112,12 +123,13 @@ class Nodes:
         Raises:
             BaseException: what a signal handler raises meanwhile. It may be called again then.
         """
+        self.watch()
         self._tell(end)
         since, trouble_since, has_spoken = time.monotonic(), math.inf, False
         while left := [other for other in self._others if other not in self.ends and not self._is_gone(other)]:
             now = time.monotonic()
             if not end.is_good or self.has_trouble():
-                trouble_since = min(trouble_since, now)
+                trouble_since, self._silence = min(trouble_since, now), SILENCE_AFTER_END_SECONDS
             if now - trouble_since > END_SECONDS:
                 break
             if now - since > LINGER_SECONDS and not has_spoken:
@@ -164,10 +176,6 @@ class Nodes:
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
                             self._beats[other], self._heard[other] = beat, time.monotonic()
-                    if not self._introductions:
-                        keys = [f"colossus/node/{other}" for other in self._others]
-                        for other, text in zip(self._others, self._store.multi_get(keys), strict=True):
-                            self._introductions[other] = json.loads(text)
                 told = self._store.add("colossus/ends", 0)
                 if told != num_ends:
                     num_ends = told
@@ -183,8 +191,6 @@ class Nodes:
                 self.ends[other] = NodeEnd.from_json(self._store.get(key).decode())
 
     def _described(self, other: int) -> str:
-        known = self._introductions.get(other)
-        if known is None:
-            return f"node {other}"
+        known = self._introductions[other]
         ranks = ", ".join(map(str, known["ranks"]))
         return f"node {other} (host {known['host']}; rank{'s' * (len(known['ranks']) > 1)} {ranks})"

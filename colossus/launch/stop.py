@@ -64,7 +64,7 @@ class StopSignals:
         threading.Thread(target=self._watch, name="colossus-stop", daemon=True).start()
 
     def ready(self, request_stop: Callable[[int], None]) -> None:
-        """From now on a signal calls ``request_stop`` with its number (from another thread) and starts the grace period."""
+        """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period."""
         self._request_stop = request_stop
 
     def before_hard_end(self, call: Callable[[], None]) -> None:
