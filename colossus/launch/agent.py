@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -27,7 +28,7 @@ from colossus.config import ConfigError
 from colossus.launch import failure, finished, run_folder
 from colossus.launch.causes import RankExit
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
-from colossus.launch.rendezvous import meet
+from colossus.launch.rendezvous import awaiting, meet
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
@@ -77,6 +78,7 @@ def run_workers(
     """
     _silence_elastic()
     # port 0: the kernel picks a free one
+    notice = awaiting(endpoint, nodes) if endpoint is not None else None
     handler, holds_store = meet(endpoint or "127.0.0.1:0", nodes)
     spec = WorkerSpec(
         role="colossus",
@@ -87,7 +89,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = _Agent(spec, config_path, overrides, folder)
+    agent = _Agent(spec, config_path, overrides, folder, notice)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
@@ -117,7 +119,9 @@ class _Terminal(LogsSpecs):
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path) -> None:
+    def __init__(
+        self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path, notice: Timer | None
+    ) -> None:
         super().__init__(spec, _Terminal())
         self._config_path, self._overrides = config_path, overrides
         self.outcome = Outcome(folder)
@@ -125,6 +129,7 @@ class _Agent(LocalElasticAgent):
         self._first_finished: float | None = None
         self._has_reported_lingering = False
         self._nodes: Nodes | None = None
+        self._notice = notice
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Elastic's loop without restarts and without nodes that come and go; other nodes' ends are heard of."""
@@ -167,6 +172,8 @@ class _Agent(LocalElasticAgent):
         return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._notice is not None:
+            self._notice.cancel()
         self.outcome.folder = self._agree_on_folder(worker_group)
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
         arguments = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]

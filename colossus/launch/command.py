@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from colossus import machine
 from colossus.config import ConfigError, load_config, require_available
@@ -101,12 +102,22 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
             f"--nnodes {nnodes} needs --rdzv-endpoint host:port, the same on every node: a host among them, "
             f"by a name that all can resolve, and a free port there"
         )
+    if nnodes > 1 and not _is_endpoint(endpoint or ""):
+        raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if world_size % nnodes:
         raise ConfigError(
             f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
             f"change the plan, or start the ranks with torchrun"
         )
     return world_size // nnodes
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(f"//{text}")
+        return bool(parts.hostname) and parts.port != 0 and parts.netloc == text
+    except ValueError:
+        return False
 
 
 def _join(

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 import socket
+import sys
+from threading import Timer
 from urllib.parse import urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+MEET_SECONDS = 15.0
+"""How long the others may take to come before the user hears that they are waited for."""
+
+
+def awaiting(endpoint: str, nodes: int) -> Timer:
+    """Says that nodes are waited for, unless it is cancelled in time."""
+
+    def say() -> None:
+        print(f"colossus: waiting at {endpoint} until all {nodes} nodes are there", file=sys.stderr, flush=True)
+
+    timer = Timer(MEET_SECONDS, say)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def meet(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
