@@ -62,6 +62,38 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
 
 
+def agree_on_context(rank: int, axes: str, timeout: timedelta) -> int:
+    """How many contexts the ranks of this world have made, this one included: the same on all of them.
+
+    Their groups and values are named by it. A count of this process would depend on what else it has made.
+
+    Args:
+        axes: of the new context, in words.
+
+    Raises:
+        ValueError: when rank 0 makes another context, or none.
+    """
+    assert dist.group.WORLD is not None
+    store = store_of(dist.group.WORLD)
+    number = store.add(f"contexts/{rank}", 1)
+    key = f"context{number}/axes"
+    if rank == 0:
+        store.set(key, axes)
+        return number
+    mine = f"rank {rank} makes its context {number} with axes {axes}"
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{mine}, but rank 0 has not made one within {timeout.total_seconds():g} s: all ranks make the same "
+            f"contexts in the same order, also where only some of them use one"
+        ) from error
+    theirs = store.get(key).decode()
+    if theirs != axes:
+        raise ValueError(f"{mine}, but rank 0 made its with {theirs}: all ranks make the same contexts")
+    return number
+
+
 def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """A process group whose members are in the order of ``ranks``. All of them must call, and nobody else.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
-from colossus.context.groups import AxisGroup, fresh_store, new_process_group, set_timeout, store_of
+from colossus.context.groups import AxisGroup, agree_on_context, fresh_store, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
 from colossus.context.rng_streams import RngStreams
 
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
-_serial = itertools.count()
 
 
 class ParallelContext:
@@ -44,7 +42,8 @@ class ParallelContext:
             that were started with different plans would make different groups, and wait for each other.
 
     Raises:
-        ValueError: when the processes that run are not those of the grid, or none were launched.
+        ValueError: when the processes that run are not those of the grid, or none were launched, or when rank 0 makes
+            another context or none.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ParallelContext:
         self._groups: dict[tuple[str | int, ...], AxisGroup] = {}
         self._own_groups: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
-        self._serial = next(_serial)
+        self._number = 0
         self._owns_world = False
         self.closed = False
         if grid.world_size > 1 and connect:
@@ -120,6 +119,8 @@ class ParallelContext:
             except BaseException:
                 self.close()
                 raise
+        if dist.get_backend() in (dist.Backend.GLOO, dist.Backend.NCCL):
+            self._number = agree_on_context(self.rank, _sizes(self.grid), self.timeout)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
@@ -194,7 +195,7 @@ class ParallelContext:
         return group
 
     def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        name = f"colossus/{self._serial}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+        name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
         self._own_groups.append(process_group)
         return process_group
@@ -211,7 +212,7 @@ class ParallelContext:
     def store(self) -> dist.Store:
         """Values by name that all ranks of this context share, for what must not be a collective."""
         assert dist.group.WORLD is not None
-        return dist.PrefixStore(f"context{self._serial}", store_of(dist.group.WORLD))
+        return dist.PrefixStore(f"context{self._number}", store_of(dist.group.WORLD))
 
     def close(self) -> None:
         """Destroy every group this context made. Safe to call twice."""
@@ -248,6 +249,10 @@ class ParallelContext:
     def __repr__(self) -> str:
         at = ", ".join(f"{name} {self.coordinates[name]}/{size}" for name, size in self.grid.sizes.items())
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
+
+
+def _sizes(grid: RankGrid) -> str:
+    return ", ".join(f"{name} {size}" for name, size in grid.sizes.items())
 
 
 _ONE_RANK = RankGrid(

@@ -22,6 +22,7 @@ from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages
+from colossus.engine.stop_request import addend, signal_of
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.registry import LR_SCHEDULES
@@ -72,8 +73,10 @@ class Engine:
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
-        self._stop = self._broken = self._closed = False
-        self._late_stop = LateValue()
+        self._late_stops = LateValue()
+        self._broken = self._closed = False
+        #: this rank's request to stop, see `addend`
+        self._stop = 0.0
         #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
         self._failed_run: int | None = None
         self._num_runs = self._num_groups = 0
@@ -129,8 +132,8 @@ class Engine:
         self.strategy.after_step(self.completed_steps)
         self.completed_steps += 1
         numbers = self.strategy.reduce_scalars(numbers)
-        stop = self._late_stop.push(numbers[3])
-        return StepResult(self.completed_steps, lr, numbers, bool(stop), check.require_zero)
+        stops = self._late_stops.push(numbers[3])
+        return StepResult(self.completed_steps, lr, numbers, stops or 0.0, check.require_zero)
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
         """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped."""
@@ -227,10 +230,10 @@ class Engine:
         """
         if self.eval_loader is None:
             raise ValueError("there is no validation data to evaluate on")
-        result, complete = self._evaluation.all_batches(
+        result, complete, stops = self._evaluation.all_batches(
             self.eval_loader, self.config.train.eval_batches, lambda: self._stop
         )
-        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete)
+        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete, signal_of(stops))
 
     def _forward(self, batch: Any) -> StepTotals:
         """Sums of this rank over a batch; a pipeline takes as many microbatches as divide it."""
@@ -245,13 +248,17 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------------
 
-    def request_stop(self) -> None:
-        """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree."""
-        self._stop = True
+    def request_stop(self, signum: int | None = None) -> None:
+        """Ask to stop after the next step. The request is summed in that step's all-reduce, so that all ranks agree.
+
+        Args:
+            signum: of the signal that is the reason; all ranks learn of it (`StepResult.stop_signal`).
+        """
+        self._stop = addend(True, signum)
 
     def withdraw_stop(self) -> None:
         """Forget a request of this rank: what it was to stop has ended."""
-        self._stop = False
+        self._stop = 0.0
 
     def close(self) -> None:
         """Close the links between stages, and destroy the process groups."""

@@ -38,23 +38,24 @@ class Evaluation:
 
     @torch.no_grad()
     def all_batches(
-        self, loader: Any, max_batches: int | None, wants_stop: Callable[[], bool]
-    ) -> tuple[EvalResult, bool]:
-        """Sums over a loader's batches, and whether they were all evaluated: not when a rank wanted to stop.
+        self, loader: Any, max_batches: int | None, stop_request: Callable[[], float]
+    ) -> tuple[EvalResult, bool, float]:
+        """Sums over a loader's batches, whether they were all evaluated, and the requests to stop if not.
 
         Args:
-            wants_stop: asked before each batch; one rank's wish ends the evaluation on all of them.
+            stop_request: of this rank, asked before each batch (`stop_request.addend`); one ends all.
 
         Raises:
             ValueError: on all ranks, when the batches of some end before those of others.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._context.device)
         tokens = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        complete, has_ended = True, False
+        complete, has_ended, stops = True, False, 0.0
         batches = iter(loader)
         with self._eval_mode():
             for _ in range(max_batches) if max_batches is not None else count():
-                if not self._reduction.goes_on(wants_stop(), has_ended):
+                goes_on, stops = self._reduction.goes_on(stop_request(), has_ended)
+                if not goes_on:
                     complete = has_ended
                     break
                 batch = next(batches, _NONE)
@@ -63,7 +64,7 @@ class Evaluation:
                     totals = self._forward(batch)
                     loss_sum += totals.loss_sum
                     tokens += totals.tokens
-            return self._reduction.evaluation(loss_sum, tokens, has_ended), complete
+            return self._reduction.evaluation(loss_sum, tokens, has_ended), complete, stops
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

@@ -21,12 +21,14 @@ class FitSummary:
         reason: ``finished`` (``train.steps`` reached) or ``stopped`` (``engine.request_stop`` on any rank).
         loss: training loss of the last step, None when no step ran.
         validation_loss: of the last evaluation, None when there was none.
+        stop_signal: number of the signal to any rank that stopped it, None when none did.
     """
 
     steps: int
     reason: Literal["finished", "stopped"]
     loss: float | None = None
     validation_loss: float | None = None
+    stop_signal: int | None = None
 
 
 def evaluation_due(engine: Engine, step: int) -> bool:
@@ -52,7 +54,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     """
     steps = engine.config.train.steps
     completed = engine.completed_steps
-    validation_loss, result, stopped = None, None, False
+    validation_loss, result, stopped, stop_signal = None, None, False, None
     try:
         for hook in hooks:
             hook.on_train_start(engine)
@@ -61,12 +63,12 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             for hook in hooks:
                 hook.on_step_start(engine)
             result = engine.train_step(_next_batch(batches, completed, steps))
-            completed, stopped = result.step, result.stop_requested
+            completed, stopped, stop_signal = result.step, result.stop_requested, result.stop_signal
             for hook in hooks:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
                 summary = engine.evaluate()
-                stopped = not summary.complete
+                stopped, stop_signal = not summary.complete, summary.stop_signal
                 if summary.complete:
                     validation_loss = summary.loss
                     for hook in hooks:
@@ -79,7 +81,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     finally:
         engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
-    return FitSummary(completed, reason, result.loss if result is not None else None, validation_loss)
+    return FitSummary(completed, reason, result.loss if result is not None else None, validation_loss, stop_signal)
 
 
 def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:

@@ -51,18 +51,18 @@ class StepReduction:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
 
     def finish_step(
-        self, loss_sum: Tensor, tokens: Tensor, stop: bool, mark: Tensor | None = None
+        self, loss_sum: Tensor, tokens: Tensor, stop: float, mark: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The step's numbers, once all gradients are summed, and what the gradients are to be multiplied by.
 
         Args:
             loss_sum, tokens: float64 scalars of this rank.
-            stop: whether this rank asks for the end of training.
+            stop: this rank's request to end training (`stop_request.addend`).
             mark: of the batch, where ranks share one (`BatchCheck.mark`).
 
         Returns:
             [4] of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
-            clipping, number of ranks that want to stop; and the total of the marks where there are any.
+            clipping, requests to stop; and the total of the marks where there are any.
             The factor, a float64 scalar: one over the tokens, and what clips the gradient of the mean loss.
 
         Raises:
@@ -75,7 +75,7 @@ class StepReduction:
             loss_sum if self._counts_loss else zero,
             tokens if self._counts_loss else zero,
             square if self._counts_norm else zero,
-            zero + float(stop),
+            zero + stop,
         ]
         if mark is not None:
             addends.append(mark)
@@ -103,20 +103,20 @@ class StepReduction:
         check_totals(total, count)
         return EvalResult(total, count)
 
-    def goes_on(self, wants_stop: bool, has_ended: bool) -> bool:
-        """Before each batch of an evaluation: whether to go on, the same on all ranks.
+    def goes_on(self, stop: float, has_ended: bool) -> tuple[bool, float]:
+        """Before each batch of an evaluation: whether to go on, and the requests to stop, the same on all ranks.
 
         Args:
-            wants_stop: one rank's wish ends the evaluation on all of them.
+            stop: this rank's request (`stop_request.addend`), which ends the evaluation on all of them.
             has_ended: whether this rank found no batch the last time.
 
         Raises:
             ValueError: when the data has ended on some ranks and not on others.
         """
-        value = torch.tensor([wants_stop, has_ended], dtype=torch.float32, device=self._context.device)
-        wishes, ended = collectives.all_reduce(value, self._world, owned=True).wait().tolist()
+        value = torch.tensor([stop, has_ended], dtype=torch.float32, device=self._context.device)
+        stops, ended = collectives.all_reduce(value, self._world, owned=True).wait().tolist()
         _check_all_ended(ended, self._world)
-        return not (wishes or ended)
+        return not (stops or ended), stops
 
 
 def _check_all_ended(ended: float, group: AxisGroup) -> None:

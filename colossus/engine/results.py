@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from colossus.engine.stop_request import signal_of
+
 
 class StepResult:
     """Result of one optimizer step; the same on all ranks.
@@ -18,9 +20,11 @@ class StepResult:
         lr: learning rate of this step.
         stop_requested: whether a rank has asked to stop; all ranks see it after the same step. On an accelerator,
             which is not waited for, that is one step later.
+        stop_signal: number of the signal that made a rank ask, None when none did.
 
     Args:
         numbers: of `StepReduction.finish_step`.
+        stops: requests to stop of all ranks, summed (`stop_request.addend`).
         require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read.
     """
 
@@ -29,10 +33,11 @@ class StepResult:
         step: int,
         lr: float,
         numbers: Tensor,
-        stop_requested: bool = False,
+        stops: float = 0.0,
         require_zero: Callable[[float], None] | None = None,
     ) -> None:
-        self.step, self.lr, self.stop_requested = step, lr, stop_requested
+        self.step, self.lr = step, lr
+        self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
         self._require_zero = require_zero
         self._read: list[float] | None = None
@@ -87,9 +92,13 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class EvalSummary:
-    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it."""
+    """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it.
+
+    ``stop_signal`` is the number of the signal that was the reason, if one was.
+    """
 
     loss: float
     tokens: int
     step: int
     complete: bool = True
+    stop_signal: int | None = None

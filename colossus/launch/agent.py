@@ -8,23 +8,27 @@ one block in place of elastic's log and traceback.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from colossus.launch import finished, run_folder
+from colossus.config import ConfigError
+from colossus.launch import failure, finished, run_folder
 from colossus.launch.causes import RankExit
+from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
+from colossus.launch.rendezvous import awaiting, meet
 from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
 
 KILL_SECONDS = GRACE_SECONDS + 0.5
@@ -32,9 +36,6 @@ KILL_SECONDS = GRACE_SECONDS + 0.5
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
-
-LINGER_SECONDS = 60.0
-"""How long ranks may run on after the first one is through, before the user hears of it."""
 
 
 @dataclass
@@ -45,11 +46,15 @@ class Outcome:
         exits: global rank -> how its process ended.
         signum: the signal the launcher itself received, None when the ranks ended otherwise.
         folder: the run folder all nodes agreed on.
+        others: how the ranks of other nodes ended, as far as they have said.
+        gone: the nodes that give no sign of life any more, in words.
     """
 
     folder: Path
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
+    others: Sequence[NodeEnd] = ()
+    gone: Sequence[str] = ()
 
 
 def run_workers(
@@ -69,18 +74,12 @@ def run_workers(
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
+        ConfigError: on all nodes, when the run folder cannot be used.
     """
     _silence_elastic()
-    parameters = RendezvousParameters(
-        backend="c10d",
-        # port 0: the kernel picks a free one
-        endpoint=endpoint or "127.0.0.1:0",
-        run_id="colossus",
-        min_nodes=nodes,
-        max_nodes=nodes,
-        local_addr="127.0.0.1" if nodes == 1 else None,
-    )
-    handler = get_rendezvous_handler(parameters)
+    # port 0: the kernel picks a free one
+    notice = awaiting(endpoint, nodes) if endpoint is not None else None
+    handler, holds_store = meet(endpoint or "127.0.0.1:0", nodes)
     spec = WorkerSpec(
         role="colossus",
         local_world_size=local_ranks,
@@ -90,7 +89,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = _Agent(spec, config_path, overrides, folder)
+    agent = _Agent(spec, config_path, overrides, folder, notice)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
@@ -101,7 +100,9 @@ def run_workers(
         except SignalException as stop:
             agent.outcome.signum = int(stop.sigval)
         finally:
+            agent.conclude()
             handler.shutdown()
+            agent.leave(holds_store)
     return agent.outcome
 
 
@@ -118,15 +119,61 @@ class _Terminal(LogsSpecs):
 
 
 class _Agent(LocalElasticAgent):
-    def __init__(self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path) -> None:
-        super().__init__(spec, _Terminal(), exit_barrier_timeout=60)
+    def __init__(
+        self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path, notice: Timer | None
+    ) -> None:
+        super().__init__(spec, _Terminal())
         self._config_path, self._overrides = config_path, overrides
         self.outcome = Outcome(folder)
         self.marks: Path | None = None
         self._first_finished: float | None = None
         self._has_reported_lingering = False
+        self._nodes: Nodes | None = None
+        self._notice = notice
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Elastic's loop without restarts and without nodes that come and go; other nodes' ends are heard of."""
+        group = self._worker_group
+        self._initialize_workers(group)
+        while True:
+            time.sleep(group.spec.monitor_interval)
+            result = self._monitor_workers(group)
+            group.state = result.state
+            if result.state is WorkerState.SUCCEEDED:
+                return result
+            if result.state is WorkerState.HEALTHY and (self._nodes is None or not self._nodes.has_trouble()):
+                continue
+            self._await_ends(RECORD_SECONDS)  # they may be about to end by themselves, and to say why
+            self._stop_workers(group)
+            group.state = WorkerState.FAILED
+            return RunResult(WorkerState.FAILED)
+
+    def conclude(self) -> None:
+        """Tell the other nodes how the ranks here ended, and hear how theirs did."""
+        nodes, outcome = self._nodes, self.outcome
+        if nodes is None:
+            return
+        try:
+            nodes.conclude(self._end_of(nodes))
+        except SignalException as stop:
+            outcome.signum = int(stop.sigval)
+            _ignore_stop_signals()
+            nodes.conclude(self._end_of(nodes))
+        outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
+
+    def leave(self, holds_store: bool) -> None:
+        """The last use of the store: the node that holds it leaves last."""
+        if self._nodes is not None:
+            self._nodes.close(holds_store)
+
+    def _end_of(self, nodes: Nodes) -> NodeEnd:
+        exits = self.outcome.exits
+        records = [record for record in failure.read_all(self.outcome.folder) if record.rank in exits]
+        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._notice is not None:
+            self._notice.cancel()
         self.outcome.folder = self._agree_on_folder(worker_group)
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
         arguments = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]
@@ -144,6 +191,8 @@ class _Agent(LocalElasticAgent):
             elastic_close(death_sig, 1)  # no process is left to signal; it frees its resources
 
         context.close = close
+        if self._nodes is not None:
+            self._nodes.watch()
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -173,10 +222,19 @@ class _Agent(LocalElasticAgent):
         store = worker_group.store
         if worker_group.group_world_size == 1 or store is None:
             return self.outcome.folder
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
+        problems: list[str] = []
         if worker_group.group_rank == 0:
-            self._lock = run_folder.prepare(self.outcome.folder)
-            store.set("colossus/run_dir", str(self.outcome.folder.resolve()))
-        return Path(store.get("colossus/run_dir").decode())
+            try:
+                self._lock = run_folder.prepare(self.outcome.folder)
+            except ConfigError as error:
+                problems = error.problems
+            store.set("colossus/run_dir", json.dumps((str(self.outcome.folder.resolve()), problems)))
+        folder, problems = json.loads(store.get("colossus/run_dir"))
+        if problems:
+            raise ConfigError(problems)
+        return Path(folder)
 
     def _await_ends(self, seconds: float) -> None:
         """Wait until all ranks have ended by themselves, at most this long."""
@@ -206,9 +264,7 @@ class _Agent(LocalElasticAgent):
                 del processes[rank]
         if not processes:
             return
-        # a second Ctrl-C must not interrupt the wait, which is over in seconds
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        _ignore_stop_signals()
         for process in processes.values():
             process.send_signal(signum)
         deadline = time.monotonic() + KILL_SECONDS
@@ -220,6 +276,12 @@ class _Agent(LocalElasticAgent):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             self.outcome.exits[rank] = RankExit(process.returncode, after_stop=True)
+
+
+def _ignore_stop_signals() -> None:
+    """A second Ctrl-C must not interrupt the end, which comes in seconds."""
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _silence_elastic() -> None:

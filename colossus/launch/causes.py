@@ -7,7 +7,7 @@ exit a launcher sees is often a victim's. The order here goes by what kind of en
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,6 +128,17 @@ def elsewhere(cause: Cause, grid: RankGrid, folder: Path | None) -> str:
     where = f"; records: {folder / 'failures'}" if folder else ""
     failed = f"{_describe_rank(cause, grid)} {_describe_failure(cause)}"
     return f"run failed: {failed}; the ranks here stopped because of it{where}"
+
+
+def gone_block(nodes: Sequence[str], folder: Path | None = None) -> str:
+    """What the launchers that are left say when others have gone without a word."""
+    title = f" run failed: {nodes[0].split(' (')[0]} has gone "
+    lines = ["", title.center(WIDTH, "=")]
+    lines += [f"{node} gives no sign of life" for node in nodes]
+    lines += ["its launcher was killed, or the machine or its network is down; the ranks here were stopped"]
+    if folder is not None:
+        lines.append(f"run folder: {folder}")
+    return "\n".join([*lines, "=" * WIDTH])
 
 
 def one_line(record: FailureRecord, folder: Path | None) -> str:

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from colossus import machine
 from colossus.config import ConfigError, load_config, require_available
@@ -22,6 +23,9 @@ from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.worker import run_worker, stopped_line
+
+if TYPE_CHECKING:
+    from colossus.launch.agent import Outcome
 
 DONE, FAILED, USAGE = 0, 1, 2
 
@@ -98,12 +102,22 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
             f"--nnodes {nnodes} needs --rdzv-endpoint host:port, the same on every node: a host among them, "
             f"by a name that all can resolve, and a free port there"
         )
+    if nnodes > 1 and not _is_endpoint(endpoint or ""):
+        raise ConfigError(f"--rdzv-endpoint {endpoint}: must be host:port, with a port between 1 and 65535")
     if world_size % nnodes:
         raise ConfigError(
             f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
             f"change the plan, or start the ranks with torchrun"
         )
     return world_size // nnodes
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(f"//{text}")
+        return bool(parts.hostname) and parts.port != 0 and parts.netloc == text
+    except ValueError:
+        return False
 
 
 def _join(
@@ -159,29 +173,40 @@ def _launch(
         except _Stopped as stop:
             print(stopped_line(folder, stop.signum))
             return exit_code(stop.signum)
+        except ConfigError as error:  # several nodes: the folder of the first
+            print(f"colossus: {error}", file=sys.stderr)
+            return USAGE
         except (OSError, RuntimeError) as error:
             where = f" at {endpoint}" if endpoint else ""
             print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
             return FAILED
-    if outcome.signum is not None:
-        print(stopped_line(outcome.folder, outcome.signum))
-        return exit_code(outcome.signum)
-    return _report(outcome.folder, outcome.exits, grid)
+    return _report(outcome, grid)
 
 
-def _report(folder: Path, exits: Mapping[int, causes.RankExit], grid: RankGrid) -> int:
+def _report(outcome: Outcome, grid: RankGrid) -> int:
+    folder, exits = outcome.folder, dict(outcome.exits)
+    records = {record.rank: record for record in failure.read_all(folder)}
+    for end in outcome.others:
+        exits |= end.exits
+        records |= {record.rank: record for record in end.records}
+    signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
+    if signum is not None:
+        print(stopped_line(folder, signum))
+        return exit_code(signum)
+    found = causes.rank_causes(records.values(), exits)
+    if outcome.gone and not (found and found[0].kind in ("error", "death")):
+        print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
+        return FAILED
     if exits and all(ended.code == 0 and not ended.is_early for ended in exits.values()):
         return DONE
-    records = failure.read_all(folder)
-    stopped = causes.was_only_stopped(records, exits)
+    stopped = causes.was_only_stopped(records.values(), exits)
     if stopped is not None:
         print(stopped_line(folder, stopped - 128))
         return stopped
-    found = causes.rank_causes(records, exits)
     if found and found[0].record is not None and found[0].record.kind == "config":
         print(f"colossus: {found[0].record.message}", file=sys.stderr)
         return USAGE
-    if found and (found[0].rank in exits or len(exits) == grid.world_size):
+    if found and (found[0].rank in outcome.exits or len(outcome.exits) == grid.world_size):
         print(causes.block(found, grid, folder), file=sys.stderr)
     elif found:
         print(causes.elsewhere(found[0], grid, folder), file=sys.stderr)

@@ -47,7 +47,7 @@ class StopSignals:
         self.received: int | None = None
         self._grace = grace_seconds
         self._parent = parent
-        self._request_stop: Callable[[], None] | None = None
+        self._request_stop: Callable[[int], None] | None = None
         self._final_calls: list[Callable[[], None]] = []
         self._read = self._write = -1
 
@@ -63,8 +63,8 @@ class StopSignals:
         os.register_at_fork(after_in_child=self._reset_in_child)
         threading.Thread(target=self._watch, name="colossus-stop", daemon=True).start()
 
-    def ready(self, request_stop: Callable[[], None]) -> None:
-        """From now on a signal calls ``request_stop`` (from another thread) and starts the grace period."""
+    def ready(self, request_stop: Callable[[int], None]) -> None:
+        """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period."""
         self._request_stop = request_stop
 
     def before_hard_end(self, call: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class StopSignals:
                 self.received = int(signals[0])
                 deadline = time.monotonic() + (self._grace if self._request_stop else 0.0)
                 if self._request_stop is not None:
-                    self._request_stop()
+                    self._request_stop(self.received)
             if time.monotonic() >= deadline:
                 self._end()
 

@@ -111,9 +111,10 @@ def _train(run: _Run, config: Config) -> int:
     engine.close()
     if summary.reason == "finished":
         return 0
+    signum = summary.stop_signal  # perhaps of another rank
     if not run.has_launcher and engine.context.is_logging_rank:
-        print(stopped_line(folder, run.stop.received), flush=True)
-    return exit_code(run.stop.received) if run.stop.received is not None else 0
+        print(stopped_line(folder, signum), flush=True)
+    return exit_code(signum) if signum is not None else 0
 
 
 def stopped_line(folder: Path, signum: int | None) -> str:

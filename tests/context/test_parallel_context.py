@@ -14,6 +14,7 @@ import torch
 from helpers.ranks import grid, run_ranks
 from torch import distributed as dist
 
+from colossus import layers
 from colossus.comm.collectives import all_gather
 from colossus.config.schema import Parallel
 from colossus.context.grid import RankGrid, build_grid
@@ -79,6 +80,53 @@ def _same_object(context: ParallelContext) -> tuple[bool, ...]:
         context.mesh.get_group("row") is context.group("row").process_group,
         all_gather(torch.ones(1), context.group(("data", "row", "col"))).wait().numel() == 8,  # nobody leaves early
     )
+
+
+def _odd_contexts(rank: int) -> tuple[float, bytes]:
+    """One rank has built a layer outside of any context, and a context that joins nobody."""
+    if rank == 1:
+        layers.Linear(3, 3)
+        ParallelContext(THREE, rank, connect=False)
+    for _ in range(2):  # the second is another one
+        with ParallelContext(THREE, rank, timeout_seconds=10.0) as context:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=context.group(("col", "data")).process_group)
+            context.store().set("last", str(context.rank)) if rank == 3 else context.store().wait(["last"])
+            last = context.store().get("last")
+            context.close()
+    return total.item(), last
+
+
+def test_ranks_may_have_made_other_contexts_before() -> None:
+    assert run_ranks(8, _odd_contexts, with_context=False) == [(4.0, b"3")] * 8
+
+
+def _other_grid(rank: int) -> str:
+    sizes = dict(data=2, tensor=1) if rank == 1 else dict(data=1, tensor=2)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        ParallelContext(grid(**sizes), rank, timeout_seconds=10.0)
+    return str(refused.value)
+
+
+def test_ranks_that_make_different_contexts_are_told() -> None:
+    _, second = run_ranks(2, _other_grid, with_context=False)
+    assert "rank 1 makes its context 1 with axes pipeline 1, data 2, sequence 1, tensor 1" in second
+    assert "rank 0 made its with pipeline 1, data 1, sequence 1, tensor 2" in second
+
+
+def _other_number(rank: int) -> str | None:
+    ParallelContext(grid(tensor=2), rank).close()
+    if rank == 0:
+        return None
+    with pytest.raises(ValueError, match="makes its context 2") as refused:
+        ParallelContext(grid(tensor=2), rank, timeout_seconds=0.5)
+    return str(refused.value)
+
+
+def test_a_rank_that_makes_a_context_alone_is_told() -> None:
+    _, told = run_ranks(2, _other_number, with_context=False)
+    assert told is not None
+    assert "rank 0 has not made one within 0.5 s" in told
 
 
 def test_groups_are_made_once() -> None:

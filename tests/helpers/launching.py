@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -67,6 +68,19 @@ def finish(process: Process) -> tuple[int, str, str]:
 
 def launch(tmp_path: Path, *arguments: str, new_python: bool = False, **more: str) -> tuple[int, str, str]:
     return finish(start([*LAUNCH, "--run-dir", "run", *arguments], tmp_path, new_python=new_python, **more))
+
+
+def start_nodes(tmp_path: Path, *arguments: str, nodes: int = 2, started: int = 2, **more: str) -> list[Process]:
+    """Launchers of one run, each with one rank, in folders of their own as if they were on machines of their own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    options = ["--nnodes", str(nodes), "--nproc", "1", "--rdzv-endpoint", endpoint]
+    launchers = []
+    for node in range(started):
+        (tmp_path / str(node)).mkdir()
+        launchers.append(start([*LAUNCH, *options, *arguments], tmp_path / str(node), **more))
+    return launchers
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

@@ -282,6 +282,8 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
         ([], {"nnodes": 2}, "--nnodes 2 needs --rdzv-endpoint host:port"),
         ([], {"nnodes": 3, "rdzv_endpoint": "a:1"}, "2 processes cannot be shared out equally among 3 nodes"),
         ([], {"nnodes": 0}, "there is at least one node"),
+        ([], {"nnodes": 2, "rdzv_endpoint": "a:b"}, "--rdzv-endpoint a:b: must be host:port"),
+        ([], {"nnodes": 2, "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
         (["parallel.zero=1"], {}, "not available in this version"),

@@ -44,6 +44,7 @@ class FakeEngine:
             tokens=7,
             lr=1e-3,
             stop_requested=step == self.stop_at,
+            stop_signal=None,
         )
 
     def withdraw_stop(self) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,9 @@ class _Model(torch.nn.Module):
         self.calls = 0
         if os.environ.get("TROUBLE") == "init" and os.environ["RANK"] == "1":
             raise TypeError("cannot be built")
+        if os.environ.get("TROUBLE") == "slow start" and "RANK" in os.environ:
+            Path("building").touch()
+            time.sleep(600.0)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training:
