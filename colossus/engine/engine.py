@@ -14,6 +14,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
+from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.inputs import Inputs, StepBatch
@@ -79,6 +80,7 @@ class Engine:
             parameters_by_stage=stage_parameters,
         )
         self._tied = TiedGradients(pipeline.tied_parameters(model), context)
+        self._copied = CopiedGradients(model.parameters(), context)
         norm = GradientNorm(model.parameters(), context, self._tied.counted_elsewhere)
         self._reduction = StepReduction(context, norm, config.train.clip_grad_norm)
         self.stages = ModelStages(
@@ -145,6 +147,7 @@ class Engine:
             self._weights.end_step()
             self.strategy.finish()
             self._tied.sum()
+            self._copied.sum()
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()

@@ -7,6 +7,8 @@ Per axis a tensor is in one of four states:
 * *replicated*: all ranks hold the value, and the true gradient is the sum of their gradients (``grad_partial``);
 * *invariant* (an axis not named at all): all ranks hold the value and the complete gradient.
 
+An axis may shard a dim into fewer shards than it has ranks: neighbouring ranks then hold ``copies`` of one shard.
+
 The difference of the last two is that of "replicate" and "invariant" in Meta's spmd_types.
 """
 
@@ -30,16 +32,22 @@ class Layout:
         dims: for each tensor dim the axes that shard it, outermost first; order matters.
         partial: axes over which the value is a partial sum.
         grad_partial: axes over which the value is replicated and the gradient is a partial sum.
+        copies: axes that shard a dim, each with the number of neighbouring ranks along it that hold the same shard;
+            where it is not 1. Of a parameter: each copy has the gradient of its own use, to be summed over the copies.
 
     Raises:
-        ValueError: when an axis is named twice.
+        ValueError: when an axis is named twice, or has copies and shards nothing.
     """
 
     dims: Dims
     partial: tuple[str, ...] = ()
     grad_partial: tuple[str, ...] = ()
+    copies: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
+        for axis, _ in self.copies:
+            if axis not in self.shard_axes:
+                raise ValueError(f"layout {self} has copies along {axis}, which shards none of its dims")
         named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial]
         if len(set(named)) != len(named):
             twice = sorted({axis for axis in named if named.count(axis) > 1})
@@ -70,13 +78,18 @@ class Layout:
         def keep(axes: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if sizes[axis] > 1)
 
-        return Layout(tuple(map(keep, self.dims)), keep(self.partial), keep(self.grad_partial))
+        copies = tuple((axis, count) for axis, count in self.copies if sizes[axis] > 1)
+        return Layout(tuple(map(keep, self.dims)), keep(self.partial), keep(self.grad_partial), copies)
+
+    def num_copies(self, axis: str) -> int:
+        """How many neighbouring ranks along an axis hold the same shard."""
+        return dict(self.copies).get(axis, 1)
 
     # -- boxes --------------------------------------------------------------------------------------------
 
     def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Into how many shards each dim is split."""
-        return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
+        return tuple(math.prod(sizes[axis] // self.num_copies(axis) for axis in dim) for dim in self.dims)
 
     def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the buffer a rank holds, from the full shape: ceil(dim / shards).
@@ -95,7 +108,8 @@ class Layout:
         for dim, size, chunk in zip(self.dims, shape, self.chunk(shape, sizes), strict=True):
             index = 0
             for axis in dim:
-                index = index * sizes[axis] + at[axis]
+                copies = self.num_copies(axis)
+                index = index * (sizes[axis] // copies) + at[axis] // copies
             box.append((min(index * chunk, size), min((index + 1) * chunk, size)))
         return tuple(box)
 
@@ -106,7 +120,7 @@ class Layout:
 
     def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
         """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
-        return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
+        return all(at[axis] % self.num_copies(axis) == 0 if axis in self.shard_axes else at[axis] == 0 for axis in axes)
 
     def _check(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
@@ -115,6 +129,8 @@ class Layout:
     def __str__(self) -> str:
         dims = ", ".join("S(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)
         text = f"[{dims}]"
+        if self.copies:
+            text += "".join(f" {count} copies({axis})" for axis, count in self.copies)
         if self.partial:
             text += f" partial({','.join(self.partial)})"
         if self.grad_partial:

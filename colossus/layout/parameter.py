@@ -7,7 +7,7 @@ one after the other in dim 0; everywhere else there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class ParameterSpec:
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
         description: what errors call the parameter before it has a name.
-        layout: of the first shard; all of one buffer are sharded alike.
+        layout: of the first shard; all of one buffer are sharded alike, but for copies.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
@@ -179,3 +179,23 @@ def local_rows(shapes: list[tuple[int, ...]], layouts: list[Layout], sizes: Mapp
         rows.append((start, stop))
         start = stop
     return rows
+
+
+def copies_along(axes: Sequence[str], count: int, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The ``copies`` of a `Layout`: ``count`` neighbours along the product of axes, outermost first, hold one shard.
+
+    Raises:
+        ValueError: when that many neighbours do not lie along whole axes and a factor of the next one.
+    """
+    copies = []
+    for axis in reversed(axes):
+        along = math.gcd(count, sizes[axis])
+        if along > 1:
+            copies.append((axis, along))
+        count //= along
+        if count > 1 and along < sizes[axis]:
+            break
+    if count > 1:
+        held = " x ".join(f"{sizes[axis]}" for axis in axes)
+        raise ValueError(f"{count} more copies of a shard do not fit along {','.join(axes)} of {held} ranks")
+    return tuple(copies)

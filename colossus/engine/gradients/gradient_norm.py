@@ -33,15 +33,21 @@ class GradientNorm:
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
         #: axes that shard some parameter
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
+        #: parameters of which this rank counts the gradient: some rows, or all of them (None)
         self.counted = [
-            param
+            (param, rows)
             for param, spec in zip(self.params, specs, strict=True)
-            if id(param) not in counted_elsewhere and _is_first(spec, sizes, at, self.axes)
+            if id(param) not in counted_elsewhere
+            for rows in _counted_rows(spec, sizes, at, self.axes)
         ]
 
     def local_square(self, device: torch.device) -> Tensor:
         """Sum of squares of the counted gradients, float64 scalar."""
-        grads = [param.grad for param in self.counted if param.grad is not None]
+        grads = [
+            param.grad if rows is None else param.grad[slice(*rows)]
+            for param, rows in self.counted
+            if param.grad is not None
+        ]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
@@ -55,9 +61,12 @@ class GradientNorm:
         return list(by_dtype.values())
 
 
-def _is_first(
+def _counted_rows(
     spec: ParameterSpec | None, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
-) -> bool:
-    """Whether this rank is the first of those that hold the same shard; stages hold different parameters."""
+) -> list[tuple[int, int] | None]:
+    """Rows of the shards that this rank is the first to hold, or None for all; stages hold different parameters."""
     axes = tuple(axis for axis in axes if axis != "pipeline")
-    return spec.layout.owns(sizes, at, axes) if spec is not None else all(at[axis] == 0 for axis in axes)
+    if spec is None:
+        return [None] if all(at[axis] == 0 for axis in axes) else []
+    owned = [shard.rows for shard in spec.shards if shard.layout.owns(sizes, at, axes)]
+    return [None] if len(owned) == len(spec.shards) else list(owned)
