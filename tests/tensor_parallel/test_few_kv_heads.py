@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers.modes import Mode
 from helpers.ranks import RankError, run_ranks
-from helpers.training import assert_same_numbers, assert_same_run, config_of, run_plan, shared_run
+from helpers.training import assert_same_numbers, assert_same_run, batch_of, config_of, run_plan, shared_run
 
+import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
@@ -21,6 +22,7 @@ from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.copies import CopiedGradients
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.parameter import spec_of
 from colossus.models.gpt import GPT
 from colossus.models.options import GPTOptions
 from colossus.tensor_parallel.traffic import matmul_traffic
@@ -50,15 +52,39 @@ def _config(parallel: dict[str, Any], kv_heads: int, options: dict[str, Any], **
     return config_of(parallel, STEPS, "fp64", model=model, schedule=dict(microbatches=2), **more)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in ("2d_2_of_1", "3d_1x2x2_2_of_1") else ()) for name in RUNS],
+)
 def test_few_kv_heads_follow_the_one_process_run(name: str) -> None:
-    """Losses, norms, every gradient and weight; the copies of a head stay equal to the bit."""
+    """Losses, norms, every gradient and weight."""
     world, parallel, kv_heads, options = RUNS[name]
     reference = shared_run(1, _config({}, kv_heads, options), STEPS)[0]
     traces = run_plan(world, _config(parallel, kv_heads, options), STEPS)
     for trace in traces:
         assert_same_run(trace, reference, **FP64)
         assert_same_numbers(trace, reference)
+
+
+def _own_rows(rank: int) -> list[torch.Tensor]:
+    """Rows of keys and values on this rank after some steps in float32."""
+    model = dict(type="GPT", **{**SIZES, "num_heads": 4}, num_kv_heads=2)
+    engine = colossus.initialize(config_of(dict(tensor=4), STEPS, "fp32", model=model))
+    for step in range(STEPS):
+        engine.train_step(batch_of(step, model))
+    spec = spec_of(engine.model.blocks[0].attention.qkv.weight)
+    assert spec is not None
+    query, *others = (shard.rows for shard in spec.shards)
+    weight = engine.model.blocks[0].attention.qkv.weight.detach()
+    assert weight.shape[0] == query[1] + 2 * 9
+    return [weight[slice(*rows)].clone() for rows in others]
+
+
+def test_copies_stay_equal_to_the_bit() -> None:
+    ranks = run_ranks(4, _own_rows, with_context=False)
+    for first, second, same in ((0, 1, True), (2, 3, True), (1, 2, False)):
+        for mine, other in zip(ranks[first], ranks[second], strict=True):
+            assert torch.equal(mine, other) is same
 
 
 # -- what moves -----------------------------------------------------------------------------------------------
