@@ -118,6 +118,7 @@ class LogicalParameter:
         layout: how the full shape is sharded.
         parameter: the torch parameter; its shape is the rank's.
         rows: of the parameter's dim 0, (start, stop); None for all of it.
+        shard_name: within the parameter; empty where it holds no other.
     """
 
     name: str
@@ -126,6 +127,7 @@ class LogicalParameter:
     layout: Layout
     parameter: nn.Parameter
     rows: tuple[int, int] | None
+    shard_name: str = ""
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
@@ -149,7 +151,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name)
 
 
 def record_full_order(model: nn.Module) -> None:
@@ -158,12 +160,13 @@ def record_full_order(model: nn.Module) -> None:
 
 
 def full_model_order(model: nn.Module) -> dict[str, int]:
-    """Number of every parameter and buffer in the whole model, by full name; parameters come first."""
+    """Number of every parameter and buffer in the whole model, by each full name; parameters come first."""
     return {name: number for number, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
 
 
 def _names_in_order(model: nn.Module) -> tuple[str, ...]:
-    return (*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers()))
+    names = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return tuple(name for each in names for name, _ in each)
 
 
 def num_parameters(model: nn.Module) -> int:
