@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,33 +11,55 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import full_model_order, logical_parameters
+from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters
 from colossus.layout.redistribute import gather, shard
 
 #: where an entry stands in the state dict of the whole model: number of its parameter or buffer, number within it
 _Position = tuple[int, int]
 
 
-def full_state_dict(model: nn.Module, context: ParallelContext, *, gradients: bool = False) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Entry:
+    """A logical parameter, or a buffer, that this rank holds.
+
+    Attributes:
+        names: with the place of each; one that is tied has several, of which the first is the model's first.
+    """
+
+    held: LogicalParameter | Tensor
+    names: dict[str, _Position]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.held.shape)
+
+
+def full_state_dict(
+    model: nn.Module, context: ParallelContext, *, gradients: bool = False, aliases: bool = True
+) -> dict[str, Tensor]:
     """Whole parameters (or their gradients) by full logical name, on every rank, in the order of the whole model.
 
-    All ranks must call. Buffers are included, except for gradients; a gradient that is None is left out. A parameter
-    that several stages of a pipeline hold (a tied embedding) is there once.
+    All ranks must call. Buffers are included, except for gradients; a gradient that is None is left out. What is tied
+    is there under each of its names, one tensor, as in ``torch.nn.Module.state_dict``, also where stages of a pipeline
+    share it; a gradient, as in ``named_parameters``, under its first.
+
+    Args:
+        aliases: False leaves out the names of tied parameters and buffers but for the first.
 
     Returns:
         Tensors of full shape. Each rank holds all of them: this is for models that fit on one rank.
     """
-    entries: dict[str, tuple[_Position, Tensor]] = {}
-    order = full_model_order(model)
-    for number, logical in enumerate(logical_parameters(model)):
+    own: dict[str, tuple[_Entry, Tensor]] = {}
+    for name, entry in _entries(model).items():
+        if isinstance(entry.held, Tensor):
+            if not gradients:
+                own[name] = entry, entry.held.detach().clone()
+            continue
+        logical = entry.held
         buffer = logical.parameter.grad if gradients else logical.parameter.data
         if buffer is not None:
-            whole = gather(logical.local(buffer), logical.layout, logical.shape, context)
-            entries[logical.name] = (order[logical.parameter_name], number), whole
-    if not gradients:
-        for name, buffer in _persistent_buffers(model).items():
-            entries[name] = (order[name], 0), buffer.detach().clone()
-    return _exchange_stages(entries, context)
+            own[name] = entry, gather(logical.local(buffer), logical.layout, logical.shape, context)
+    return _exchange_stages(own, context, aliases=aliases and not gradients)
 
 
 @torch.no_grad()
@@ -44,49 +67,76 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
     """Load whole parameters by logical name; each rank takes its shard. All ranks must call.
 
     Args:
-        state: tensors of full shape, as `full_state_dict` returns them.
+        state: tensors of full shape, as `full_state_dict` returns them; of what is tied, one name is enough.
 
     Raises:
-        ValueError: naming every key that is missing or left over, or whose shape differs.
+        ValueError: naming every key that is missing or left over, or whose shape differs, or names of one parameter
+            under which the state dict has different values.
     """
-    logicals = {logical.name: logical for logical in logical_parameters(model)}
-    buffers = _persistent_buffers(model)
-    names_by_stage = all_gather_object([*logicals, *buffers], context.group("pipeline"))
-    known = {name for names in names_by_stage for name in names}
-    missing, extra = sorted(known - set(state)), sorted(set(state) - known)
+    entries = _entries(model)
+    by_stage = all_gather_object(
+        {name: list(entry.names) for name, entry in entries.items()}, context.group("pipeline")
+    )
+    known = {name: names for of_stage in by_stage for name, names in of_stage.items()}
+    missing = sorted(name for name, names in known.items() if not any(each in state for each in names))
+    extra = sorted(set(state) - {each for names in known.values() for each in names})
     if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
-    for name, value in state.items():
-        if name not in logicals and name not in buffers:  # of another stage
-            continue
-        shape = logicals[name].shape if name in logicals else tuple(buffers[name].shape)
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{name}: the state dict has shape {tuple(value.shape)}, the model {shape}")
-        if name in logicals:
-            local = logicals[name].local()
-            local.copy_(shard(value, logicals[name].layout, context))
+    chosen = {name: _value(name, entry, state) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        if isinstance(entry.held, Tensor):
+            entry.held.copy_(chosen[name])
         else:
-            buffers[name].copy_(value)
+            entry.held.local().copy_(shard(chosen[name], entry.held.layout, context))
 
 
-def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+def _value(name: str, entry: _Entry, state: Mapping[str, Tensor]) -> Tensor:
+    """What the state dict has for an entry, under one or several of its names."""
+    given = [each for each in entry.names if each in state]
+    for each in given:
+        if tuple(state[each].shape) != entry.shape:
+            raise ValueError(f"{each}: the state dict has shape {tuple(state[each].shape)}, the model {entry.shape}")
+    value = state[given[0]]
+    for each in given[1:]:
+        if state[each] is not value and not torch.equal(state[each], value):
+            raise ValueError(
+                f"{given[0]} and {each} are one parameter of the model (tied), but differ in the state dict: leave one "
+                f"of them out, or build the model without the tie"
+            )
+    return value
+
+
+def _entries(model: nn.Module) -> dict[str, _Entry]:
+    """The logical parameters and persistent buffers of this rank by their first names."""
+    order = full_model_order(model)
+    found: dict[tuple[int, str], _Entry] = {}
+    for number, logical in enumerate(logical_parameters(model, keep_ties=True)):
+        entry = found.setdefault((id(logical.parameter), logical.shard_name), _Entry(logical, {}))
+        entry.names[logical.name] = order[logical.parameter_name], number
     persistent = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in persistent:
+            entry = found.setdefault((id(buffer), ""), _Entry(buffer, {}))
+            entry.names[name] = order[name], 0
+    return {next(iter(entry.names)): entry for entry in found.values()}
 
 
-def _exchange_stages(entries: dict[str, tuple[_Position, Tensor]], context: ParallelContext) -> dict[str, Tensor]:
+def _exchange_stages(
+    own: dict[str, tuple[_Entry, Tensor]], context: ParallelContext, *, aliases: bool
+) -> dict[str, Tensor]:
     """The entries of all stages on each of them, sorted by position; of a tied parameter those of the first stage."""
     group = context.group("pipeline")
-    by_stage = all_gather_object({name: (at, x.shape, x.dtype) for name, (at, x) in entries.items()}, group)
-    first: dict[str, tuple[_Position, int]] = {}
+    by_stage = all_gather_object({name: (e.names, x.shape, x.dtype) for name, (e, x) in own.items()}, group)
+    first: dict[str, int] = {}
     for source, of_stage in enumerate(by_stage):
-        for name, (at, _, _) in of_stage.items():
-            first.setdefault(name, (at, source))
-    out = {}
-    for name, (_, source) in sorted(first.items(), key=lambda item: item[1][0]):
-        _, shape, dtype = by_stage[source][name]
-        x = entries[name][1] if name in entries else torch.empty(shape, dtype=dtype, device=context.device)
-        out[name] = collectives.broadcast(x.contiguous(), group, source)
-    return out
+        for name in of_stage:
+            first.setdefault(name, source)
+    found: dict[str, tuple[_Position, Tensor]] = {}
+    for name, source in sorted(first.items(), key=lambda item: by_stage[item[1]][item[0]][0][item[0]]):
+        names, shape, dtype = by_stage[source][name]
+        x = own[name][1] if name in own else torch.empty(shape, dtype=dtype, device=context.device)
+        whole = collectives.broadcast(x.contiguous(), group, source)
+        found.update({each: (at, whole) for each, at in names.items() if aliases or each == name})
+    return {name: whole for name, (_, whole) in sorted(found.items(), key=lambda item: item[1][0])}

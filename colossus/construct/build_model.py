@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedParameter
 
 from colossus.construct import allocate
 from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
+from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.random import GLOBAL_RNG
@@ -40,7 +40,7 @@ def build(
         materialize: False leaves everything on the meta device (to check sizes, or to count).
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
             None: these are never materialised, and the values of the others are what they are without it. See also
-            `keep_attributes_on_meta`. A build inside of a build ignores it.
+            `colossus.construct.tensor_replacer.keep_attributes_on_meta`. A build inside of a build ignores it.
 
     Raises:
         ValueError: for sizes the plan cannot split, and for `torch.nn.init` on a parameter of our layers.
@@ -60,80 +60,19 @@ def build(
             spec_of(parameter).name = name
     dropped: dict[int, Tensor] = {}
     if prepare is not None:
-        _TensorReplacer(partial(_fix_seed, trace, context)).run(model)
+        TensorReplacer(partial(_fix_seed, trace, context)).run(model)
         before = _registered(model)
         with context:
             prepare(model)
         after = _registered(model)
         dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        _TensorReplacer(_Materializer(trace, context, dtype).materialize, dropped).run(model)
+        TensorReplacer(_Materializer(trace, context, dtype).materialize, dropped).run(model)
     return model
-
-
-def keep_attributes_on_meta(module: nn.Module) -> None:
-    """For ``prepare``: tensors that this module holds as plain attributes are not materialised."""
-    vars(module)["_colossus_on_meta"] = True
 
 
 def _registered(model: nn.Module) -> dict[int, Tensor]:
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-
-
-class _TensorReplacer:
-    """Replaces every tensor of a model by ``replace`` of it: once for each tensor, so that tied ones stay tied.
-
-    Args:
-        replace: takes a tensor, the name of the module that holds it first, and its name there.
-        dropped: by id, tensors that are left as they are where plain attributes still refer to them.
-    """
-
-    def __init__(
-        self, replace: Callable[[Tensor, str, str], Tensor], dropped: Mapping[int, Tensor] | None = None
-    ) -> None:
-        self._replace = replace
-        self._dropped = dropped or {}
-        self._replacements: dict[int, Tensor] = {}
-        self._containers: set[int] = set()
-        self._originals: list[Tensor] = []  # keeps the ids above from being used again
-
-    def run(self, model: nn.Module) -> None:
-        for path, module in model.named_modules():
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is not None:
-                    module._parameters[leaf] = self._replacement(parameter, path, leaf)
-            for leaf, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[leaf] = self._replacement(buffer, path, leaf)
-        for path, module in model.named_modules():  # RNNs, for one, keep a list of their parameters
-            attributes = vars(module)
-            if "_colossus_on_meta" in attributes:
-                continue
-            for leaf in [leaf for leaf in attributes if leaf not in ("_parameters", "_buffers", "_modules")]:
-                attributes[leaf] = self._replace_in(attributes[leaf], path, leaf)
-
-    def _replace_in(self, value: Any, path: str, leaf: str) -> Any:
-        """``value`` with its tensors replaced. Lists and dicts change in place: others may refer to them."""
-        if isinstance(value, Tensor):
-            stays = not value.is_meta or id(value) in self._dropped
-            return value if stays else self._replacement(value, path, leaf)
-        if type(value) is tuple:
-            return tuple(self._replace_in(item, path, f"{leaf}.{index}") for index, item in enumerate(value))
-        if type(value) in (list, dict) and id(value) not in self._containers:
-            self._containers.add(id(value))
-            for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-                value[key] = self._replace_in(item, path, f"{leaf}.{key}")
-        return value
-
-    def _replacement(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
-        if id(tensor) not in self._replacements:
-            self._originals.append(tensor)
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise ValueError(
-                    f"{_join(path, leaf)} gets its shape at the first forward pass (a lazy module): give it its sizes"
-                )
-            self._replacements[id(tensor)] = self._replace(tensor, path, leaf)
-        return self._replacements[id(tensor)]
 
 
 def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -162,8 +101,9 @@ class _Materializer:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
         vars(real).update(vars(tensor))
-        if tensor._backward_hooks:
-            real._backward_hooks = tensor._backward_hooks
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the dicts, by which handles remove them
+            if getattr(tensor, hooks):
+                setattr(real, hooks, getattr(tensor, hooks))
         return real
 
     def _draw_shards(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:

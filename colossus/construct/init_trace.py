@@ -8,8 +8,7 @@ weights computed from other weights and draws from one generator come out as in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossus.construct.generators import GeneratorRef, TracedGenerators
+from colossus.construct.recorded_op import RecordedOp, TensorRef, as_ref
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import GlobalRng, hash_key
 
@@ -60,7 +60,7 @@ class InitTrace(TorchDispatchMode):
         self._num_seeds_drawn = 0
         self._num_ops = 0
         #: by storage, and by generator
-        self._ops_by_key: dict[int, list[_RecordedOp]] = {}
+        self._ops_by_key: dict[int, list[RecordedOp]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._fixed_seeds: dict[int, int] = {}
         self._sharded: dict[int, ParameterSpec] = {}
@@ -103,14 +103,14 @@ class InitTrace(TorchDispatchMode):
             meta_kwargs["device"] = _META
         if meta_kwargs.pop("generator", None) is not None and func not in _ON_META:
             meta_kwargs["generator"] = None  # some operations have no default for it
-        op = _RecordedOp(func, tree_map(_as_ref, args), tree_map(_as_ref, kwargs))
+        op = RecordedOp(func, args, kwargs)
         try:
             # where there is nothing to compute, not by torch's meta kernels, some of which import torch._dynamo
             keeps = _keeps_its_shape(func, inputs, args, kwargs)
             out = args[0] if keeps else _ON_META.get(func, func)(*meta_args, **meta_kwargs)
         except NotImplementedError:  # an operation that the meta device does not know
             return self._run_now(func, args, kwargs, written)
-        op.outputs = [_as_ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        op.outputs = [as_ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._append(op)
         if func is _aten._to_copy.default and self.is_sharded(args[0]):
             self.mark_sharded(out, self._sharded[_storage_id(args[0])])
@@ -138,7 +138,7 @@ class InitTrace(TorchDispatchMode):
         self._num_seeds_drawn += 1
         return hash_key(self._seed, self._num_seeds_drawn)
 
-    def _append(self, op: _RecordedOp) -> None:
+    def _append(self, op: RecordedOp) -> None:
         op.index = self._num_ops
         self._num_ops += 1
         self._alive.extend(op.storages())
@@ -163,7 +163,7 @@ class InitTrace(TorchDispatchMode):
         """
         self._run_connected(_storage_id(tensor), seed)
         with _disable_current_modes(), torch.no_grad():
-            return self._to_real(_as_ref(tensor))
+            return self._to_real(as_ref(tensor))
 
     def _run_connected(self, key: int, seed: int) -> None:
         """Run all operations connected with a storage, in the recorded order, so that each sees what it saw then."""
@@ -173,12 +173,12 @@ class InitTrace(TorchDispatchMode):
                 for index in sorted(pending):
                     pending[index].run(self._to_real, self._storages)
 
-    def _connected(self, key: int) -> tuple[dict[int, _RecordedOp], set[int]]:
+    def _connected(self, key: int) -> tuple[dict[int, RecordedOp], set[int]]:
         """Operations not yet run that are connected with a storage, by index, and all storages on the way to them.
 
         Two storages are connected when one operation touches both, and so are a storage and a generator.
         """
-        pending: dict[int, _RecordedOp] = {}
+        pending: dict[int, RecordedOp] = {}
         todo, seen = [key], set[int]()
         while todo:
             key = todo.pop()
@@ -194,7 +194,7 @@ class InitTrace(TorchDispatchMode):
     def _to_real(self, leaf: Any) -> Any:
         if isinstance(leaf, GeneratorRef):
             return self.generators.draw_from(leaf)
-        if not isinstance(leaf, _TensorRef):
+        if not isinstance(leaf, TensorRef):
             return _CPU if isinstance(leaf, torch.device) else leaf
         if leaf.key in self._sharded:
             raise ValueError(
@@ -209,69 +209,6 @@ class InitTrace(TorchDispatchMode):
         if leaf.is_conj:
             real = real.conj()
         return real._neg_view() if leaf.is_neg else real
-
-
-@dataclass(frozen=True)
-class _TensorRef:
-    """A meta tensor as it was when an operation met it (``t_()`` and the like change it later)."""
-
-    storage: torch.UntypedStorage
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    is_conj: bool
-    is_neg: bool
-
-    @property
-    def key(self) -> int:
-        return self.storage._cdata
-
-
-class _RecordedOp:
-    """One operation with its arguments as they were; meta tensors among them are `_TensorRef`."""
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.outputs: list[_TensorRef] = []
-        self.index = 0
-        self.has_run = False
-
-    def storages(self) -> list[torch.UntypedStorage]:
-        leaves = (*tree_leaves((self.args, self.kwargs)), *self.outputs)
-        refs = [leaf.storage for leaf in leaves if isinstance(leaf, _TensorRef)]
-        return refs + [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def touched(self) -> list[int]:
-        """Of what connects this operation with others: the storages and generators that it touches."""
-        generators = [leaf.key for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, GeneratorRef)]
-        return [storage._cdata for storage in self.storages()] + generators
-
-    def run(self, to_real: Callable[[Any], Any], storages: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = tree_map(to_real, (self.args, self.kwargs))
-        results = [leaf for leaf in tree_leaves(self.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
-        for ref, real in zip(self.outputs, results, strict=True):
-            if ref.key not in storages:
-                storages[ref.key] = _storage_like(real, ref)
-        self.has_run = True
-        self.args, self.kwargs, self.outputs = (), {}, []
-
-
-def _storage_like(real: Tensor, ref: _TensorRef) -> torch.UntypedStorage:
-    """A storage in which ``ref`` is ``real``, whatever strides the operation chose on this device."""
-    if (real.storage_offset(), real.size(), real.stride()) == (ref.offset, ref.size, ref.stride):
-        return real.untyped_storage()
-    span = ref.offset + 1 + sum((size - 1) * step for size, step in zip(ref.size, ref.stride, strict=True))
-    buffer = torch.empty(span if ref.size.numel() else 0, dtype=ref.dtype)
-    buffer.as_strided(ref.size, ref.stride, ref.offset).copy_(real)
-    return buffer.untyped_storage()
-
-
-def _as_ref(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    geometry = int(leaf.storage_offset()), leaf.size(), leaf.stride()
-    return _TensorRef(leaf.untyped_storage(), leaf.dtype, *geometry, leaf.is_conj(), leaf.is_neg())
 
 
 def _storage_id(tensor: Tensor) -> int:

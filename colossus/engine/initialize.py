@@ -107,6 +107,7 @@ def _assemble(
     def prepare(whole: nn.Module) -> None:
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
+        _require_dense_gradients(whole)
         pipeline.split(whole, costs)
 
     module = build(factory, context, dtype=dtype, prepare=prepare)
@@ -212,6 +213,16 @@ def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
                 f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
                 f"each token by itself"
+            )
+
+
+def _require_dense_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, but a sparse gradient is neither "
+                f"summed over ranks nor clipped here: leave sparse out, or use colossus.layers.Embedding for a large "
+                f"table, which splits it over the tensor ranks"
             )
 
 

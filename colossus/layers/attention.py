@@ -24,7 +24,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, too_few_kv_heads
+from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
 _IDS = torch.int64
@@ -36,7 +36,8 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads.
+        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. Key/value heads
+        that are fewer than the ranks have a copy on each of ranks / num_kv_heads neighbours.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
@@ -48,7 +49,8 @@ class Attention(Layer):
         rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
 
     Raises:
-        ValueError: when heads do not divide hidden_size, or the tensor ranks do not divide the heads.
+        ValueError: when heads do not divide hidden_size, the tensor ranks do not divide the heads, or key/value heads
+            and ranks do not divide either way.
     """
 
     local_layouts = 2
@@ -78,12 +80,15 @@ class Attention(Layer):
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
-                raise ValueError(f"Attention: {too_few_kv_heads(kv, size.ways, size.ranks)}")
+                raise ValueError(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
             raise ValueError(f"Attention: {size}; heads are split whole")
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
-        self.qkv = Linear(hidden_size, sizes, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
+        copies = dict.fromkeys(("key", "value"), kv_head_copies(kv, shardings))
+        self.qkv = Linear(
+            hidden_size, sizes, bias, dtype=dtype, split="column", copies=copies, init=init, bias_init=bias_init
+        )
         self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)

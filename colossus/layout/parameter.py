@@ -7,7 +7,7 @@ one after the other in dim 0; everywhere else there is one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -51,7 +51,7 @@ class ParameterSpec:
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
         description: what errors call the parameter before it has a name.
-        layout: of the first shard; all of one buffer are sharded alike.
+        layout: of the first shard; all of one buffer are sharded alike, but for copies.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
@@ -108,10 +108,9 @@ class StoredSpec(ParameterSpec):
     """
 
     def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        layout = replace(computed.layout, stored=axes)
-        shapes = [shard.shape for shard in computed.shards]
-        rows = local_rows(shapes, [layout] * len(shapes), sizes)
-        shards = (replace(shard, layout=layout, rows=span) for shard, span in zip(computed.shards, rows, strict=True))
+        cut = [replace(shard, layout=replace(shard.layout, stored=axes)) for shard in computed.shards]
+        rows = local_rows([shard.shape for shard in cut], [shard.layout for shard in cut], sizes)
+        shards = (replace(shard, rows=span) for shard, span in zip(cut, rows, strict=True))
         super().__init__(tuple(shards), computed.description, is_plain=computed.is_plain)
         self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
 
@@ -158,6 +157,7 @@ class LogicalParameter:
         layout: how the full shape is sharded.
         parameter: the torch parameter; its shape is the rank's.
         rows: of the parameter's dim 0, (start, stop); None for all of it.
+        shard_name: within the parameter; empty where it holds no other.
     """
 
     name: str
@@ -166,6 +166,7 @@ class LogicalParameter:
     layout: Layout
     parameter: nn.Parameter
     rows: tuple[int, int] | None
+    shard_name: str = ""
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
@@ -185,7 +186,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name)
 
 
 def record_full_order(model: nn.Module) -> None:
@@ -194,12 +195,13 @@ def record_full_order(model: nn.Module) -> None:
 
 
 def full_model_order(model: nn.Module) -> dict[str, int]:
-    """Number of every parameter and buffer in the whole model, by full name; parameters come first."""
+    """Number of every parameter and buffer in the whole model, by each full name; parameters come first."""
     return {name: number for number, name in enumerate(vars(model).get("_colossus_order") or _names_in_order(model))}
 
 
 def _names_in_order(model: nn.Module) -> tuple[str, ...]:
-    return (*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers()))
+    names = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return tuple(name for each in names for name, _ in each)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -215,3 +217,23 @@ def local_rows(shapes: list[tuple[int, ...]], layouts: list[Layout], sizes: Mapp
         rows.append((start, stop))
         start = stop
     return rows
+
+
+def copies_along(axes: Sequence[str], count: int, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The ``copies`` of a `Layout`: ``count`` neighbours along the product of axes, outermost first, hold one shard.
+
+    Raises:
+        ValueError: when that many neighbours do not lie along whole axes and a factor of the next one.
+    """
+    copies = []
+    for axis in reversed(axes):
+        along = math.gcd(count, sizes[axis])
+        if along > 1:
+            copies.append((axis, along))
+        count //= along
+        if count > 1 and along < sizes[axis]:
+            break
+    if count > 1:
+        held = " x ".join(f"{sizes[axis]}" for axis in axes)
+        raise ValueError(f"{count} more copies of a shard do not fit along {','.join(axes)} of {held} ranks")
+    return tuple(copies)

@@ -19,7 +19,7 @@ from colossus.registry import SEQUENCE_MODES, TENSOR_MODES
 from colossus.sequence_parallel.order import length_multiple
 from colossus.sequence_parallel.traffic import cheaper
 from colossus.tensor_parallel.choice import Shardings
-from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, too_few_kv_heads
+from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.mode import MatmulSharding
 
 Count = Annotated[int, Field(ge=1)]
@@ -149,7 +149,7 @@ class GPTOptions(BaseModel):
             if getattr(self, key) % ways and ways > undivided.get(key, (1, ()))[0]:
                 undivided[key] = ways, axes
 
-        for linear in self._linears():
+        for linear in self._linears(shardings):
             chosen = shardings.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
             for misfit in chosen if isinstance(chosen, list) else ():
                 key = linear.in_key if misfit.name == "in_features" else linear.out_key
@@ -170,7 +170,7 @@ class GPTOptions(BaseModel):
             if ways == tensor.size:
                 by = f"parallel.tensor.size = {ways}"
             if key == "num_kv_heads" and value < ways:
-                problems.append(too_few_kv_heads(value, ways, by, prefix="model."))
+                problems.append(uneven_kv_heads(self.num_heads, value, ways, by, prefix="model."))
             else:
                 problems.append(not_a_multiple(f"model.{key}", value, by, ways))
         return problems
@@ -217,9 +217,10 @@ class GPTOptions(BaseModel):
             )
         return problems
 
-    def _linears(self) -> list[_LinearSpec]:
-        """The kinds of matmuls in the model."""
-        hidden, wide, kv = self.hidden_size, self.ffn_hidden_size, self.num_kv_heads * self.head_dim
+    def _linears(self, shardings: Shardings | None = None) -> list[_LinearSpec]:
+        """The kinds of matmuls in the model; with the copies of key/value heads that are fewer than the ranks."""
+        hidden, wide = self.hidden_size, self.ffn_hidden_size
+        kv = self.num_kv_heads * kv_head_copies(self.num_kv_heads, shardings) * self.head_dim
         up = {"gate": wide, "value": wide} if self.mlp == "swiglu" else {"": wide}
         attention = {"query": self.num_heads * self.head_dim, "key": kv, "value": kv}
         return [
@@ -242,7 +243,7 @@ class GPTOptions(BaseModel):
         hidden = self.hidden_size
         norm = hidden * (2 if self.norm == "layernorm" and self.bias else 1)
         sizes = shardings.sizes if shardings else {}
-        *linears, head = (self._stored(linear, shardings, sizes) for linear in self._linears())
+        *linears, head = (self._stored(linear, shardings, sizes) for linear in self._linears(shardings))
         features = shardings.ways(shardings.regions.outer.features) if shardings else 1
         positions = self.seq_len * hidden // features if self.positions == "learned" else 0
         return self.num_layers * (2 * norm + sum(linears)) + norm + positions + head * (1 if self.tie_embeddings else 2)

@@ -37,21 +37,35 @@ def head_problems(
 
 
 def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -> list[IndivisibleSize]:
-    """The numbers of heads that do not divide over the ranks of the inner region's features: heads are split whole."""
+    """The numbers of heads that do not divide over the ranks of the inner region's features: heads are split whole.
+
+    Key/value heads may also be fewer than the ranks, if each has as many copies (`kv_head_copies`).
+    """
     axes = shardings.regions.inner.features
     ways = shardings.ways(axes)
     counts = {"num_heads": num_heads} | ({"num_kv_heads": num_kv_heads} if num_kv_heads != num_heads else {})
-    return [IndivisibleSize(name, count, axes, ways) for name, count in counts.items() if count % ways]
+    return [
+        IndivisibleSize(name, count, axes, ways)
+        for name, count in counts.items()
+        if count % ways and (name == "num_heads" or ways % count)
+    ]
 
 
-def too_few_kv_heads(num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:
-    """Why ``num_kv_heads`` key/value heads cannot be shared by ``ways`` ranks, more than there are.
+def kv_head_copies(num_kv_heads: int, shardings: Shardings | None) -> int:
+    """On how many neighbouring ranks each key/value head is: 1 unless there are fewer heads than ranks."""
+    ways = shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
+    return max(1, ways // num_kv_heads)
+
+
+def uneven_kv_heads(num_heads: int, num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:
+    """Why ``num_kv_heads`` key/value heads cannot have as many copies each on ``ways`` ranks, more than there are.
 
     Args:
         by: names these ranks with their number (``parallel.tensor.size = 4``).
     """
+    fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (ways % n == 0 or n % ways == 0)]
+    nearest = min(fitting, key=lambda n: abs(n - num_kv_heads))
     return (
-        f"{prefix}num_kv_heads = {num_kv_heads} is fewer than {by}: tensor parallelism gives every rank whole "
-        f"key/value heads and does not copy them, so at most {num_kv_heads} ranks can share the heads of this model; "
-        f"use fewer ranks, or {prefix}num_kv_heads={ways}"
+        f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: key/value heads that are fewer than the ranks "
+        f"are copied, each to as many ranks; nearest: {nearest}"
     )

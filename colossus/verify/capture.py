@@ -111,7 +111,7 @@ class Recorder(Hook):
 
     def _write_weights(self, engine: Engine, step: int) -> dict[str, Tensor]:
         """Write the full state (on rank 0), and return the fingerprints of what this rank holds of it."""
-        weights = full_state_dict(engine.model, engine.context)
+        weights = full_state_dict(engine.model, engine.context, aliases=False)
         if engine.context.rank == 0:
             self.records.write(weights, "weights", step=step)
         fingerprints = _own_fingerprints(engine, weights)

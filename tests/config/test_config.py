@@ -514,12 +514,11 @@ def test_batch() -> None:
         ),
         (dict(ffn_hidden_size=510), dict(tensor=4), ["model.ffn_hidden_size = 510 is not a multiple of parallel"]),
         (
-            dict(num_kv_heads=2),
-            dict(tensor=4),
+            dict(num_heads=12, num_kv_heads=4, hidden_size=144),
+            dict(tensor=6),
             [
-                "model.num_kv_heads = 2 is fewer than parallel.tensor.size = 4: tensor parallelism gives every rank "
-                "whole key/value heads and does not copy them, so at most 2 ranks can share the heads of this model; "
-                "use fewer ranks, or model.num_kv_heads=4"
+                "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: key/value heads that are fewer than "
+                "the ranks are copied, each to as many ranks; nearest: 3"
             ],
         ),
         (
@@ -823,17 +822,19 @@ def test_parameters_of_a_llama_like_gpt_by_hand() -> None:
     assert options.model_copy(update=dict(norm="layernorm")).num_parameters() == options.num_parameters()
 
 
-@given(st.sampled_from([1, 2, 4]), st.sampled_from(["gelu", "swiglu"]), st.booleans(), st.sampled_from([4, 8]))
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(["gelu", "swiglu"]), st.booleans(), st.sampled_from([1, 2, 4, 8]))
 def test_ranks_store_the_model_once_but_for_what_is_replicated(ranks: int, mlp: Any, bias: bool, kv_heads: int) -> None:
     options = GPTOptions(hidden_size=64, num_heads=8, num_kv_heads=kv_heads, mlp=mlp, bias=bias, vocab_size=254)
     hidden, layers = 64, 4
     norms = (2 * layers + 1) * hidden * (2 if bias else 1)
     replicated = norms + 128 * hidden + (2 * layers * hidden if bias else 0)
     padding = (-254 % ranks) * hidden
+    copies = max(1, ranks // kv_heads) - 1  # of key/value heads that are fewer than the ranks
+    copied = copies * 2 * layers * 8 * kv_heads * (hidden + bias)
     whole = options.num_parameters()
     parallel = load_config(dict(parallel=dict(tensor=ranks))).parallel
     assert options.num_parameters_per_rank(load_config({}).parallel) == whole
-    assert (options.num_parameters_per_rank(parallel) - replicated) * ranks == whole - replicated + padding
+    assert (options.num_parameters_per_rank(parallel) - replicated) * ranks == whole - replicated + padding + copied
 
 
 def test_flops() -> None:

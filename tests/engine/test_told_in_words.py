@@ -168,6 +168,30 @@ def test_a_count_is_one_number() -> None:
         run_ranks(1, body, with_context=False)
 
 
+def test_sparse_gradients_are_refused_before_anything_is_trained() -> None:
+    def body(rank: int, sparse: bool, trained: bool) -> float:
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.words = nn.Embedding(SAMPLES, WIDTH, sparse=sparse)
+                self.words.weight.requires_grad_(trained)
+                self.out = nn.Linear(WIDTH, 1)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.out(self.words(x))
+
+        settings = dict(train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
+        engine = colossus.initialize(settings, model=Net, loss_fn=squares)
+        return engine.train_step(torch.arange(SAMPLES)).loss
+
+    frozen, dense = (run_ranks(1, body, *how, with_context=False) for how in ((True, False), (False, True)))
+    assert frozen == dense
+    with pytest.raises(
+        RankError, match=r"words \(Embedding\) has sparse=True, but a sparse gradient .* leave sparse out"
+    ):
+        run_ranks(1, body, True, True, with_context=False)
+
+
 # -- stops ---------------------------------------------------------------------------------------------------------
 
 

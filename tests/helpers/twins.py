@@ -111,7 +111,9 @@ class PlainGPT(nn.Module):
         self.positions = nn.Embedding(o.seq_len, o.hidden_size) if o.positions == "learned" else None
         self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
         self.norm = plain_norm(o)
-        self.head = None if o.tie_embeddings else nn.Linear(o.hidden_size, o.vocab_size, bias=False)
+        self.head = nn.Linear(o.hidden_size, o.vocab_size, bias=False)
+        if o.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -119,8 +121,7 @@ class PlainGPT(nn.Module):
             x = x + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return self.norm(x) @ weight.t()
+        return self.head(self.norm(x))
 
     def loss_sum(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss as its definition reads: sums over valid tokens of -log softmax, smoothed, with the z-loss."""

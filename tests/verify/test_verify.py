@@ -197,6 +197,12 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert "not compared: 3" in out, "the 32 key biases have no gradient"
 
 
+def test_a_gpt_with_fewer_key_value_heads_than_ranks_agrees(verify: Verify) -> None:
+    code, out, err = verify(GPT, "parallel.tensor.size=4", "model.num_kv_heads=2", "--steps=2")
+    assert (code, err) == (0, ""), out
+    assert counts(out)["initial values"] * 2 == counts(out)["gradients"] == 72
+
+
 @pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])
 def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(NET, *PLANS[plan], "--steps", "2", middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")

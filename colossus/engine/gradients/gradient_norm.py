@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.layout import Layout
-from colossus.layout.parameter import spec_of
+from colossus.layout.parameter import ParameterSpec, spec_of
 
 
 class GradientNorm:
@@ -28,26 +27,36 @@ class GradientNorm:
     ) -> None:
         self.params = [param for param in params if param.requires_grad]
         sizes, at = context.grid.sizes, context.coordinates
-        layouts = [spec_of(param).layout for param in self.params]
-        shard = {axis for layout in layouts for axis in layout.shard_axes if sizes[axis] > 1}
+        specs = [spec_of(param) for param in self.params]
+        shard = {axis for spec in specs for axis in spec.layout.shard_axes if sizes[axis] > 1}
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
         #: axes that shard some parameter
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
+        #: parameters of which this rank counts the gradient: some rows, or all of them (None)
         self.counted = [
-            param
-            for param, layout in zip(self.params, layouts, strict=True)
-            if id(param) not in counted_elsewhere and _is_first(layout, sizes, at, self.axes)
+            (param, rows)
+            for param, spec in zip(self.params, specs, strict=True)
+            if id(param) not in counted_elsewhere
+            for rows in _counted_rows(spec, sizes, at, self.axes)
         ]
 
     def local_square(self, device: torch.device) -> Tensor:
         """Sum of squares of the counted gradients, float64 scalar."""
-        grads = [param.grad for param in self.counted if param.grad is not None]
+        grads = [
+            param.grad if rows is None else param.grad[slice(*rows)]
+            for param, rows in self.counted
+            if param.grad is not None
+        ]
         if not grads:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
 
-def _is_first(layout: Layout, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]) -> bool:
-    """Whether this rank is the first of those that hold the same shard; stages hold different parameters."""
-    return layout.owns(sizes, at, tuple(axis for axis in axes if axis != "pipeline"))
+def _counted_rows(
+    spec: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
+) -> list[tuple[int, int] | None]:
+    """Rows of the shards that this rank is the first to hold, or None for all; stages hold different parameters."""
+    axes = tuple(axis for axis in axes if axis != "pipeline")
+    owned = [shard.rows for shard in spec.shards if shard.layout.owns(sizes, at, axes)]
+    return [None] if len(owned) == len(spec.shards) else list(owned)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.parts import ModelParts
@@ -40,6 +41,8 @@ class GradientReduction:
             for stage, params in parts.parameters_by_stage.items()
         }
         self._tied = TiedGradients(parts.tied, context)
+        held = [param for params in parts.parameters_by_stage.values() for param in params]
+        self._copied = CopiedGradients(held, context)
         self._order = list(parts.parameters_by_stage)
         #: the stage whose last backward has begun
         self._armed: int | None = None
@@ -65,11 +68,12 @@ class GradientReduction:
         self._num_started += 1
 
     def finish(self) -> None:
-        """Wait until every gradient is summed; then sum the tied ones over the stages that share them."""
+        """Wait until every gradient is summed; then sum those of tied parameters, and those of copied shards."""
         for buckets in self._buckets.values():
             buckets.finish()
         self._num_started = 0
         self._tied.sum()
+        self._copied.sum()
 
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from colossus.construct.build_model import keep_attributes_on_meta
+from colossus.construct.tensor_replacer import keep_attributes_on_meta
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
 from colossus.layout.parameter import record_full_order, spec_of
 from colossus.schedule.partition.balance import split_chain

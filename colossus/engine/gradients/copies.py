@@ -1,0 +1,59 @@
+"""Shards of which neighbouring ranks hold copies (key/value heads that are fewer than the ranks), with one gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.parameter import LogicalShard, spec_of
+
+
+class CopiedGradients:
+    """Sums the gradients of copies of a shard over the ranks that hold them, after all other sums.
+
+    Each copy was used by its rank alone: by that rank's query heads. One all-reduce per group of ranks and dtype.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], context: ParallelContext) -> None:
+        self._by_group: dict[tuple[str, tuple[int, ...], torch.dtype], list[tuple[nn.Parameter, LogicalShard]]] = {}
+        self._context = context
+        for param in params:
+            for shard in spec_of(param).shards if param.requires_grad else ():
+                for axis, count in shard.layout.copies:
+                    first = context.coordinates[axis] // count * count
+                    key = axis, tuple(range(first, first + count)), param.dtype
+                    self._by_group.setdefault(key, []).append((param, shard))
+
+    def sum(self) -> None:
+        """Collective over the ranks that share shards, once their own gradients are complete."""
+        for (axis, indices, _), held in self._by_group.items():
+            _sum(held, self._context.subgroup(axis, indices))
+
+
+def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> None:
+    """A parameter that none of the ranks has used keeps ``grad = None``: one flag each goes with the gradients."""
+    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=held[0][0].dtype)
+    flat = torch.cat(
+        [*(_rows(param.grad, param, shard).flatten() for param, shard in held), flags.to(held[0][0].device)]
+    )
+    total = collectives.all_reduce(flat, group, owned=True).wait()
+    start = 0
+    for (param, shard), used in zip(held, total[-len(held) :].tolist(), strict=True):
+        stop = start + _rows(param, param, shard).numel()
+        if used and param.grad is None:
+            param.grad = torch.zeros_like(param)
+        if param.grad is not None:
+            rows = _rows(param.grad, param, shard)
+            rows.copy_(total[start:stop].view_as(rows))
+        start = stop
+
+
+def _rows(buffer: Tensor | None, param: nn.Parameter, shard: LogicalShard) -> Tensor:
+    """Of a parameter or its gradient the rows of a shard; zeros where there is no gradient."""
+    rows = slice(*shard.rows)
+    return torch.zeros_like(param[rows]) if buffer is None else buffer.detach()[rows]
