@@ -49,7 +49,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for axis, _ in self.copies:
-            if axis not in self.shard_axes:
+            if not any(axis in dim for dim in self.dims):
                 raise ValueError(f"layout {self} has copies along {axis}, which shards none of its dims")
         named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial, *self.stored]
         assert self.dims or not self.stored, "a scalar has no rows"

@@ -50,7 +50,7 @@ def with_copies(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[str, int
     """Some of the axes that shard a dim have copies, as many as divide their ranks."""
     layout, shape, grid = draw(cases)
     counts = {axis: draw(st.sampled_from([n for n in (1, 2, 3, 4) if grid[axis] % n == 0])) for axis in NAMES}
-    copies = tuple((axis, counts[axis]) for axis in layout.shard_axes if counts[axis] > 1)
+    copies = tuple((axis, counts[axis]) for axis in layout.computed.shard_axes if counts[axis] > 1)
     return replace(layout, copies=copies), shape, grid
 
 
