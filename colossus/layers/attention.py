@@ -24,6 +24,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.autocast import to_product_dtype
 from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, too_few_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
@@ -167,6 +168,7 @@ class Attention(Layer):
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         groups = SequenceGroups(sequence.ring, sequence.ulysses)
+        query, key, value = map(to_product_dtype, (query, key, value))
         return attend(query, key, value, groups, causal=self.causal, documents=documents)
 
     def _heads(self, x: Tensor) -> Tensor:
