@@ -15,6 +15,7 @@ from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
 
 
@@ -165,7 +166,7 @@ class _Materializer:
         vars(real).update(vars(tensor))
         if tensor._backward_hooks:
             real._backward_hooks = tensor._backward_hooks
-        return real
+        return mark_split(real)
 
     def _draw_shards(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
         if not self.trace.is_sharded(tensor):

@@ -37,7 +37,8 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads.
+        input and output [batch, tokens, hidden_size], or [tokens, hidden_size] of one sample; each rank computes
+        heads / ranks of the heads.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
@@ -105,6 +106,9 @@ class Attention(Layer):
         mask: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
+        if x.dim() == 2:  # the tokens of one sample, not samples
+            documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
+            return self.apply_local(x.unsqueeze(0), source, target, mask, documents).squeeze(0)
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))

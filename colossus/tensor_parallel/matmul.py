@@ -137,22 +137,23 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        routes: MatmulRoutes = ctx.routes
-        weights = routes.weights
-        x, w = ctx.saved_tensors
-        weight: Tensor = ctx.parameter
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-        dy = run(routes.y.backward, dy).wait()
-        dx = dw = None
-        if needs_x:
-            w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait().to(dy.dtype)
-            dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
-        if needs_w and weights.can_defer_wgrad(weight):
-            weights.defer_wgrad(lambda: _deferred_wgrad(routes, weight, dy, x))
-        elif needs_w:
-            dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
-        db = bias_gradient(dy) if needs_b else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+        x, w = ctx.saved_tensors  # first: under checkpointing this runs a user's forward
+        with torch._C.DisableTorchFunctionSubclass():
+            routes: MatmulRoutes = ctx.routes
+            weights = routes.weights
+            weight: Tensor = ctx.parameter
+            needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+            dy = run(routes.y.backward, dy).wait()
+            dx = dw = None
+            if needs_x:
+                w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait().to(dy.dtype)
+                dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
+            if needs_w and weights.can_defer_wgrad(weight):
+                weights.defer_wgrad(lambda: _deferred_wgrad(routes, weight, dy, x))
+            elif needs_w:
+                dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+            db = bias_gradient(dy) if needs_b else None
+            return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -163,4 +164,5 @@ def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor)
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
     """y = x @ weight.T + bias: local tensors, in the layouts that ``routes`` were made for."""
-    return _Matmul.apply(to_product_dtype(x), weight, bias, routes)
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        return _Matmul.apply(to_product_dtype(x), weight, bias, routes)
