@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.layout.parameter import spec_of
 
@@ -27,6 +28,9 @@ class SplitParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
+            args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _PRODUCTS and (func in _ABOUT or not torch.is_grad_enabled()):
                 return func(*args, **kwargs)
@@ -53,13 +57,15 @@ _TRANSPOSITIONS: set[Any] = {
     torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.permute,
 }  # fmt: skip
 
+_BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
+
 #: what only tells or sets something about a tensor
 _ABOUT: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "grad", "data", "requires_grad", "is_leaf",
                                                  "grad_fn", "is_meta", "layout", "ndim", "_backward_hooks",
                                                  "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda")),
     *(getattr(Tensor, name).__set__ for name in ("grad", "data", "requires_grad", "_backward_hooks")),
-    *(getattr(Tensor, name) for name in ("dim", "size", "numel", "stride", "data_ptr", "detach", "clone", "backward",
+    *(getattr(Tensor, name) for name in ("dim", "size", "numel", "stride", "data_ptr", "detach", "clone",
                                          "is_floating_point", "is_contiguous", "element_size", "requires_grad_",
                                          "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__")),
 }  # fmt: skip

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.modes import MODES
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
@@ -124,4 +125,33 @@ def test_a_whole_parameter_is_a_plain_one() -> None:
         assert (type(net.up.weight) is nn.Parameter) is (context.world_size == 1)
 
     run_ranks(1, body)
+    run_ranks(2, body)
+
+
+class Again(nn.Module):
+    """Computed again in backward, with activations that stay split in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = layers.Linear(HIDDEN, 24, split="column"), layers.Linear(24, HIDDEN, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.down(torch.relu(self.up(x))), x, use_reentrant=False)
+
+
+def test_gradients_that_are_asked_for() -> None:
+    """``backward(inputs=...)`` and ``torch.autograd.grad`` of split parameters, through a checkpoint."""
+
+    def body(context: ParallelContext) -> None:
+        net: Any = colossus.build(Again, context, dtype=torch.float64)
+        x = torch.linspace(-1, 1, 2 * HIDDEN, dtype=torch.float64).view(2, HIDDEN)
+        net(x).square().sum().backward()
+        want = [parameter.grad for parameter in net.parameters()]
+        net.zero_grad()
+        net(x).square().sum().backward(inputs=list(net.parameters()))
+        found = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+        for parameter, mine, expected in zip(net.parameters(), found, want, strict=True):
+            assert torch.equal(parameter.grad, expected)
+            assert torch.equal(mine, expected)
+
     run_ranks(2, body)
