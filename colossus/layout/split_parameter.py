@@ -32,7 +32,8 @@ class SplitParameter(nn.Parameter):
             args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _PRODUCTS and (func in _ABOUT or not torch.is_grad_enabled()):
+            asks_for_node = func in _OF_ITS_SHAPE and args[0] is args[1]
+            if asks_for_node or (func not in _PRODUCTS and (func in _ABOUT or not torch.is_grad_enabled())):
                 return func(*args, **kwargs)
             known = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             try:
@@ -58,6 +59,9 @@ _TRANSPOSITIONS: set[Any] = {
 }  # fmt: skip
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
+
+#: of a tensor and itself, the way to its node in the graph
+_OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
 
 #: what only tells or sets something about a tensor
 _ABOUT: set[Any] = {
