@@ -188,10 +188,14 @@ class Channel:
             self._open = None
 
     def mismatch(self, rank: int, mine: tuple[int, int, int], theirs: tuple[int, int, int]) -> str:
+        other_rows = (
+            ", or run it on other numbers of rows. Rows chosen by a mask, x[mask], are such: where a tensor mode "
+            "exchanges samples (3d), compute all rows and choose with torch.where"
+        )
         return (
             f"rank {self._ranks[self.index]} runs collective #{mine[0]} of its group with {mine[1]} bytes of "
             f"{DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]} with {theirs[1]} bytes of "
-            f"{DTYPES[theirs[2]]}: the ranks do not run the same program"
+            f"{DTYPES[theirs[2]]}: the ranks do not run the same program{other_rows * (mine[::2] == theirs[::2])}"
         )
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from colossus.construct.named_module import NamedModule
 from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
 
 
@@ -104,7 +105,7 @@ class _Materializer:
         for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the dicts, by which handles remove them
             if getattr(tensor, hooks):
                 setattr(real, hooks, getattr(tensor, hooks))
-        return real
+        return mark_split(real)
 
     def _draw_shards(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
         if not self.trace.is_sharded(tensor):

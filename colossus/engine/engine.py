@@ -205,6 +205,7 @@ class Engine:
             agree_on_failure(self.context, self._failed_run)
             self._failed_run = None
         self._num_runs += 1
+        torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         try:
             # an observer that compares batches itself says better where they differ
             is_identified = self.pipeline.partition is not None and not self._observers_compare

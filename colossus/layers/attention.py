@@ -24,6 +24,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.autocast import to_product_dtype
 from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.route import Route, run
 
@@ -36,8 +37,9 @@ class Attention(Layer):
     """Self-attention, with grouped keys and values (2305.13245) when ``num_kv_heads`` < ``num_heads``.
 
     Shape:
-        input and output [batch, tokens, hidden_size]; each rank computes heads / ranks of the heads. Key/value heads
-        that are fewer than the ranks have a copy on each of ranks / num_kv_heads neighbours.
+        input and output [batch, tokens, hidden_size], or [tokens, hidden_size] of one sample; each rank computes
+        heads / ranks of the heads. Key/value heads that are fewer than the ranks have a copy on each of
+        ranks / num_kv_heads neighbours.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
         ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
@@ -109,6 +111,9 @@ class Attention(Layer):
         mask: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
+        if x.dim() == 2:  # the tokens of one sample, not samples
+            documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
+            return self.apply_local(x.unsqueeze(0), source, target, mask, documents).squeeze(0)
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
@@ -172,6 +177,7 @@ class Attention(Layer):
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
         groups = SequenceGroups(sequence.ring, sequence.ulysses)
+        query, key, value = map(to_product_dtype, (query, key, value))
         return attend(query, key, value, groups, causal=self.causal, documents=documents)
 
     def _heads(self, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colossus.comm.conjugate import not_a_view
+from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -33,7 +34,7 @@ class DeferredWgrad(TorchFunctionMode):
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
             if _can_defer(x, weight):
-                return _Linear.apply(x, weight, bias, self._weights)
+                return _Linear.apply(to_product_dtype(x), weight, bias, self._weights)
         return func(*args, **kwargs)
 
 
@@ -60,6 +61,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
+        if product_dtype(x) is not None:  # not left to autocast, which would keep a cast that has no gradient
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return not_a_view(F.linear(x, weight, bias))
 
     @staticmethod
@@ -67,11 +70,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_b, _ = ctx.needs_input_grad
-        dx = dy @ weight if needs_x else None
+        dx = dy @ weight.to(dy.dtype) if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
         if ctx.weights.deferral.takes(parameter):
             weights = ctx.weights
-            weights.deferral.defer(lambda: weights.deferral.accumulate(parameter, flat(dy).t() @ flat(x)))
+            weights.deferral.defer(lambda: weights.deferral.accumulate(parameter, _weight_gradient(dy, x, parameter)))
             return dx, None, db, None
-        return dx, flat(dy).t() @ flat(x), db, None
+        return dx, _weight_gradient(dy, x, parameter), db, None
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return (flat(dy).t() @ flat(x)).to(weight.dtype)

@@ -93,7 +93,8 @@ class Embedding(Layer):
         if routes is None:
             routes = self._routes[target, ndim] = self._make_routes(self.sharding, target, ndim)
         local_ids = run(routes.ids, ids).wait()
-        return _Lookup.apply(local_ids, self.weight, self.padding_idx, routes)
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            return _Lookup.apply(local_ids, self.weight, self.padding_idx, routes)
 
     @staticmethod
     def _lookup_layout(sharding: MatmulSharding) -> Activation:
@@ -233,7 +234,8 @@ class PositionEmbedding(Layer):
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
             self._check_and_record(x, activation)
-        rows = self._rows(x.shape[-2], activation, x.device)
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            rows = self._rows(x.shape[-2], activation, x.device)
         return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:

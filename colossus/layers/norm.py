@@ -23,6 +23,7 @@ from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.tensor_parallel.autocast import to_wide_dtype
 
 
 class _Norm(Layer):
@@ -137,7 +138,8 @@ class RMSNorm(_Norm):
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        # torch's own takes the epsilon of the dtype in which it computes
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         weight = self._shard(self.weight, group)
         return split_norm(x, weight, None, group, len(self.normalized_shape), eps, centred=False)
 
@@ -151,7 +153,9 @@ def split_norm(
         x: [.., *dims, features / n], of n ranks.
         weight, bias: the rank's shard of the parameters, [*dims, features / n], or None.
     """
-    return _SplitNorm.apply(x, weight, bias, group, num_dims, eps, centred)
+    y: Tensor = _SplitNorm.apply(to_wide_dtype(x), weight, bias, group, num_dims, eps, centred)
+    # as torch's own norms: under autocast they return float32, but on CPU
+    return y.to(x.dtype) if x.device.type == "cpu" else y
 
 
 def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:

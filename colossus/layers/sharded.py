@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
@@ -47,6 +48,11 @@ class ShardedActivation(SplitTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **kwargs)
             return args[0]._like(out) if func == _GRAD and out is not None else out
+        if (
+            func is torch.autograd.backward
+        ):  # of reentrant checkpointing; not in the block below, it runs forwards again
+            args, kwargs = tree_map_only(ShardedActivation, _as_gradient, (args, kwargs))
+            return func(*args, **kwargs)
         first = args[0] if args else None
         if not isinstance(first, ShardedActivation):
             first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ShardedActivation))
@@ -88,6 +94,11 @@ class ShardedActivation(SplitTensor):
             return f"ShardedActivation(local {tuple(self.shape)}, {self.activation})"
 
 
+def _as_gradient(x: ShardedActivation) -> Any:
+    """What backward starts from: the edge of a tensor in the graph, or a gradient as a plain local tensor."""
+    return get_gradient_edge(x) if x.requires_grad else unwrap(x, x.parallel)[0]
+
+
 def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ...]) -> None:
     """That tensors that meet element by element are split alike."""
     for operand in operands:
@@ -114,6 +125,13 @@ def _refusal(name: str, x: ShardedActivation) -> str:
         hint = " For dropout use colossus.layers.Dropout, whose masks differ between shards."
     elif name in ("view", "reshape", "unflatten"):
         hint = " For the heads of an attention use colossus.layers.split_heads(x, heads) and merge_heads."
+    elif name in ("chunk", "split", "tensor_split", "glu"):
+        hint = (
+            " For a gate let one linear give both: colossus.layers.Linear(inputs, dict(gate=n, value=n), "
+            "split='column') returns two tensors."
+        )
+    elif name in ("layer_norm", "rms_norm"):
+        hint = " colossus.layers.LayerNorm and RMSNorm are right on split features."
     return (
         f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
         f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
@@ -127,6 +145,7 @@ PASSED_ON: set[Any] = {
                                    "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
     torch.is_floating_point,
     torch.is_tensor,
+    getattr(Tensor, "requires_grad").__set__,  # noqa: B009
 }  # fmt: skip
 
 _GRAD: Any = getattr(Tensor, "grad").__get__  # noqa: B009

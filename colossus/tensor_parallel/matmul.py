@@ -22,6 +22,7 @@ from colossus.comm.conjugate import not_a_view
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
+from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.panels import flat, product, wgrad_product
 from colossus.tensor_parallel.route import Route, run
@@ -76,9 +77,12 @@ def matmul_routes(
     )
 
 
-def weight_gradient(routes: MatmulRoutes, dy: Tensor, x: Tensor) -> Tensor:
-    """wgrad before its reduction, [o, i]. dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`)."""
-    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
+def weight_gradient(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """wgrad before its reduction, [o, i], in the dtype of the weight: the sum over ranks is taken in that.
+
+    dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
+    """
+    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels).to(weight.dtype)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
@@ -109,6 +113,8 @@ class _Matmul(torch.autograd.Function):
     Saved are x (gathered where ``MatmulRoutes.keep`` says so, else stored) and the weight (gathered where
     ``WeightStore.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored as it
     is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
+
+    Under `torch.autocast` x comes in its dtype, which y and dy then have; weight and bias are cast where they are used.
     """
 
     @staticmethod
@@ -119,6 +125,8 @@ class _Matmul(torch.autograd.Function):
             x, gather = run(gather, x).wait(), ()
         w_gathered = routes.weights.gather(weight, routes.w).wait()
         added = bias if routes.adds_bias else None
+        if product_dtype(x) is not None:
+            w_gathered, added = w_gathered.to(x.dtype), None if added is None else added.to(x.dtype)
         y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
         x_saved = x if needs_w else None
         w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
@@ -129,30 +137,32 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        routes: MatmulRoutes = ctx.routes
-        weights = routes.weights
-        x, w = ctx.saved_tensors
-        weight: Tensor = ctx.parameter
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-        dy = run(routes.y.backward, dy).wait()
-        dx = dw = None
-        if needs_x:
-            w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait()
-            dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
-        if needs_w and weights.deferral.takes(weight):
-            weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
-        elif needs_w:
-            dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
-        db = bias_gradient(dy) if needs_b else None
-        return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+        x, w = ctx.saved_tensors  # first: under checkpointing this runs a user's forward
+        with torch._C.DisableTorchFunctionSubclass():
+            routes: MatmulRoutes = ctx.routes
+            weights = routes.weights
+            weight: Tensor = ctx.parameter
+            needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
+            dy = run(routes.y.backward, dy).wait()
+            dx = dw = None
+            if needs_x:
+                w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait().to(dy.dtype)
+                dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
+            if needs_w and weights.deferral.takes(weight):
+                weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
+            elif needs_w:
+                dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+            db = bias_gradient(dy) if needs_b else None
+            return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
+    dw = routes.weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
     if dw is not None:
         routes.weights.deferral.accumulate(weight, dw.wait())
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
     """y = x @ weight.T + bias: local tensors, in the layouts that ``routes`` were made for."""
-    return _Matmul.apply(x, weight, bias, routes)
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        return _Matmul.apply(to_product_dtype(x), weight, bias, routes)

@@ -11,6 +11,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
+from colossus.tensor_parallel.autocast import to_wide_dtype
 
 
 def cross_entropy(
@@ -42,7 +43,7 @@ def cross_entropy(
     """
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = local_logits_and_labels(logits, labels)
-    flat = split.local.reshape(-1, split.local.shape[-1])
+    flat = to_wide_dtype(split.local.reshape(-1, split.local.shape[-1]))
     valid = labels != ignore_index
     if split.group is None and z_loss == 0.0:
         loss = F.cross_entropy(

@@ -1,0 +1,113 @@
+"""A parameter of which a rank holds a shard, as a type that refuses to stand for the whole of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import optimizer as torch_optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossus.layout.parameter import spec_of
+
+
+class SplitParameter(nn.Parameter):
+    """A rank's shard of a parameter of ours.
+
+    Our layers multiply it as what it is. For any other function that wants its gradient it would be a smaller parameter
+    with other values on each rank, so these raise; without gradients (optimizers, averages of weights, statistics) only
+    products do.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
+            args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            asks_for_node = func in _OF_ITS_SHAPE and args[0] is args[1]
+            if asks_for_node or (func not in _PRODUCTS and (func in _ABOUT or not torch.is_grad_enabled())):
+                return func(*args, **kwargs)
+            known = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            try:
+                out = None if func in _PRODUCTS else func(*args, **kwargs)
+            except (RuntimeError, IndexError) as error:
+                raise ValueError(_refusal(func, args, kwargs)) from error
+            new = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known)
+            if func in _PRODUCTS or any(leaf.requires_grad for leaf in new):
+                raise ValueError(_refusal(func, args, kwargs))
+        return out
+
+
+#: functions for which a shard is wrong whether or not gradients are wanted
+_PRODUCTS: set[Any] = {
+    F.linear, F.bilinear, F.embedding, F.embedding_bag, torch.einsum, F.conv1d, F.conv2d, F.conv3d, F.layer_norm,
+    *(getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "tensordot")),
+    *(getattr(Tensor, name) for name in ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm")),
+}  # fmt: skip
+
+_TRANSPOSITIONS: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
+    torch.t, torch.transpose, Tensor.t, Tensor.transpose, Tensor.permute,
+}  # fmt: skip
+
+_BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
+
+#: of a tensor and itself, the way to its node in the graph
+_OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
+
+#: what only tells or sets something about a tensor
+_ABOUT: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "grad", "data", "requires_grad", "is_leaf",
+                                                 "grad_fn", "is_meta", "layout", "ndim", "_backward_hooks",
+                                                 "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda")),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "data", "requires_grad", "_backward_hooks")),
+    *(getattr(Tensor, name) for name in ("dim", "size", "numel", "stride", "data_ptr", "detach", "clone",
+                                         "is_floating_point", "is_contiguous", "element_size", "requires_grad_",
+                                         "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__")),
+}  # fmt: skip
+
+# as torch.distributed does for DTensor: else an optimizer on CUDA takes these parameters one by one
+torch_optimizer._foreach_supported_types.append(SplitParameter)
+
+
+def mark_split(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter itself, as a `SplitParameter` if its spec says that this rank holds a shard of it."""
+    spec = spec_of(parameter)
+    if spec is not None and spec.layout.shard_axes:
+        parameter.__class__ = SplitParameter
+    return parameter
+
+
+def _refusal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SplitParameter))
+    spec = spec_of(parameter)
+    assert spec is not None
+    name = getattr(func, "__name__", str(func))
+    part = " x ".join(map(str, parameter.shape))
+    return (
+        f"{spec.name or 'parameter'} ({spec.description}): {name} was called with the parameter itself, of which this "
+        f"rank holds {part}, stored as {spec.layout}; the result would be wrong. {_remedy(func)}"
+    )
+
+
+def _remedy(func: Callable[..., Any]) -> str:
+    if func is Tensor.__getitem__:
+        return "Call the layer: an Embedding with the numbers of the rows; a PositionEmbedding adds the first rows to x"
+    if func in _PRODUCTS or func in _TRANSPOSITIONS:
+        return (
+            "Call the layer; a head with the weight of an embedding is colossus.layers.LMHead(hidden_size, vocab_size, "
+            "tied_to=embedding)"
+        )
+    return (
+        "A penalty on weights belongs to the optimizer (weight_decay); numbers for a log come from "
+        "colossus.checkpoint.full_state_dict(model, context); a parameter that is only used by hand is a "
+        "torch.nn.Parameter, which every rank has whole"
+    )

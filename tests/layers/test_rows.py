@@ -1,0 +1,122 @@
+"""Numbers of rows that a tensor mode cannot exchange: right all the same, or refused with the layer's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.modes import MODES, Mode, own
+from helpers.ranks import RankError
+from helpers.twins import PlainBlock, options_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import load_full_state_dict
+from colossus.context.parallel_context import ParallelContext
+
+BATCH, TOKENS, HIDDEN, HEADS = 12, 6, 24, 4
+#: with other numbers of ranks along j and k
+UNEVEN = Mode("3d", (1, 1, 2))
+
+
+@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d", "uneven"])  # 3d was right by chance: j is k
+def test_an_attention_over_the_tokens_of_one_sample(mode: str) -> None:
+    """[tokens, hidden] is one sequence on each rank, and tokens of two are never mixed."""
+    options = options_of("gpt", HIDDEN, HEADS, 2 * HIDDEN)
+    twin = PlainBlock(options).double()
+    x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    want = twin(x)
+    documents = torch.tensor([0, 0, 1, 1, 1, 2])
+    seen = torch.eye(TOKENS, dtype=torch.bool)
+    alone = twin.attention.out(twin.attention.qkv["value"](x))
+
+    def body(context: ParallelContext) -> list[str]:
+        block: Any = colossus.build(
+            lambda: layers.TransformerBlock(HIDDEN, HEADS, ffn_size=2 * HIDDEN), context, dtype=torch.float64
+        )
+        load_full_state_dict(block, twin.state_dict(), context)
+        mine = own(context, x)
+        found = []
+        for sample, expected, apart in zip(mine, own(context, want), own(context, alone), strict=True):
+            if not torch.allclose(block(sample), expected, rtol=1e-9, atol=1e-11):
+                found.append("block")
+            if not torch.allclose(block.attention(sample, mask=seen), apart, rtol=1e-9, atol=1e-11):
+                found.append("mask")
+            batched = block.attention(sample.unsqueeze(0), documents=documents.unsqueeze(0))
+            if not torch.allclose(block.attention(sample, documents=documents), batched[0], rtol=1e-9, atol=1e-11):
+                found.append("documents")
+        return found
+
+    if mode == "uneven":
+        with pytest.raises(
+            RankError, match=r"attention\.qkv \(Linear\), given \(1, 6, 24\) .* do not divide over the 2 "
+        ):
+            UNEVEN.run(body)
+    else:
+        for found in MODES[mode].run(body):
+            assert found == []
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.ones(1, HIDDEN))
+        self.up, self.down = layers.Linear(HIDDEN, 48, split="column"), layers.Linear(48, HIDDEN, split="row")
+
+    def forward(self, count: int) -> Tensor:
+        return self.down(self.up(self.start.expand(count, -1)))[0]
+
+
+def test_a_row_that_all_samples_share() -> None:
+    def body(context: ParallelContext) -> str:
+        model: Any = colossus.build(Constant, context)
+        assert model(2).shape == (HIDDEN,)  # as the message says
+        try:
+            model(1)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for words in UNEVEN.run(body):
+        assert words.startswith("up (Linear), given (1, 24) on this rank: dim 0 of a tensor of shape (1, 48) has 1 "), (
+            words
+        )
+        assert "x.expand(n, ..)" in words
+
+
+def test_rows_chosen_by_a_mask() -> None:
+    """In 2D each rank may have other rows; where samples travel between ranks the message says what to do."""
+
+    def body(context: ParallelContext) -> list[str]:
+        model: Any = colossus.build(Constant, context, dtype=torch.float64)
+        x = torch.ones(3, TOKENS, HIDDEN, dtype=torch.float64)
+        mask = torch.zeros(3, TOKENS, dtype=torch.bool)
+        mask[: 1 + context.rank] = True
+        try:
+            model.up(x[mask])
+        except RuntimeError as error:
+            return [str(error), *error.__notes__]
+        return []
+
+    for words in Mode("3d", (1, 2, 1)).run(body):
+        assert len(words) == 2, words
+        assert "other numbers of rows" in words[0]
+        assert "torch.where" in words[0]
+        assert words[1].startswith("in up (Linear), given ("), words[1]
+    for words in Mode("2d", (2, 1)).run(body):
+        assert words == []
+
+
+def test_another_number_of_features() -> None:
+    def body(context: ParallelContext) -> str:
+        model: Any = colossus.build(Constant, context)
+        try:
+            model.down(torch.ones(2, TOKENS, 7))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    for words in MODES["2d"].run(body):
+        assert words == "down (Linear): it takes 48 features, but its input has 7"
