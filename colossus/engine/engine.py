@@ -25,6 +25,7 @@ from colossus.engine.stages import ModelStages
 from colossus.engine.stop_request import addend, signal_of
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.split_parameter import as_shards
 from colossus.registry import LR_SCHEDULES
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
@@ -126,12 +127,13 @@ class Engine:
         # before the model can write to the batch
         mark = check.mark(batch, step_batch.fingerprint) if check.is_needed else None
         totals = self.accumulate_gradients(step_batch)
-        numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
-        lr = self._set_lr()
-        self.strategy.step(self.optimizer, scale, self._before_update)
-        self.strategy.after_step(self.completed_steps)
+        with as_shards():
+            numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
+            lr = self._set_lr()
+            self.strategy.step(self.optimizer, scale, self._before_update)
+            self.strategy.after_step(self.completed_steps)
+            numbers = self.strategy.reduce_scalars(numbers)
         self.completed_steps += 1
-        numbers = self.strategy.reduce_scalars(numbers)
         stops = self._late_stops.push(numbers[3])
         return StepResult(self.completed_steps, lr, numbers, stops or 0.0, check.require_zero)
 
@@ -139,14 +141,16 @@ class Engine:
         """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped."""
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.store.begin_step()
         self._stages.step = self.completed_steps
         try:
-            self.strategy.begin_step(self.completed_steps)
+            with as_shards():
+                self.optimizer.zero_grad(set_to_none=True)
+                self.store.begin_step()
+                self.strategy.begin_step(self.completed_steps)
             totals = self._run(self.pipeline.actions, batch)
-            self.store.end_step()
-            self.strategy.finish()
+            with as_shards():
+                self.store.end_step()
+                self.strategy.finish()
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self.store.abandon_step()
             self.strategy.abandon()

@@ -14,6 +14,7 @@ from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import StoredSpec, attach, spec_of
+from colossus.layout.split_parameter import as_shards, mark_split
 
 #: (module, name in it) under which a module holds a parameter
 Place = tuple[nn.Module, str]
@@ -49,7 +50,8 @@ class ShardedBlock:
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for param in self.params:
             kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
-        self._flats = [_FlatRows(params, group, context) for params in kinds.values()]
+        with as_shards():
+            self._flats = [_FlatRows(params, group, context) for params in kinds.values()]
         self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
         self._is_gathered, self._in_backward = True, False
         #: forwards whose backward has not run
@@ -70,9 +72,10 @@ class ShardedBlock:
         """Make the parameters whole, where they are not."""
         if self._is_gathered:
             return
-        pending = [flat.start_gather() for flat in self._flats]
-        for flat, rows in zip(self._flats, pending, strict=True):
-            flat.finish_gather(rows.wait())
+        with as_shards():
+            pending = [flat.start_gather() for flat in self._flats]
+            for flat, rows in zip(self._flats, pending, strict=True):
+                flat.finish_gather(rows.wait())
         for one in self._held:
             _put(one.places, one.param)
         self._is_gathered = True
@@ -81,8 +84,9 @@ class ShardedBlock:
         """Free the gathered parameters."""
         if not self._is_gathered:
             return
-        for flat in self._flats:
-            flat.release()
+        with as_shards():
+            for flat in self._flats:
+                flat.release()
         for one in self._held:
             _put(one.places, self._stored[id(one.param)])
         self._is_gathered = False
@@ -177,7 +181,7 @@ class _FlatRows:
         for param, (begin, end) in spans.items():
             shape = (-1, *param.shape[1:]) if end > begin else (0, *param.shape[1:])
             stored = nn.Parameter(self._flat[begin:end].view(shape), requires_grad=param.requires_grad)
-            self.stored[param] = attach(stored, StoredSpec(spec_of(param), group.axes, context.grid.sizes))
+            self.stored[param] = mark_split(attach(stored, StoredSpec(spec_of(param), group.axes, context.grid.sizes)))
         self._present: list[bool] = []
         self._pending: Pending | None = None
 

@@ -16,6 +16,7 @@ from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
+from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
 from colossus.schedule.runtime.observer import StepObserver
@@ -123,18 +124,21 @@ class ModelStages:
             yield tasks
 
     def run_wgrad(self, tasks: WgradTasks) -> None:
-        self._weights.deferral.run(tasks)
+        with as_shards():
+            self._weights.deferral.run(tasks)
 
     def before_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch()
-        self._strategy.last_backward(stage)
+        with as_shards():
+            self._strategy.last_backward(stage)
 
     def after_last_backward(self, stage: int) -> None:
         self._weights.set_last_microbatch(False)
 
     def reduce(self, stage: int) -> None:
-        self._weights.flush(self._ids[stage])
-        self._strategy.reduce(stage)
+        with as_shards():
+            self._weights.flush(self._ids[stage])
+            self._strategy.reduce(stage)
 
 
 def parameters_by_stage(

@@ -11,6 +11,7 @@ from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.parts import ModelParts
+from colossus.layout.split_parameter import as_shards
 
 
 class GradientReduction:
@@ -84,4 +85,5 @@ class GradientReduction:
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then
         if self._armed is not None and self._armed == self._order[self._num_started]:
-            self._buckets[self._armed].take(param)
+            with as_shards():
+                self._buckets[self._armed].take(param)
