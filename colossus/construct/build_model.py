@@ -16,6 +16,7 @@ from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.random import GLOBAL_RNG
+from colossus.refusal import name_modules_of
 
 
 def build(
@@ -59,6 +60,7 @@ def build(
         spec = spec_of(parameter)
         if spec is not None:
             spec.name = name
+    name_modules_of(model)
     dropped: dict[int, Tensor] = {}
     if prepare is not None:
         _TensorReplacer(partial(_fix_seed, trace, context)).run(model)

@@ -24,6 +24,7 @@ from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.refusal import add_place
 from colossus.registry import LR_SCHEDULES, STRATEGIES
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import StepTotals
@@ -201,9 +202,10 @@ class Engine:
             step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._parallel.batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id)
-        except BaseException:
+        except BaseException as error:
             self._broken = self.context.size("pipeline") > 1
             self._failed_run = self._num_runs
+            add_place(error)
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------

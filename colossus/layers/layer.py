@@ -17,6 +17,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
+from colossus.refusal import refusal
 
 
 class Layer(NamedModule):
@@ -112,7 +113,7 @@ class Layer(NamedModule):
         spec = spec_of(weight)
         if spec is None or spec.layout != layout:
             stored = spec.layout if spec is not None else "whole"
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: its weight is stored as {stored}, but this layer stores it as {layout}. A weight that "
                 f"several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) ties a "
                 f"head to an embedding in every mode"

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from colossus.layout.layout import Box, Layout
+from colossus.refusal import refusal
 
 
 class Initializer(Protocol):
@@ -79,7 +80,7 @@ class ParameterSpec:
         if self.gradient_axes is None:
             self.gradient_axes = axes
         elif self.gradient_axes != axes and set(self.gradient_axes) != set(axes):
-            raise ValueError(
+            raise refusal(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
                 f"{_listed(self.gradient_axes)} at one use and over {_listed(axes)} at another. Use it in one region "
                 f"only, or give each region its own parameter."

@@ -14,6 +14,7 @@ from colossus.context.groups import AxisGroup
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
+from colossus.refusal import refusal
 from colossus.tensor_parallel.route import Route, run
 
 
@@ -88,7 +89,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
 def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
     """``own``: the labels of the rank's rows."""
     if own.shape != logits.shape[:-1]:
-        raise ValueError(
+        raise refusal(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
         )
 
