@@ -12,7 +12,6 @@ import math
 from itertools import chain
 
 from colossus.arithmetic import nearest_multiples
-from colossus.refusal import refusal
 
 
 def zigzag_order(num_tokens: int, ring: int) -> list[int]:
@@ -54,7 +53,7 @@ def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
     chunks = f"{2 * ring} chunks, an early and a late one for each rank of the ring" if ring > 1 else ""
     parts = f"{ulysses} parts for the ranks that exchange heads" if ulysses > 1 else ""
     why = f"{chunks}, then {parts}" if chunks and parts else chunks or parts
-    raise refusal(
+    raise ValueError(
         f"a sequence of {num_tokens} tokens does not split over {ring} x {ulysses} = {ring * ulysses} sequence ranks "
         f"(ring x ulysses): its length must be a multiple of {multiple} ({why}); the nearest that is: {lengths}"
     )
