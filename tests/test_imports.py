@@ -45,6 +45,7 @@ LEAVES = {
     "random": set(),
     "nest": set(),
     "arithmetic": set(),
+    "refusal": set(),
     "config": {"registry", "_lazy", "arithmetic"},
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.context.groups import AxisGroup
+from colossus.refusal import refusal
 
 Consume = Callable[[list[Tensor]], Tensor]
 
@@ -55,7 +56,7 @@ class _Operation:
         with self._channel.errors_naming(rank):
             theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
         if theirs != self._header:
-            raise RuntimeError(self._channel.mismatch(rank, self._header, theirs))
+            raise refusal(self._channel.mismatch(rank, self._header, theirs), RuntimeError)
 
     def await_all(self) -> None:
         for rank in list(self._unread):
@@ -195,7 +196,10 @@ class Channel:
         return (
             f"rank {self._ranks[self.index]} runs collective #{mine[0]} of its group with {mine[1]} bytes of "
             f"{DTYPES[mine[2]]}, rank {self._ranks[rank]} runs #{theirs[0]} with {theirs[1]} bytes of "
-            f"{DTYPES[theirs[2]]}: the ranks do not run the same program{other_rows * (mine[::2] == theirs[::2])}"
+            f"{DTYPES[theirs[2]]}: the ranks do not run the same program{other_rows * (mine[::2] == theirs[::2])}. "
+            f"Every rank must call the same layers in the same order, with tensors of the same shapes and dtypes: look "
+            f"for what depends on the rank or on the data (an `if` in a forward, a batch of another size, a layer that "
+            f"only some ranks call)"
         )
 
     @contextlib.contextmanager

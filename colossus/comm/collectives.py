@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, cost, log, ring
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
+from colossus.refusal import refusal
 
 _functional = torch.ops._c10d_functional
 #: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
@@ -206,7 +208,7 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
     """Elements of each rank's chunk along ``dim``, which must divide."""
     size, rest = divmod(x.shape[_dim(x, dim)], group.size)
     if rest:
-        raise ValueError(_indivisible(x, _dim(x, dim), group))
+        raise refusal(_indivisible(x, _dim(x, dim), group))
     return size
 
 
@@ -263,12 +265,14 @@ def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
 
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
+        raise refusal(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
     return dim % x.dim()
 
 
 def _indivisible(x: Tensor, dim: int, group: AxisGroup) -> str:
     return (
         f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} elements, which do not divide over the "
-        f"{group.size} ranks of axis {group}"
+        f"{group.size} ranks of axis {group}. Pad it or choose sizes so that it has "
+        f"{either(nearest_multiples(x.shape[dim], group.size))}; of an activation, dim 0 is the samples, the last the "
+        f"features, and the one before the last the tokens"
     )

@@ -17,6 +17,7 @@ from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layout.parameter import ParameterSpec, spec_of
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
+from colossus.refusal import name_modules_of
 
 
 def build(
@@ -59,6 +60,7 @@ def build(
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, UninitializedParameter):
             spec_of(parameter).name = name
+    name_modules_of(model)
     dropped: dict[int, Tensor] = {}
     if prepare is not None:
         TensorReplacer(partial(_fix_seed, trace, context)).run(model)
@@ -124,7 +126,12 @@ class _Materializer:
         )
 
     def _traced_value(self, tensor: Tensor, name: str) -> Tensor:
-        return self.trace.value(tensor, self.context.rng.key("init", name)) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        try:
+            return self.trace.value(tensor, self.context.rng.key("init", name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.context.device, self.dtype if value.is_floating_point() else None)

@@ -26,6 +26,7 @@ from colossus.engine.stop_request import addend, signal_of
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
+from colossus.refusal import add_place
 from colossus.registry import LR_SCHEDULES
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
@@ -216,9 +217,10 @@ class Engine:
             step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._batch_scope.enter(batch.info):
                 return self.executor.run(actions, batch.microbatches, step_id)
-        except BaseException:
+        except BaseException as error:
             self._broken = self.context.size("pipeline") > 1
             self._failed_run = self._num_runs
+            add_place(error)
             raise
 
     # -- evaluation ---------------------------------------------------------------------------------------

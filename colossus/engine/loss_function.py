@@ -54,7 +54,9 @@ def checked_loss(result: Any) -> tuple[Tensor, Tensor]:
         )
     total, count = result
     if total.dim():
-        raise ValueError(f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar")
+        raise ValueError(
+            f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar: total.sum()"
+        )
     if isinstance(count, float):  # a sum of weights; torch would round it to float32
         count = torch.tensor(count, dtype=torch.float64, device=total.device)
     count = torch.as_tensor(count, device=total.device)

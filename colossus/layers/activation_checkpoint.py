@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.refusal import refusal
 from colossus.sequence_parallel.ring import RING_ATTENTION
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -58,7 +59,7 @@ def checkpoint(
         ValueError: for another kind.
     """
     if kind not in ("full", "selective"):
-        raise ValueError(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
+        raise refusal(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
     rng = context.rng
     position = rng.snapshot()
 

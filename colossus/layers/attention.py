@@ -23,6 +23,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
+from colossus.refusal import refusal
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.tensor_parallel.autocast import to_product_dtype
 from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
@@ -78,12 +79,12 @@ class Attention(Layer):
         hidden_size, num_heads = operator.index(hidden_size), operator.index(num_heads)
         kv = operator.index(num_kv_heads or num_heads)
         for problem in head_problems(hidden_size, num_heads, kv, rotary=rotary):
-            raise ValueError(f"Attention: {problem}")
+            raise refusal(f"Attention: {problem}")
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
-                raise ValueError(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
-            raise ValueError(f"Attention: {size}; heads are split whole")
+                raise refusal(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
+            raise refusal(f"Attention: {size}; heads are split whole")
         self.head_dim = hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
@@ -159,14 +160,14 @@ class Attention(Layer):
         assert sequence is not None
         assert positions is not None
         if mask is not None:
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over "
                 f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
                 f"token belongs to (with padding as a document of its own)"
             )
         rate = self._dropout_rate()
         if rate:
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: dropout = {rate} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
@@ -194,7 +195,7 @@ class Attention(Layer):
         if isinstance(self.dropout, nn.Identity):
             return 0.0
         if not isinstance(self.dropout, Dropout):
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
                 f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
             )

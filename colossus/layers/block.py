@@ -18,6 +18,7 @@ from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
+from colossus.refusal import refusal
 
 
 def make_norm(kind: str, hidden_size: int, bias: bool, eps: float | None = None) -> LayerNorm | RMSNorm:
@@ -26,7 +27,7 @@ def make_norm(kind: str, hidden_size: int, bias: bool, eps: float | None = None)
         return LayerNorm(hidden_size, eps=1e-5 if eps is None else eps, bias=bias)
     if kind == "rmsnorm":
         return RMSNorm(hidden_size, eps=1e-6 if eps is None else eps)
-    raise ValueError(f"norm = {kind!r}: use 'layernorm' or 'rmsnorm'")
+    raise refusal(f"norm = {kind!r}: use 'layernorm' or 'rmsnorm'")
 
 
 class TransformerBlock(Layer):
@@ -80,7 +81,7 @@ class TransformerBlock(Layer):
         elif mlp == "swiglu":
             self.mlp = GatedMLP(hidden_size, ffn_size or 4 * hidden_size, bias, **inits)
         else:
-            raise ValueError(f"mlp = {mlp!r}: use 'gelu' or 'swiglu'")
+            raise refusal(f"mlp = {mlp!r}: use 'gelu' or 'swiglu'")
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
 

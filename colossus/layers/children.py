@@ -21,6 +21,7 @@ from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import move, to_user, unwrap, wrap
 from colossus.layout.activation import Activation
+from colossus.refusal import refusal
 
 _CALL = nn.Module.__call__
 
@@ -89,7 +90,7 @@ def run_child(
     if outputs is None:
         return _local(parent, name, out, target)
     if not isinstance(out, tuple | list) or len(out) != outputs:
-        raise ValueError(
+        raise refusal(
             f"{_title(parent)}: its {name} ({type(child).__name__}) returned {_kind(out)}; it must return {outputs} "
             f"tensors, as the Linear(.., {{name: size, ..}}) does that was there"
         )
@@ -98,7 +99,7 @@ def run_child(
 
 def _local(parent: nn.Module, name: str, out: Any, target: Activation) -> Tensor:
     if not isinstance(out, Tensor):
-        raise ValueError(
+        raise refusal(
             f"{_title(parent)}: its {name} ({type(getattr(parent, name)).__name__}) returned {_kind(out)}; a tensor is "
             f"needed"
         )

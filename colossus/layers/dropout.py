@@ -8,6 +8,7 @@ from torch import Tensor
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
 from colossus.layout.activation import Activation
+from colossus.refusal import refusal
 
 
 class Dropout(Layer):
@@ -23,7 +24,7 @@ class Dropout(Layer):
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise ValueError(f"Dropout: p = {p} is not in [0, 1)")
+            raise refusal(f"Dropout: p = {p} is not in [0, 1)")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
@@ -19,6 +20,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.refusal import refusal
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.route import BoundMove, Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -131,7 +133,7 @@ def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> Matm
     if isinstance(chosen, MatmulSharding):
         return chosen
     problems = "; ".join(str(replace(size, name="its hidden size")) for size in chosen)
-    raise ValueError(
+    raise refusal(
         f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
         f"{layer.parallel.mode.name}: {problems}"
     )
@@ -187,7 +189,7 @@ class _Lookup(torch.autograd.Function):
         return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, elsewhere = ctx.saved_tensors
         routes: _LookupRoutes = ctx.routes
@@ -244,7 +246,10 @@ class PositionEmbedding(Layer):
         sequence = self.parallel.sequence
         total = self.parallel.batch_info.num_tokens or count * num_shards
         if total > self.num_positions:
-            raise ValueError(f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions")
+            raise refusal(
+                f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions: cut the "
+                f"sequences, or make it for {total} or more (seq_len of the model, num_positions of the layer)"
+            )
         if sequence is None:
             return self.weight[index * count : (index + 1) * count]
         # padding may lie behind the last position; no other token attends to it
@@ -253,7 +258,7 @@ class PositionEmbedding(Layer):
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.features not in ((), *self.layout.dims[1:]):
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: it adds positions where features are split over {','.join(activation.features)} (local "
                 f"shape {tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
             )
@@ -266,4 +271,8 @@ def check_range(ids: Tensor, size: int, what: str) -> None:
     if ids.device.type == "cpu" and ids.numel():
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= size:
-            raise ValueError(f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}")
+            raise refusal(
+                f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}: the model's "
+                f"vocab_size must be that of the tokenizer that made them (padding is an id of its own in it, or -100 "
+                f"in labels)"
+            )

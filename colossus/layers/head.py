@@ -17,6 +17,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.refusal import refusal
 from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
 
 
@@ -54,9 +55,9 @@ class LMHead(Layer):
             shape = {"": (vocab_size, hidden_size)}
             self.weight = self.make_parameter(shape, layout, init or torch_linear(hidden_size), dtype=dtype)
         elif (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
-            raise ValueError(
+            raise refusal(
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
-                f"{tied_to.embedding_dim}"
+                f"{tied_to.embedding_dim}: they share one weight, so give both the same sizes"
             )
         else:
             self.weight = tied_to.weight

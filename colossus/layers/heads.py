@@ -16,6 +16,7 @@ from colossus.layers.sharded import PASSED_ON, ShardedActivation, SplitTensor, u
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.redistribute import redistribute
+from colossus.refusal import refusal
 
 
 class SplitHeads(SplitTensor):
@@ -60,24 +61,25 @@ class SplitHeads(SplitTensor):
 
     def _like(self, name: str, x: Tensor) -> Tensor:
         if x.shape[:-2] != self.shape[:-2]:
-            raise ValueError(self._refusal(name))
+            raise refusal(self._refusal(name))
         return _mark(x, self.activation, self.output_layout, self.parallel, self.num_heads)
 
     def _check_dims(self, name: str, dims: tuple[Any, ...]) -> None:
         """That a function works along the last two dims only: tokens and head_dim, which a rank has whole."""
         last = (-1, -2, self.dim() - 1, self.dim() - 2)
         if not dims or any(dim not in last for dim in dims):
-            raise ValueError(self._refusal(name))
+            raise refusal(self._refusal(name))
 
     def _check_operand(self, name: str, x: Tensor, *, split_only: bool) -> None:
         if isinstance(x, SplitHeads):
             if (x.activation, x.num_heads) != (self.activation, self.num_heads):
-                raise ValueError(
+                raise refusal(
                     f"{name}: one operand has {self.num_heads} heads ({self.activation}), the other {x.num_heads} "
-                    f"({x.activation})"
+                    f"({x.activation}): split both into as many, split_heads(x, {self.num_heads}), or repeat what has "
+                    f"fewer before it is split (in scaled_dot_product_attention, enable_gqa=True)"
                 )
         elif split_only or isinstance(x, SplitTensor) or x.requires_grad or any(size > 1 for size in x.shape[:-2]):
-            raise ValueError(
+            raise refusal(
                 f"{name}: a tensor of shape {tuple(x.shape)} meets {self.shape[-3]} of {self.num_heads} heads "
                 f"({self.activation}). Beside them may stand what has no gradient and no dims before the last two: the "
                 f"rest belongs before colossus.layers.split_heads or behind merge_heads"
@@ -97,9 +99,9 @@ class SplitHeads(SplitTensor):
         name = "scaled_dot_product_attention"
         for x in (query, key, value):
             if not isinstance(x, SplitHeads) or x.activation != self.activation:
-                raise ValueError(f"{name}: query, key and value must all come from colossus.layers.split_heads")
+                raise refusal(f"{name}: query, key and value must all come from colossus.layers.split_heads")
         if dropout_p:
-            raise ValueError(
+            raise refusal(
                 f"{name}: dropout_p = {dropout_p} would drop the same of the heads of every rank; put "
                 f"colossus.layers.Dropout behind merge_heads, or use colossus.layers.Attention(dropout=...)"
             )
@@ -184,23 +186,23 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
         activation = x.activation
         ways = parallel.context.size(activation.features) if activation.features else 1
         if activation.tokens:
-            raise ValueError(
+            raise refusal(
                 f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
                 f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
         if x.num_features is not None:
-            raise ValueError(f"split_heads: these {x.num_features} features are padded, as a vocabulary is, not heads")
+            raise refusal(f"split_heads: these {x.num_features} features are padded, as a vocabulary is, not heads")
     features = x.shape[-1] * ways
     if heads < 1 or features % heads:
-        raise ValueError(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
+        raise refusal(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
     if heads % ways:
-        raise ValueError(
+        raise refusal(
             f"split_heads: heads = {heads} does not divide over the {ways} ranks of {','.join(activation.features)}; "
             f"heads are split whole: take {either(nearest_multiples(heads, ways))}, or colossus.layers.to_user(x) first"
         )
     if x.dim() < 3:
-        raise ValueError(f"split_heads: x has shape {tuple(x.shape)}; it takes [batch, .., tokens, heads * head_dim]")
+        raise refusal(f"split_heads: x has shape {tuple(x.shape)}; it takes [batch, .., tokens, heads * head_dim]")
     if parallel is None or not isinstance(x, ShardedActivation):
         return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
     local, _, output_layout = unwrap(x, parallel)
@@ -213,9 +215,9 @@ def merge_heads(x: Tensor) -> Tensor:
     Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
     """
     if isinstance(x, ShardedActivation):
-        raise ValueError(f"merge_heads takes what colossus.layers.split_heads gave; this is split by {x.activation}")
+        raise refusal(f"merge_heads takes what colossus.layers.split_heads gave; this is split by {x.activation}")
     if x.dim() < 4:
-        raise ValueError(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
+        raise refusal(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
     if not isinstance(x, SplitHeads):
         return x.transpose(-3, -2).flatten(-2)
     with torch._C.DisableTorchFunctionSubclass():

@@ -18,6 +18,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
+from colossus.refusal import refusal
 
 
 class Layer(NamedModule):
@@ -114,7 +115,7 @@ class Layer(NamedModule):
         """
         spec = spec_of(weight)
         if spec.layout != layout:
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: its weight is stored as {spec.layout}, but this layer stores it as {layout}. A weight "
                 f"that several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) "
                 f"ties a head to an embedding in every mode"

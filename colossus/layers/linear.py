@@ -18,6 +18,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, copies_along, rows_of
+from colossus.refusal import refusal
 from colossus.tensor_parallel.choice import unsharded
 from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -71,7 +72,7 @@ class Linear(Layer):
     ) -> None:
         super().__init__()
         if split not in SPLITS:
-            raise ValueError(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
+            raise refusal(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
         fused = isinstance(out_features, Mapping)
         outputs = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.outputs: dict[str, int] = {name: operator.index(size) for name, size in outputs.items()}
@@ -130,7 +131,7 @@ class Linear(Layer):
             return chosen
         if self.split is None:
             return unsharded(shardings.regions)
-        raise ValueError(
+        raise refusal(
             f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
             f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
         )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.first_order import first_order
 from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
 from colossus.layers.layer import Layer
@@ -23,6 +24,7 @@ from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.refusal import refusal
 from colossus.tensor_parallel.autocast import to_wide_dtype
 
 
@@ -58,7 +60,7 @@ class _Norm(Layer):
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.tokens and len(self.normalized_shape) > 1:
-            raise ValueError(
+            raise refusal(
                 f"{self.title}: it normalizes over the tokens too, which are split over "
                 f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
                 f"colossus.layers.to_user(x) before it"
@@ -72,7 +74,11 @@ class _Norm(Layer):
         found[-1] *= group.size
         if tuple(found) != self.normalized_shape:
             sizes = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
-            raise ValueError("{}: it normalizes {} features, but its input has {}".format(self.title, *sizes))
+            mine, given = sizes
+            raise refusal(
+                f"{self.title}: it normalizes {mine} features, but its input has {given}: make it "
+                f"{type(self).__name__}({given.replace(' x', ',')}), or call it on what it was made for"
+            )
 
     def _normalize(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -216,7 +222,7 @@ class _SplitNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, weight = ctx.saved_tensors
         normal = (x if mean is None else x - mean) * scale

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.refusal import refusal
 
 _Key = tuple[int, torch.dtype, torch.device, int]
 
@@ -23,9 +24,9 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: RotaryScaling | None = None) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, not {head_dim}")
+            raise refusal(f"rotary positions need an even head size, not {head_dim}")
         if not base > 1:
-            raise ValueError(f"rotary positions: base = {base} is not above 1 (10000 is common)")
+            raise refusal(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
         self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 

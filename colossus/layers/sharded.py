@@ -16,6 +16,7 @@ from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layers.pointwise import is_pointwise
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
+from colossus.refusal import refusal
 
 
 class SplitTensor(Tensor):
@@ -64,7 +65,7 @@ class ShardedActivation(SplitTensor):
         is_own_view = func is Tensor.view_as and args[0] is args[1]
         with torch._C.DisableTorchFunctionSubclass():
             if not is_own_view and not is_pointwise(func, args, kwargs):
-                raise ValueError(_refusal(name, first))
+                raise refusal(_refusal(name, first))
             _check_operands(name, first, (*args, *kwargs.values()))
             out = func(*args, **kwargs)
         if isinstance(out, tuple):
@@ -106,12 +107,12 @@ def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ..
             continue
         if isinstance(operand, ShardedActivation):
             if operand.activation != first.activation:
-                raise ValueError(
+                raise refusal(
                     f"{name}: one operand is split as ({first.activation}), the other as ({operand.activation}); bring "
                     f"both to one layout with colossus.layers.to_user or to_outer"
                 )
         elif operand.dim() > 0 or operand.requires_grad:
-            raise ValueError(
+            raise refusal(
                 f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
                 f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first, "
                 f"or inside of a column/row pair let it come from a colossus.layers.Linear(.., split='column'), whose "
@@ -175,7 +176,7 @@ def wrap(
 def refuse_heads(x: Tensor) -> None:
     """Whatever is a part of a tensor, but no `ShardedActivation`, is a rank's heads."""
     if isinstance(x, SplitTensor):
-        raise ValueError(
+        raise refusal(
             f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
         )
 
@@ -184,7 +185,7 @@ def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Acti
     """The plain local tensor, how it is split, and its ``output_layout``. A plain tensor is in the user layout."""
     if isinstance(x, ShardedActivation):
         if x.parallel is not parallel:
-            raise ValueError(
+            raise refusal(
                 f"an activation of {x.parallel.context} meets a layer of {parallel.context}: a model belongs to one "
                 f"context; where several are alive, run it inside of `with context:`"
             )

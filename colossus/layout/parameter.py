@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from colossus.layout.layout import Box, Layout
+from colossus.refusal import refusal
 
 
 class Initializer(Protocol):
@@ -91,7 +92,7 @@ class ParameterSpec:
         if self._recorded is None:
             self._recorded = axes
         elif set(self._recorded) != set(axes):
-            raise ValueError(
+            raise refusal(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
                 f"{_listed(self._recorded)} at one use and over {_listed(axes)} at another. Use it in one region "
                 f"only, or give each region its own parameter."

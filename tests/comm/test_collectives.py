@@ -282,7 +282,7 @@ def _errors(context: ParallelContext) -> list[str]:
                 call()
                 said.append("nothing")
             except ValueError as error:
-                said.append(str(error))
+                said.append(str(error).partition(". ")[0].partition("\n")[0])
     assert moved.calls() == 0, "what was refused was counted"
     assert not any("WAITING" in line for line in log.recent()), "what was refused is in the log"
     return said

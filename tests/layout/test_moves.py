@@ -177,8 +177,10 @@ def _indivisible(context: ParallelContext) -> str:
 
 
 def test_a_dim_that_does_not_divide() -> None:
-    said = "dim 0 of a tensor of shape (3, 4) has 3 elements, which do not divide over the 2 ranks of axis a"
-    assert run_ranks(4, _indivisible, plan=GRID) == [said] * 4
+    said = "dim 0 of a tensor of shape (3, 4) has 3 elements, which do not divide over the 2 ranks of axis a. "
+    for words in run_ranks(4, _indivisible, plan=GRID):
+        assert words.startswith(said + "Pad it or choose sizes so that it has 2 or 4; ")
+        assert ": redistribute(torch.zeros(3, 4)" in words.splitlines()[-1]
 
 
 # -- words ----------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
+from colossus.refusal import refusal
 from colossus.tensor_parallel.route import Route, run
 
 
@@ -88,7 +90,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
 def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
     """``own``: the labels of the rank's rows."""
     if own.shape != logits.shape[:-1]:
-        raise ValueError(
+        raise refusal(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
         )
 
@@ -101,6 +103,6 @@ class _UserSum(torch.autograd.Function):
         return collectives.all_reduce(total, group).wait() / shared_by
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None

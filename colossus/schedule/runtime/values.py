@@ -85,7 +85,9 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
             leaves.append(RepeatedTensor(index_of[id(item)]))
         elif isinstance(item, Tensor):
             if item.layout is not torch.strided:
-                raise ValueError(f"{where} returned a tensor of layout {item.layout}; what goes on is dense")
+                raise ValueError(
+                    f"{where} returned a tensor of layout {item.layout}; what goes on is dense: .to_dense()"
+                )
             index_of[id(item)] = len(tensors)
             sharding = (
                 (item.activation, item.output_layout, item.num_features)

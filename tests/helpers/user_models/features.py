@@ -1,0 +1,376 @@
+"""Models of vectors of features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers.user_models.cases import CLASSES, WIDTH, Batch, classify, draw, features, ids, integers, user_model
+from torch import Tensor, nn
+
+from colossus.layers import PipelineBlock
+
+#: of a model on [batch, features] under parallel.sequence
+NO_TOKENS = {"sequence": "token"}
+NO_CHAIN = {"pipeline": "does not say what its pipeline blocks are"}
+HIDDEN = 16
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class Perceptron(nn.Sequential):
+    def __init__(self, kit: Any) -> None:
+        super().__init__(
+            kit.Linear(WIDTH, HIDDEN, split="column"),
+            nn.ReLU(inplace=True),
+            kit.Linear(HIDDEN, WIDTH, split="row"),
+            nn.Linear(WIDTH, CLASSES),
+        )
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class PlainPerceptron(nn.Sequential):
+    """Nothing of ours."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(nn.Linear(WIDTH, HIDDEN), nn.ReLU(inplace=True), nn.Linear(HIDDEN, CLASSES))
+
+
+class Block(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.norm = kit.LayerNorm(WIDTH)
+        self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Blocks and a head, as a chain."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [*self.blocks, self.head]
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class Residual(Stack):
+    def __init__(self, kit: Any) -> None:
+        super().__init__(Block(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class Gated(Stack):
+    """GLU: two column linears meet element by element."""
+
+    class Glu(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.gate = kit.Linear(WIDTH, HIDDEN, bias=False, split="column")
+            self.up = kit.Linear(WIDTH, HIDDEN, bias=False, split="column")
+            self.down = kit.Linear(HIDDEN, WIDTH, bias=False, split="row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Glu(kit), self.Glu(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class MixtureByWhere(Stack):
+    class Mix(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.left = kit.Linear(WIDTH, HIDDEN, split="column")
+            self.right = kit.Linear(WIDTH, HIDDEN, split="column")
+            self.down = kit.Linear(HIDDEN, WIDTH, split="row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = self.left(x), self.right(x)
+            mixed = torch.where(a > b, a.clamp(max=1.0), torch.maximum(a * 0.1, b.tanh()))
+            out: Tensor = x + self.down(mixed)
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Mix(kit), self.Mix(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class MixtureByRouter(Stack):
+    class Experts(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.router = nn.Linear(WIDTH, 3)
+            self.experts = nn.ModuleList(Block(kit) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            shares = self.router(x).softmax(-1)
+            return sum((shares[:, i, None] * expert(x) for i, expert in enumerate(self.experts)), torch.zeros_like(x))
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Experts(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class RowsByMask(Stack):
+    """Hard routing: an expert gets the samples that chose it; torch's layers take any number."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                mine = (x[:, 0] > 0).long() == number
+                out[mine] = expert(x[mine])
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Routed(), Block(kit))
+
+
+def two_losses(out: Any, batch: Batch) -> tuple[Tensor, int]:
+    total, count = classify(out["logits"], batch)
+    return total + 0.1 * out["size"].square().sum(), count
+
+
+@user_model(features, two_losses, refused=NO_TOKENS)
+class TwoHeads(nn.Module):
+    """A dict of outputs, a loss of two terms."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.trunk = Block(kit)
+        self.heads = nn.ModuleDict({"logits": kit.Linear(WIDTH, CLASSES), "size": nn.Linear(WIDTH, 1)})
+
+    def top(self, x: Tensor) -> dict[str, Tensor]:
+        return {name: head(x) for name, head in self.heads.items()}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return self.top(self.trunk(x))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [self.trunk, PipelineBlock(self.top, "heads")]
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+def of_output(out: Output, batch: Batch) -> tuple[Tensor, int]:
+    total, count = classify(out.logits, batch)
+    return total + 0.01 * out.hidden.square().sum(), count
+
+
+@user_model(features, of_output, refused=NO_TOKENS)
+class DataclassOutput(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.trunk, self.head = Block(kit), nn.Linear(WIDTH, CLASSES)
+
+    def top(self, x: Tensor) -> Output:
+        return Output(self.head(x), x)
+
+    def forward(self, x: Tensor) -> Output:
+        return self.top(self.trunk(x))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [self.trunk, PipelineBlock(self.top, "head")]
+
+
+def pairs(step: int) -> Batch:
+    given = {"left": draw(step, 8, WIDTH), "right": draw(step + 5, 8, 6)}
+    return {"inputs": given, "labels": integers(step, CLASSES, 8)}
+
+
+@user_model(pairs, classify, refused=NO_TOKENS)
+class TwoInputs(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.left, self.right = kit.Linear(WIDTH, WIDTH), nn.Linear(6, WIDTH)
+        self.both = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+        self.head = nn.Linear(2 * WIDTH, CLASSES)
+
+    def bottom(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.left(given["left"]), self.right(given["right"]).tanh()
+
+    def top(self, sides: tuple[Tensor, Tensor]) -> Tensor:
+        joined = torch.cat((self.both(*sides), sides[0] - sides[1]), -1)
+        out: Tensor = self.head(joined)
+        return out
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return self.top(self.bottom(given))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.bottom, "left", "right"), PipelineBlock(self.top, "both", "head")]
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class SharedBlock(nn.Module):
+    """One block three times."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.block, self.head = Block(kit), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [self.block, self.block, self.block, self.head]
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class TiedByHand(Stack):
+    """Two layers with one weight."""
+
+    def __init__(self, kit: Any) -> None:
+        a, b = kit.Linear(WIDTH, WIDTH), kit.Linear(WIDTH, WIDTH)
+        b.weight = a.weight
+        super().__init__(a, nn.Tanh(), b)
+
+
+@user_model(features, classify, refused=NO_TOKENS | NO_CHAIN)
+class TiedAutoencoder(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.encoder, self.bias = nn.Linear(WIDTH, 4), nn.Parameter(torch.zeros(WIDTH))
+        self.head = kit.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        code = torch.relu(self.encoder(x))
+        out: Tensor = self.head(F.linear(code, self.encoder.weight.t(), self.bias))
+        return out
+
+
+@user_model(ids, classify, refused=NO_TOKENS)
+class OneDimensionalInput(Stack):
+    """[batch] of ids."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(kit.Embedding(11, WIDTH), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class WrittenInPlace(Stack):
+    class Inside(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            h *= 0.5
+            h.clamp_(min=-1.0).relu_()
+            out: Tensor = self.down(h)
+            out += x
+            out.mul_(0.9).add_(0.1)
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Inside(kit), self.Inside(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class LowRank(Stack):
+    """LoRA beside frozen linears, alone and inside of a pair."""
+
+    class Adapted(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
+            self.up.requires_grad_(False)
+            self.a = nn.Linear(WIDTH, 4, bias=False)
+            self.b = kit.Linear(4, HIDDEN, bias=False, split="column")
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = x + self.down(torch.tanh(self.up(x) + 0.5 * self.b(self.a(x))))
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Adapted(kit), self.Adapted(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class FrozenTrunk(Stack):
+    def __init__(self, kit: Any) -> None:
+        frozen = Block(kit).requires_grad_(False)
+        super().__init__(frozen, Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class CosineHead(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.trunk, self.classes = Block(kit), nn.Parameter(torch.randn(CLASSES, WIDTH))
+        self.log_scale = nn.Parameter(torch.tensor(1.0))
+
+    def top(self, x: Tensor) -> Tensor:
+        return self.log_scale.exp() * F.linear(F.normalize(x, dim=-1), F.normalize(self.classes, dim=-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.top(self.trunk(x))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [self.trunk, PipelineBlock(self.top, "classes", "log_scale")]
+
+
+_SUM = {"1d": "sum on an activation", "2d": "sum on", "2.5d": "sum on", "3d": "sum on", "data 2 x 1d": "sum on"}
+_SUM["pipeline 2 x 1d"] = "sum on"
+
+
+@user_model(features, classify, refused=NO_TOKENS | _SUM)
+class NormInsideOfAPair(Stack):
+    """Wrong on a part of the features: a hand-written norm between a column and a row linear."""
+
+    class Inside(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x)
+            out: Tensor = self.down(h / h.sum(-1, keepdim=True).abs().add(1.0))
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Inside(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class NormBehindToUser(Stack):
+    """The same with the remedy."""
+
+    class Inside(nn.Module):
+        def __init__(self, kit: Any) -> None:
+            super().__init__()
+            self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH)
+            self.to_user = kit.to_user
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.to_user(self.up(x))
+            out: Tensor = self.down(h / h.sum(-1, keepdim=True).abs().add(1.0))
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Inside(kit), Block(kit))

@@ -1,0 +1,294 @@
+"""Models of sequences."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers.user_models.cases import (
+    CLASSES,
+    TOKENS,
+    WIDTH,
+    Batch,
+    classify,
+    draw,
+    integers,
+    texts,
+    tokens,
+    user_model,
+    vectors,
+)
+from helpers.user_models.features import HIDDEN, NO_CHAIN, Block
+from torch import Tensor, nn
+
+from colossus.layers import PipelineBlock
+
+VOCABULARY = 11
+#: what mixes tokens by hand, under parallel.sequence
+MIXES = {"sequence": "token"}
+
+
+class OwnAttention(nn.Module):
+    """torch's linears and scaled_dot_product_attention."""
+
+    def __init__(self, kit: Any, heads: int = 4) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), heads
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class PairAttention(nn.Module):
+    """Megatron's: heads split over the ranks between a column and a row linear."""
+
+    def __init__(self, kit: Any, heads: int = 4) -> None:
+        super().__init__()
+        for name in ("query", "key", "value"):
+            setattr(self, name, kit.Linear(WIDTH, WIDTH, split="column"))
+        self.out, self.heads, self.kit = kit.Linear(WIDTH, WIDTH, split="row"), heads, kit
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = x if memory is None else memory
+        query = self.kit.split_heads(self.query(x), self.heads)
+        key, value = (self.kit.split_heads(part(memory), self.heads) for part in (self.key, self.value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=memory is x)
+        out: Tensor = self.out(self.kit.merge_heads(mixed))
+        return out
+
+
+class Language(nn.Module):
+    """Embedding, positions, blocks of an attention and an MLP, head."""
+
+    attention: Any = OwnAttention
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.words, self.places = kit.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+        self.mixers = nn.ModuleList(self.attention(kit) for _ in range(2))
+        self.mlps = nn.ModuleList(Block(kit) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), kit.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.words(ids) + self.places[:, : ids.shape[1]]
+        return out
+
+    def block(self, index: int) -> Any:
+        return lambda x: self.mlps[index](x + self.mixers[index](x))
+
+    def top(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index in range(2):
+            x = self.block(index)(x)
+        return self.top(x)
+
+    def pipeline_blocks(self) -> list[Any]:
+        inner = [PipelineBlock(self.block(i), f"mixers.{i}", f"mlps.{i}") for i in range(2)]
+        return [PipelineBlock(self.embed, "words", "places"), *inner, PipelineBlock(self.top, "norm", "head")]
+
+
+@user_model(tokens, classify, refused=MIXES)
+class TransformerWithOwnAttention(Language):
+    pass
+
+
+@user_model(tokens, classify, refused=MIXES)
+class TransformerOfPairs(Language):
+    attention = PairAttention
+
+
+@user_model(tokens, classify, refused=MIXES)
+class Rotary(Language):
+    """Rotary positions by hand."""
+
+    class attention(OwnAttention):
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            query, key, value = (part.unflatten(-1, (self.heads, -1)) for part in self.qkv(x).chunk(3, -1))
+            rate = 100.0 ** -torch.arange(0, 1, 1.0, dtype=x.dtype)
+            angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None] * rate
+
+            def turn(t: Tensor) -> Tensor:
+                a, b = t.chunk(2, -1)
+                return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+            query, key, value = (t.transpose(1, 2) for t in (turn(query), turn(key), value))
+            scores = (query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])).softmax(-1)
+            out: Tensor = self.out((scores @ value).transpose(1, 2).reshape(x.shape))
+            return out
+
+
+@user_model(tokens, classify, refused=MIXES)
+class BiasOfDistances(Language):
+    """ALiBi: a buffer that is added to the scores."""
+
+    class attention(OwnAttention):
+        slopes: Tensor
+
+        def __init__(self, kit: Any) -> None:
+            super().__init__(kit)
+            away = torch.arange(TOKENS)[None, :] - torch.arange(TOKENS)[:, None]
+            self.register_buffer("bias", -away.abs() * 0.5 ** torch.arange(1, 5)[:, None, None], persistent=False)
+
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            query, key, value = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+            )
+            mixed = F.scaled_dot_product_attention(query, key, value, self.bias.to(x.dtype))
+            out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+            return out
+
+
+@user_model(tokens, classify, refused=MIXES)
+class TorchsEncoderLayer(Language):
+    class attention(nn.TransformerEncoderLayer):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(WIDTH, 2, HIDDEN, dropout=0.0, batch_first=True, norm_first=True)
+
+
+@user_model(tokens, classify, refused=MIXES)
+class Recurrent(Language):
+    class attention(nn.GRU):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            out: Tensor = super().forward(x)[0]
+            return out
+
+
+@user_model(tokens, classify, refused=MIXES)
+class CausalConvolution(Language):
+    class attention(nn.Conv1d):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(WIDTH, WIDTH, 3, groups=WIDTH)
+
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+@user_model(texts, classify, refused=MIXES)
+class MeanOfTokens(nn.Module):
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0), Block(kit)
+        self.head = kit.Linear(WIDTH, CLASSES)
+
+    def bottom(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(self.words(ids)), ids != 0
+
+    def top(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        x, keep = given
+        out: Tensor = self.head((x * keep[..., None]).sum(1) / keep.sum(1, keepdim=True).clamp(min=1))
+        return out
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.bottom(ids))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.bottom, "words", "block"), PipelineBlock(self.top, "head")]
+
+
+@user_model(vectors, classify)
+class PositionWise(nn.Sequential):
+    """Nothing mixes tokens: right under every plan."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(
+            nn.Linear(WIDTH, WIDTH), nn.GELU(), Block(kit), kit.RMSNorm(WIDTH), Block(kit), nn.Linear(WIDTH, CLASSES)
+        )
+
+
+@user_model(vectors, classify)
+class ManyDims(nn.Module):
+    """Features taken apart and put together again."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.up, self.small = kit.Linear(WIDTH, HIDDEN), nn.Linear(4, 4)
+        self.head = kit.Linear(HIDDEN, CLASSES)
+
+    def bottom(self, x: Tensor) -> Tensor:
+        parts = self.up(x).view(*x.shape[:2], 4, 4)
+        return self.small(parts).softmax(-2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.bottom(x))
+        return out
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.bottom, "up", "small"), self.head]
+
+
+@user_model(vectors, classify)
+class LastLinearOfThree(nn.Sequential):
+    """A lone linear of ours after a pair, sizes that do not divide."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(kit.MLP(WIDTH, HIDDEN), kit.Linear(WIDTH, 7), nn.ELU(), kit.Linear(7, CLASSES))
+
+
+def translated(step: int) -> Batch:
+    given = {"source": draw(step, 8, 6, WIDTH), "target": draw(step + 3, 8, TOKENS, WIDTH)}
+    return {"inputs": given, "labels": integers(step, CLASSES, 8, TOKENS)}
+
+
+@user_model(translated, classify, refused=MIXES)
+class CrossAttention(nn.Module):
+    """Two sequences of other lengths."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.encoder, self.cross = Block(kit), PairAttention(kit)
+        self.block, self.head = Block(kit), nn.Linear(WIDTH, CLASSES)
+
+    def bottom(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**given, "source": self.encoder(given["source"])}
+
+    def top(self, given: dict[str, Tensor]) -> Tensor:
+        x = given["target"]
+        out: Tensor = self.head(self.block(x + self.cross(x, given["source"])))
+        return out
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return self.top(self.bottom(given))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.bottom, "encoder"), PipelineBlock(self.top, "cross", "block", "head")]
+
+
+def padded(step: int) -> Batch:
+    lengths = integers(step, 5, 8) + 4
+    keep = torch.arange(TOKENS) < lengths[:, None]
+    given = {"ids": integers(step, VOCABULARY, 8, TOKENS), "keep": keep}
+    return {"inputs": given, "labels": integers(step, VOCABULARY, 8, TOKENS).masked_fill(~keep, -100)}
+
+
+def ignoring(logits: Tensor, batch: Batch) -> Any:
+    labels = batch["labels"]
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+@user_model(padded, ignoring, refused=MIXES | NO_CHAIN)
+class MaskedAttention(nn.Module):
+    """A padding mask, and labels that do not count."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.words, self.attention = kit.Embedding(VOCABULARY, WIDTH), nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.block, self.head = Block(kit), kit.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        x = self.words(given["ids"])
+        mixed, _ = self.attention(x, x, x, key_padding_mask=~given["keep"], need_weights=False)
+        out: Tensor = self.head(self.block(x + mixed))
+        return out
