@@ -79,6 +79,10 @@ class Inputs:
         """The shard of a microbatch that this rank's model takes; see `local_batch`."""
         return local_batch(microbatch, self._context, self._dtype, pad=self._pad)
 
+    def local_samples(self, microbatch: Any) -> Any:
+        """The samples of that shard with all their tokens."""
+        return local_samples(microbatch, self._context, self._dtype)
+
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     """The axes beside data over which the samples of a batch are split: tensor axes of 2D, 2.5D and 3D."""
@@ -99,12 +103,16 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     Raises:
         ValueError: when samples or tokens do not divide.
     """
+    batch = local_samples(batch, context, dtype)
+    sequence = model_parallel_of(context).sequence
+    return batch if sequence is None else _local_tokens(batch, sequence, pad)
+
+
+def local_samples(batch: Any, context: ParallelContext, dtype: torch.dtype) -> Any:
+    """The samples of `local_batch`, with all tokens where these are split."""
     axes = batch_axes(context)
     if axes:
         batch = shard_of_batch(batch, context.index(axes), context.size(axes))
-    sequence = model_parallel_of(context).sequence
-    if sequence is not None:
-        batch = _local_tokens(batch, sequence, pad)
     return map_batch(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 

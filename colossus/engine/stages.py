@@ -24,16 +24,15 @@ from colossus.tensor_parallel.weight_store import WeightStore
 class ForwardObserver(Protocol):
     """Is called around every forward of a stage on this rank; with a pipeline, backwards run between them."""
 
-    def begin(self, stage: int, microbatch: int) -> None:
-        """A stage is about to run; it has ended before another one begins."""
-
-    def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-        """A stage has run; of the last stage, the loss has not.
+    def begin(self, stage: int, microbatch: int, samples: Any) -> None:
+        """A stage is about to run; it has ended before another one begins.
 
         Args:
-            output: of the stage.
-            local_batch: this rank's shard of the microbatch, the same for all stages: what a loss function gets.
+            samples: this rank's shard of the microbatch, the same for all stages, with all tokens of its sequences.
         """
+
+    def end(self, stage: int, microbatch: int, output: Any) -> None:
+        """A stage has run; of the last stage, the loss has not."""
 
 
 class ModelStages:
@@ -84,11 +83,11 @@ class ModelStages:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
-            own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
+            own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
             if stage == 0:
                 value = self._input_writes.before_forward(model_input(own), self.step)
             for observer in self.observers:
-                observer.begin(stage, microbatch)
+                observer.begin(stage, microbatch, self._inputs.local_samples(batch))
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
@@ -96,7 +95,7 @@ class ModelStages:
                     if stage == 0:
                         self._input_writes.after_forward(self.step)
                     for observer in self.observers:
-                        observer.end(stage, microbatch, out, own)
+                        observer.end(stage, microbatch, out)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own, self.step):
                             out = checked_loss(self._loss_fn(out, own))

@@ -9,8 +9,9 @@ from colossus.config import Config
 from colossus.config.plans import describe_plan, name_of, world_size
 from colossus.context.grid import RankGrid
 from colossus.verify import diagnosis
-from colossus.verify.checks import KINDS, Check, Finding, Verdict, place_of
+from colossus.verify.checks import KINDS, Check, Verdict, place_of
 from colossus.verify.diagnosis import describe_rank, describe_stage, describe_stages, first_names
+from colossus.verify.findings import Finding
 from colossus.verify.records import ParameterInfo, Records
 
 MOST_OTHERS = 4

@@ -49,10 +49,10 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
     seen: list[int | None] = []
 
     class Watch:
-        def begin(self, stage: int, microbatch: int) -> None:
+        def begin(self, stage: int, microbatch: int, samples: Any) -> None:
             seen.append(parallel_of_model.batch_info.num_tokens)
 
-        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+        def end(self, stage: int, microbatch: int, output: Any) -> None:
             pass
 
     engine.stages.observers.append(Watch())
@@ -88,10 +88,10 @@ def _measured(rank: int) -> list[tuple[int, int]]:
     lengths = []
 
     class Watch:
-        def begin(self, stage: int, microbatch: int) -> None:
+        def begin(self, stage: int, microbatch: int, samples: Any) -> None:
             lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
 
-        def end(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
+        def end(self, stage: int, microbatch: int, output: Any) -> None:
             pass
 
     engine.stages.observers.append(Watch())
