@@ -79,6 +79,11 @@ def _difference(
         details += _ranks(check, finding, rank_of, grid, tolerance)
     if check.kind == "output":
         details += _module(check, finding, plan)
+        if grid.size("sequence") > 1:
+            details.append(
+                "a rank has a part of the tokens of each sequence: what looks at several of them (a mean, a shift, an "
+                "index, positions from arange, an attention of one's own) is wrong on it"
+            )
     if check.kind in ("count", "loss"):
         details += describe_stages([max(rank_of)], rank_of, grid)
     details += diagnosis.of_size(finding.difference) if not finding.message else []
