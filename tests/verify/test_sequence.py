@@ -166,7 +166,7 @@ def step_of(x: torch.Tensor, positions: list[int], length: int) -> RankStep:
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_tokens_are_compared_with_those_of_their_positions(dim: int) -> None:
-    """As many features as a rank has tokens, so that the dim is known from both shapes only; padding is not compared."""
+    """With as many features as a rank has tokens both shapes tell which dim it is. Padding is not compared."""
     whole = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     padded = torch.cat((whole, torch.full((2, 1, 3), torch.nan)), dim=1)
     reference = step_of(whole.movedim(1, dim), [0, 1, 2, 3, 4], 5)
