@@ -155,6 +155,8 @@ def _loader_source(loader: DataLoader[Any], shard: BatchShard, per_rank: bool | 
             f"num_replicas={shard.data_size}, rank={shard.data_rank}), or, when its dataset differs between "
             f"data ranks, data = dict(type=lambda: loader, per_rank=True)"
         )
+    elif per_rank is None and size == shard.global_batch_size:
+        per_rank = False  # also where the first batch is the last one, and smaller
     dataset = loader.dataset
     # With workers the dataset that moves on is a copy in another process, so its state here means nothing.
     own_state = isinstance(dataset, IterableDataset) and not loader.num_workers and not hasattr(loader, "state_dict")

@@ -167,6 +167,7 @@ def _load(config: Config, context: ParallelContext, data: Any) -> Loaders:
         seq_len=getattr(options, "seq_len", None),
         vocab_size=getattr(options, "vocab_size", None),
         device=context.device,
+        eval_batch_size=config.train.eval_batch_size,
     )
 
 
