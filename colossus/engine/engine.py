@@ -97,7 +97,7 @@ class Engine:
             is_partitioned=pipeline.partition is not None,
         )
         self.executor = pipeline.make_executor(self.stages, self._parallel)
-        self._evaluation = Evaluation(model, context, self._forward, self._reduction)
+        self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, self._reduction)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Engine:
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self._weights.abandon_step()
             self.strategy.abandon()
-            self._failed_run = self._num_runs
+            self._mark_failed()
             raise
         numbers = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
         lr = self.lr_at(self.completed_steps)
@@ -210,8 +210,12 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException:
             self._broken = self.context.size("pipeline") > 1
-            self._failed_run = self._num_runs
+            self._mark_failed()
             raise
+
+    def _mark_failed(self) -> None:
+        """What runs next asks the other ranks first whether it has failed there, too."""
+        self._failed_run = self._num_runs
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
