@@ -71,7 +71,7 @@ class ModelStages:
         self._weights, self._strategy = weights, strategy
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
-        self._input_writes = InputWrites()
+        self._input_writes = InputWrites(context, has_first=0 in forwards, has_last=last_stage in forwards)
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
@@ -93,11 +93,11 @@ class ModelStages:
                 try:
                     out = self._forwards[stage](value)
                     if stage == 0:
-                        self._input_writes.after_forward(self.step)
+                        self._input_writes.after_forward(self.step, microbatch)
                     for observer in self.observers:
                         observer.end(stage, microbatch, out)
                     if stage == self._last_stage:
-                        with self._input_writes.around_loss(own, self.step):
+                        with self._input_writes.around_loss(own, self.step, microbatch):
                             out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._is_partitioned:
