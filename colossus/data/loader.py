@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from colossus.config import Config, model_options
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.passes import ONE_PASS, EndOfPass
@@ -210,6 +211,12 @@ def build_loaders(
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
     train = Loader(make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
+    if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
+        raise ValueError(
+            f"{_describe(train_data)} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
+            f"{global_batch_size}: a batch would hold samples several times; give more data, or set "
+            f"train.global_batch_size to {train.source.num_samples} or less"
+        )
 
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
@@ -218,6 +225,29 @@ def build_loaders(
     if source is None:
         return Loaders(train, None, description, missing)
     return Loaders(train, ValidationLoader(source, shard=eval_shard, device=device), description)
+
+
+def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
+    """Loaders for a data rank of a config's run.
+
+    Args:
+        data: what is read: the config's own, or what was passed in its place.
+
+    Raises:
+        ValueError: see `build_loaders`.
+    """
+    options, train = model_options(config), config.train
+    return build_loaders(
+        data.spec() if hasattr(data, "spec") else data,
+        seed=train.seed,
+        global_batch_size=train.global_batch_size,
+        data_rank=data_rank,
+        data_size=data_size,
+        seq_len=getattr(options, "seq_len", None),
+        vocab_size=getattr(options, "vocab_size", None),
+        device=device,
+        eval_batch_size=train.eval_batch_size,
+    )
 
 
 def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> tuple[Source | None, Any, str | None]:
