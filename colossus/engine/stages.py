@@ -71,7 +71,7 @@ class ModelStages:
         self._weights, self._strategy = weights, strategy
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
-        self._input_writes = InputWrites(context, has_first=0 in forwards, has_last=last_stage in forwards)
+        self._input_writes = InputWrites(context, last_stage)
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
@@ -84,20 +84,20 @@ class ModelStages:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
-            if stage == 0:
-                value = self._input_writes.before_forward(model_input(own), self.step)
+            value = self._input_writes.before_forward(
+                stage, microbatch, value if stage else model_input(own), self.step
+            )
             for observer in self.observers:
                 observer.begin(stage, microbatch, self._inputs.local_samples(batch))
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
-                    if stage == 0:
-                        self._input_writes.after_forward(self.step, microbatch)
+                    self._input_writes.after_forward(stage, microbatch, out, self.step)
                     for observer in self.observers:
                         observer.end(stage, microbatch, out)
                     if stage == self._last_stage:
-                        with self._input_writes.around_loss(own, self.step, microbatch):
+                        with self._input_writes.around_loss(own):
                             out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._is_partitioned:

@@ -19,8 +19,11 @@ SAMPLES = 17
 class Samples(Dataset[Any]):
     """Samples with different numbers of valid tokens."""
 
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return SAMPLES
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids = torch.randint(0, 53, (13,), generator=torch.Generator().manual_seed(index))
@@ -53,7 +56,7 @@ def engine_of(parallel: dict[str, Any], microbatches: int, kind: str, **train: A
         parallel=parallel,
         schedule=dict(microbatches=microbatches),
         model=dict(type="GPT", **SIZES),
-        data={"type": Samples, "validation": KINDS[kind]()},
+        data={"type": Samples, "count": 24, "validation": KINDS[kind]()},
         train=dict(global_batch_size=24, precision="fp64", seed=3, **train),
         comm=dict(timeout_seconds=20.0),
         device="cpu",
