@@ -226,12 +226,16 @@ def _batch_problems(config: Config, parallel: Parallel) -> list[str]:
     mode = TENSOR_MODES.get(tensor.mode)
     ways = 1 if _mode_problems(parallel) else mode.batch_ways(mode.axis_sizes(tensor.size, tensor.depth, tensor.shape))
     divisor = parallel.data * microbatches * ways
-    if batch % divisor == 0:
-        return []
-    by = f"data {parallel.data} x microbatches {microbatches}"
-    if ways > 1:
-        by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
-    return [not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor)]
+    problems = []
+    if batch % divisor:
+        by = f"data {parallel.data} x microbatches {microbatches}"
+        if ways > 1:
+            by += f" x {ways} (shards into which tensor mode {tensor.mode} splits a batch)"
+        problems.append(not_a_multiple("train.global_batch_size", batch, f"{by} = {divisor}", divisor))
+    eval_batch = config.train.eval_batch_size
+    if eval_batch is not None and eval_batch % parallel.data:
+        problems.append(not_a_multiple("train.eval_batch_size", eval_batch, f"data {parallel.data}", parallel.data))
+    return problems
 
 
 def _suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:

@@ -81,6 +81,20 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
             f"{key}.type: is called as f(progress, min_ratio, **options), with progress from 0 to 1, and returns the "
             f"learning rate as a part of optimizer.lr; {getattr(named.type, '__name__', 'it')}{signature}: {error}"
         ]
+    for progress in (0.0, 0.5, 1.0):
+        try:
+            part = named.type(progress, getattr(named, "min_ratio", 0.0), **named.options)
+        except Exception as error:
+            return [f"{key}.type: at progress {progress:g} it raises {type(error).__name__}: {error}"]
+        try:
+            is_right = _at_least_0(float(part))
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            return [
+                f"{key}.type: at progress {progress:g} it returns {brief(part)}; it must return the learning rate as a "
+                f"part of optimizer.lr, a number of at least 0"
+            ]
     return []
 
 

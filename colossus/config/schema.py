@@ -228,6 +228,8 @@ class Train(Section):
     #: steps between evaluations; 0 evaluates never
     eval_every: CountOrZero = 0
     eval_batches: Count = 10
+    #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
+    eval_batch_size: Count | None = None
 
     @model_validator(mode="before")
     @classmethod

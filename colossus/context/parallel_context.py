@@ -113,6 +113,9 @@ class ParallelContext:
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
+        if not self._owns_world:  # before anything is made of it
+            assert dist.group.WORLD is not None
+            set_timeout(dist.group.WORLD, self.timeout)
         if on_join is not None:
             try:
                 on_join(AxisGroup(("world",), tuple(range(self.world_size)), self.rank, dist.group.WORLD))

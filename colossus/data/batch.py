@@ -89,6 +89,22 @@ def split_microbatches(batch: Batch, n: int) -> list[Batch]:
     return [_slice(batch, start, start + step, size) for start in range(0, size, step)]
 
 
+def repeat_batch(batch: Batch, times: int) -> Batch:
+    """The samples, all of them ``times`` times one after the other: ``b * times`` samples."""
+    if times == 1:
+        return batch
+    size = batch_size_of(batch)
+
+    def repeat(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.cat([leaf] * times) if leaf.dim() else leaf
+        if isinstance(leaf, np.ndarray):
+            return np.concatenate([leaf] * times) if leaf.ndim else leaf
+        return leaf * times if isinstance(leaf, list) else leaf
+
+    return map_leaves(repeat, batch, is_leaf=lambda value: _has_one_per_sample(value, size))
+
+
 def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
     """Shard ``index`` of ``count`` equal shards of the samples, as views.
 
@@ -110,16 +126,17 @@ def shard_of_batch(batch: Batch, index: int, count: int) -> Batch:
     return _slice(batch, index * rows, (index + 1) * rows, size)
 
 
-def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:
-    def has_one_per_sample(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == size and next(_arrays(value), None) is None
+def _has_one_per_sample(value: Any, size: int) -> bool:
+    return isinstance(value, list) and len(value) == size and next(_arrays(value), None) is None
 
+
+def _slice(batch: Batch, start: int, stop: int, size: int) -> Batch:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor | np.ndarray):
             return leaf[start:stop] if leaf.ndim else leaf
         return leaf[start:stop] if isinstance(leaf, list) else leaf
 
-    return map_leaves(cut, batch, is_leaf=has_one_per_sample)
+    return map_leaves(cut, batch, is_leaf=lambda value: _has_one_per_sample(value, size))
 
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, torch.Tensor | np.ndarray]]:

@@ -118,10 +118,12 @@ def make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]
     workers = reading_options.get("num_workers", 0)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise ValueError(f"data.num_workers = {workers!r} is not a number of processes (an integer >= 0)")
+    collate_fn = reading_options.get("collate_fn")
+    if collate_fn is not None and not callable(collate_fn):
+        raise ValueError(f"data.collate_fn = {collate_fn!r} is not a function from a list of samples to a batch")
     if _gives_samples(data):
         if "per_rank" in reading_options:
             raise ValueError(f"data.per_rank is for a DataLoader or other ready batches, but {name} gives samples")
-        collate_fn = reading_options.get("collate_fn")
         if isinstance(data, IterableDataset):
             return SampleStream(data, shard, collate_fn=collate_fn, num_workers=workers)
         if not len(data):
@@ -155,6 +157,8 @@ def _loader_source(loader: DataLoader[Any], shard: BatchShard, per_rank: bool | 
             f"num_replicas={shard.data_size}, rank={shard.data_rank}), or, when its dataset differs between "
             f"data ranks, data = dict(type=lambda: loader, per_rank=True)"
         )
+    elif per_rank is None and size == shard.global_batch_size:
+        per_rank = False  # also where the first batch is the last one, and smaller
     dataset = loader.dataset
     # With workers the dataset that moves on is a copy in another process, so its state here means nothing.
     own_state = isinstance(dataset, IterableDataset) and not loader.num_workers and not hasattr(loader, "state_dict")

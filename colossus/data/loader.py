@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from colossus.config import Config, model_options
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.passes import ONE_PASS, EndOfPass
@@ -116,8 +117,8 @@ class Loader:
 class ValidationLoader:
     """Validation batches of one data rank: unshuffled, the same ones each time it is iterated.
 
-    Only whole global batches are read and what is left over is not. So every data rank has the same number of
-    batches of the same size, none is empty, and the validation loss is over the same samples under every plan.
+    All samples are read under every plan. The last batch has what is left over, shared out as evenly as it can be:
+    every data rank has the same number of batches, and the last one of a data rank may have no sample (dim 0 is 0).
     """
 
     def __init__(self, source: Source, *, shard: BatchShard, device: torch.device) -> None:
@@ -136,11 +137,6 @@ class ValidationLoader:
             try:
                 batch = self.source.read()
             except EndOfPass:
-                if not self.source.step:
-                    raise ValueError(
-                        f"data.validation gave less than one whole batch of {self.shard.global_batch_size} samples; "
-                        f"give more, or lower the batch size"
-                    ) from None
                 return
             yield to_tensors(batch, self.device)
 
@@ -198,7 +194,7 @@ def build_loaders(
     check_seed(seed)
     local_batch_size(global_batch_size, data_size)
     eval_size = global_batch_size if eval_batch_size is None else eval_batch_size
-    local_batch_size(eval_size, data_size, "eval_batch_size")
+    local_batch_size(eval_size, data_size, "train.eval_batch_size")
     if not 0 <= data_rank < data_size:
         raise ValueError(f"data_rank = {data_rank} is outside 0..{data_size - 1}")
     device = torch.device(device)
@@ -215,6 +211,12 @@ def build_loaders(
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
     _check_vocabulary(train_data, vocab_size)
     train = Loader(make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
+    if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
+        raise ValueError(
+            f"{_describe(train_data)} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
+            f"{global_batch_size}: a batch would hold samples several times; give more data, or set "
+            f"train.global_batch_size to {train.source.num_samples} or less"
+        )
 
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
@@ -223,6 +225,29 @@ def build_loaders(
     if source is None:
         return Loaders(train, None, description, missing)
     return Loaders(train, ValidationLoader(source, shard=eval_shard, device=device), description)
+
+
+def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
+    """Loaders for a data rank of a config's run.
+
+    Args:
+        data: what is read: the config's own, or what was passed in its place.
+
+    Raises:
+        ValueError: see `build_loaders`.
+    """
+    options, train = model_options(config), config.train
+    return build_loaders(
+        data.spec() if hasattr(data, "spec") else data,
+        seed=train.seed,
+        global_batch_size=train.global_batch_size,
+        data_rank=data_rank,
+        data_size=data_size,
+        seq_len=getattr(options, "seq_len", None),
+        vocab_size=getattr(options, "vocab_size", None),
+        device=device,
+        eval_batch_size=train.eval_batch_size,
+    )
 
 
 def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> tuple[Source | None, Any, str | None]:
@@ -237,18 +262,14 @@ def _validation(spec: DataSpec, defaults: dict[str, Any], shard: BatchShard) -> 
     if wanted is not DataSpec.UNSET:
         chosen = _validation_spec(spec, wanted)
         data = chosen.build(defaults if chosen.takes_split else {**defaults, "split": None})
-        source, missing = _whole_batches(data, shard, chosen.reading_options)
-        if source is None:
-            raise ValueError(f"data.validation: {missing}")
-        return source, data, None
+        return _eval_source(data, shard, chosen.reading_options), data, None
     if not spec.takes_split:
         return None, None, "none (give data.validation, or a type that takes split='validation')"
     try:
         data = spec.build(defaults)
     except TooLittleData as error:
         return None, None, f"none ({error})"
-    source, missing = _whole_batches(data, shard, spec.reading_options)
-    return source, data, f"none ({missing})" if missing else None
+    return _eval_source(data, shard, spec.reading_options), data, None
 
 
 def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
@@ -260,16 +281,11 @@ def _validation_spec(spec: DataSpec, wanted: Any) -> DataSpec:
     return parse_data(wanted)
 
 
-def _whole_batches(data: Any, shard: BatchShard, reading_options: dict[str, Any]) -> tuple[Source | None, str | None]:
+def _eval_source(data: Any, shard: BatchShard, reading_options: dict[str, Any]) -> Source:
     source = make_source(data, shard, reading_options)
-    if isinstance(source, MapSource) and not source.num_steps:
-        return None, (
-            f"{source.num_samples} samples do not fill one validation batch of {shard.global_batch_size}; hold out "
-            f"more or lower the batch size"
-        )
     if isinstance(source, StreamSource) and source.passes.is_one_pass:
         raise ValueError(f"data.validation: {source.passes.name} {ONE_PASS}, because every evaluation reads it anew")
-    return source, None
+    return source
 
 
 def _check_vocabulary(data: Any, vocab_size: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -76,38 +76,64 @@ class ShardCollate:
 
     A ``collate_fn`` that draws (it masks words, or mixes samples) would draw other numbers for the part of a batch than
     for the whole. Such a one gets the samples of the global batch, and each data rank keeps its part of the result.
+
+    Args:
+        is_shard: whether a data rank has a part of a batch only.
     """
 
-    def __init__(self, collate_fn: CollateFn | None, start: int, stop: int, whole: int) -> None:
+    def __init__(self, collate_fn: CollateFn | None, *, is_shard: bool) -> None:
         self._collate = collate_fn or torch_collate
-        self._start, self._stop, self._whole = start, stop, whole
         #: torch's own draws nothing
-        self.may_draw = collate_fn is not None and stop - start < whole
+        self.may_draw = collate_fn is not None and is_shard
         self._draws = False
 
-    def __call__(self, read: Callable[[int, int], list[Any]], seed: int) -> Batch:
+    def __call__(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         """The batch of this data rank.
 
         Args:
             read: the samples from one place in the global batch to another one.
             seed: of what the collating draws.
+            span: from and up to which place its samples are.
+            whole: samples of the global batch.
         """
         if not self._draws:
-            samples = read(self._start, self._stop)
-            if not self.may_draw:
-                GLOBAL_RNG.seed(seed)
-                return self._collate(samples)
-            batch, self._draws = watched(lambda: self._collate(samples), seed)
+
+            def collated(start: int, stop: int) -> Batch:
+                samples = read(start, stop)
+                if not self.may_draw:
+                    GLOBAL_RNG.seed(seed)
+                    return self._collate(samples)
+                batch, self._draws = watched(lambda: self._collate(samples), seed)
+                return batch
+
+            batch = of_span(collated, *span)
             if not self._draws:
                 return batch
             log.info(
                 "collate_fn draws random numbers: each data rank reads the %d samples of the global batch to draw the "
                 "same under every plan; drawn in the dataset instead, it would read its %d",
-                self._whole, self._stop - self._start,
+                whole, span[1] - span[0],
             )  # fmt: skip
-        samples = read(0, self._whole)
+        samples = read(0, whole)
         GLOBAL_RNG.seed(seed)
-        return slice_batch(self._collate(samples), self._start, self._stop)
+        return slice_batch(self._collate(samples), *span)
+
+
+class BatchOrder(Protocol):
+    """Which samples make up the global batches, and which of them are this data rank's."""
+
+    def size(self, step: int) -> int: ...
+
+    def span(self, step: int) -> tuple[int, int]: ...
+
+    def __call__(self, step: int, start: int, stop: int) -> np.ndarray: ...
+
+
+def of_span(make: Callable[[int, int], Batch], start: int, stop: int) -> Batch:
+    """The batch of the samples from ``start`` to ``stop``; of none, it is a batch of one without its sample."""
+    if start < stop:
+        return make(start, stop)
+    return slice_batch(make(0, 1), 0, 0)
 
 
 class SeededBatches(Dataset[Any]):
@@ -117,21 +143,20 @@ class SeededBatches(Dataset[Any]):
     its count takes its queues apart before it can stop the workers, and then waits 5 s for each.
 
     Args:
-        indices: step -> the samples of the global batch.
+        order: which samples make up the global batch of a step.
     """
 
-    def __init__(
-        self, dataset: Any, indices: Callable[[int, int, int], np.ndarray], collate: ShardCollate, seed: int
-    ) -> None:
-        self._samples, self._indices, self._collate, self._seed = SeededSamples(dataset), indices, collate, seed
+    def __init__(self, dataset: Any, order: BatchOrder, collate: ShardCollate, seed: int) -> None:
+        self._samples, self._order, self._collate, self._seed = SeededSamples(dataset), order, collate, seed
 
     def __getitem__(self, step: int) -> Batch:
         def read(start: int, stop: int) -> list[Any]:
             seeds = derive_seeds(self._seed, (step,), stop)[start:]  # by the place in the global batch
-            numbers = self._indices(step, start, stop).tolist()
+            numbers = self._order(step, start, stop).tolist()
             return self._samples.read(list(zip(numbers, seeds, strict=True)))
 
-        return self._collate(read, derive_seeds(self._seed, (step, 0))[0])
+        seed = derive_seeds(self._seed, (step, 0))[0]
+        return self._collate(read, seed, self._order.span(step), self._order.size(step))
 
 
 def item_seed(seed: int, epoch: int, place: int) -> int:

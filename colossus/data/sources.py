@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
-from colossus.data.seeded import SeededBatches, ShardCollate, unchanged
+from colossus.data.seeded import SeededBatches, ShardCollate, of_span, unchanged
 from colossus.data.windows import BatchedDataset
 from colossus.random import GLOBAL_RNG
 
@@ -51,10 +51,17 @@ class BatchShard:
         """The first of them, counted in the global batch."""
         return self.data_rank * self.size
 
+    def span(self, size: int) -> tuple[int, int]:
+        """From and up to which sample this data rank has a global batch of this size, which may be a smaller last one.
+
+        Then data ranks may have one sample more or less than others, or none.
+        """
+        return size * self.data_rank // self.data_size, size * (self.data_rank + 1) // self.data_size
+
     @property
     def batch_size_name(self) -> str:
         """What messages call ``global_batch_size``."""
-        return "train.global_batch_size" if self.endless else "the validation batch size"
+        return "train.global_batch_size" if self.endless else "the validation batch size (train.eval_batch_size)"
 
 
 class Source(ABC):
@@ -79,7 +86,7 @@ class Source(ABC):
 
 class MapSource(Source):
     """A dataset with ``__getitem__`` and ``__len__``, read in the order of `sample_indices` (training) or from first to
-    last, whole batches only (validation)."""
+    last, of which the last batch may be smaller (validation)."""
 
     def __init__(
         self,
@@ -92,10 +99,9 @@ class MapSource(Source):
         self.dataset = dataset
         self.shard = shard
         self.num_samples = len(dataset)
-        self.num_steps = None if shard.endless else self.num_samples // shard.global_batch_size
+        self.num_steps = None if shard.endless else -(-self.num_samples // shard.global_batch_size)
         self._order = _Order(shard, self.num_samples)
-        start, stop = shard.start, shard.start + shard.size
-        collate = ShardCollate(collate_fn, start, stop, shard.global_batch_size)
+        collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
         self._by_step = SeededBatches(dataset, self._order, collate, shard.seed)
         self._num_workers = num_workers
         self._reads_batches = isinstance(dataset, BatchedDataset) and collate_fn is None and num_workers == 0
@@ -105,8 +111,10 @@ class MapSource(Source):
         if self.num_steps is not None and self.step >= self.num_steps:
             raise EndOfPass
         if self._reads_batches:
-            start = self.shard.start
-            batch = self.dataset.batch(self._order(self.step, start, start + self.shard.size))
+            batch = of_span(
+                lambda start, stop: self.dataset.batch(self._order(self.step, start, stop)),
+                *self._order.span(self.step),
+            )
         elif self._num_workers:
             batch = self._read_from_workers()
         else:
@@ -139,6 +147,15 @@ class _Order:
 
     shard: BatchShard
     num_samples: int
+
+    def size(self, step: int) -> int:
+        """Samples of the global batch of a step."""
+        whole = self.shard.global_batch_size
+        return whole if self.shard.endless else min(whole, self.num_samples - step * whole)
+
+    def span(self, step: int) -> tuple[int, int]:
+        """From and up to which place of it this data rank's samples are."""
+        return self.shard.span(self.size(step))
 
     def __call__(self, step: int, start: int, stop: int) -> np.ndarray:
         """Those from place ``start`` to ``stop`` of the global batch of a step."""

@@ -26,8 +26,11 @@ class StreamSource(Source):
     def __init__(self, passes: Passes, shard: BatchShard) -> None:
         self.passes = passes
         self.shard = shard
+        #: a pass of validation has ended with a batch that is not whole
+        self._is_over = False
 
     def seek(self, step: int) -> None:
+        self._is_over = False
         if step < self.step:
             self.passes.rewind()
             self.step = 0
@@ -50,7 +53,7 @@ class StreamSource(Source):
 class SampleStream(StreamSource):
     """An IterableDataset: takes ``global_batch_size`` samples for each step, collates those of this data rank.
 
-    A batch that the end of a pass leaves incomplete is filled from the next pass; in validation it is dropped.
+    A batch that the end of a pass leaves incomplete is filled from the next pass; in validation it is the last one.
     """
 
     def __init__(
@@ -75,18 +78,24 @@ class SampleStream(StreamSource):
             samples = DataLoader(seeded, batch_size=None, collate_fn=unchanged, num_workers=num_workers)
         stateful = None if num_workers else dataset
         super().__init__(Passes(samples, shard.seed, name=name, stateful=stateful), shard)
-        self._collate = ShardCollate(collate_fn, shard.start, shard.start + shard.size, shard.global_batch_size)
+        self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
 
     def read(self) -> Batch:
         own = range(self.shard.start, self.shard.start + self.shard.size)
+        keeps_all = self._collate.may_draw or not self.shard.endless
         samples: list[Any] = []
-        for number in range(self.shard.global_batch_size):
-            sample = self.passes.read(wrap=self.shard.endless)
-            samples.append(sample if self._collate.may_draw or number in own else None)
+        while len(samples) < self.shard.global_batch_size and not self._is_over:
+            try:
+                sample = self.passes.read(wrap=self.shard.endless)
+            except EndOfPass:
+                self._is_over = True
+            else:
+                samples.append(sample if keeps_all or len(samples) in own else None)
+        if not samples:
+            raise EndOfPass
+        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
         with GLOBAL_RNG.preserved():
-            batch = self._collate(
-                lambda start, stop: samples[start:stop], derive_seeds(self.shard.seed, (self.step,))[0]
-            )
+            batch = self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
         self.step += 1
         return batch
 
@@ -97,7 +106,8 @@ class BatchStream(StreamSource):
     With ``global_batch_size`` samples each data rank takes its slice; with ``global_batch_size / data_size`` the user's
     sampler already gave this rank its own.
 
-    A shorter batch at the end of a pass is dropped (as ``drop_last=True`` does); anywhere else it is an error.
+    A shorter batch at the end of a pass is dropped in training (as ``drop_last=True`` does), and taken in validation;
+    anywhere else it is an error.
     """
 
     def __init__(self, batches: Any, shard: BatchShard, *, stateful: Any = None, per_rank: bool | None = None) -> None:
@@ -108,18 +118,24 @@ class BatchStream(StreamSource):
         self._logged_short_batch = False
 
     def read(self) -> Batch:
+        if self._is_over:
+            raise EndOfPass
         while True:
             batch = self.passes.read(wrap=self.shard.endless)
             size = batch_size_of(batch)
             if self._per_rank is None:
                 self._per_rank = self._decide(size)
-            if size == (self.shard.size if self._per_rank else self.shard.global_batch_size):
+            whole = self.shard.size if self._per_rank else self.shard.global_batch_size
+            if size == whole:
                 break
-            self._drop_or_raise(size)
+            self._require_last(size, whole)
+            if not self.shard.endless:
+                self._is_over = True
+                break
         self.step += 1
         if self._per_rank or self.shard.data_size == 1:
             return batch
-        return slice_batch(batch, self.shard.start, self.shard.start + self.shard.size)
+        return slice_batch(batch, *self.shard.span(size))
 
     def state_dict(self) -> dict[str, Any]:
         # saved, because the first batch after a resume may be the short last one of a pass, whose size tells nothing
@@ -137,18 +153,16 @@ class BatchStream(StreamSource):
             return True
         raise ValueError(self._wrong_size(size))
 
-    def _drop_or_raise(self, size: int) -> None:
-        """Legal only as the last batch of a pass, and not as its only one."""
-        if self.passes.offset == 1:
+    def _require_last(self, size: int, whole: int) -> None:
+        """A batch that is not whole is right as the last one of a pass only, and in training not as its only one."""
+        if size > whole or (self.shard.endless and self.passes.offset == 1):
             raise ValueError(self._wrong_size(size))
         try:
             self.passes.read(wrap=False)
         except EndOfPass:
-            if not self._logged_short_batch:
+            if self.shard.endless and not self._logged_short_batch:
                 log.info("%s: the last batch of a pass has %d samples and is dropped", self.name, size)
                 self._logged_short_batch = True
-            if not self.shard.endless:
-                raise
             return
         raise ValueError(self._wrong_size(size))
 

@@ -88,6 +88,20 @@ class TokenWindows(BatchedDataset):
         rows = torch.from_numpy(taken.astype(np.int64))
         return {"inputs": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
+    def check_ids(self, max_tokens: int = 1 << 26) -> None:
+        """Look at all tokens, or at pieces all over a longer array, for ids outside of the vocabulary.
+
+        Raises:
+            ValueError: names such an id.
+        """
+        if not self._check_ids:
+            return
+        pieces = max(1, min(64, max_tokens))
+        size, count = max_tokens // pieces, len(self.tokens)
+        starts = range(0, count, max(size, -(-count // pieces)))
+        for start in starts:
+            self._raise_on_bad_ids(self.tokens[start : start + size])
+
     def _raise_on_bad_ids(self, taken: np.ndarray) -> None:
         largest, smallest = int(taken.max()), int(taken.min())
         if smallest < 0:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossus.comm import log
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
@@ -82,11 +83,13 @@ class Engine:
         #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
         self._failed_run: int | None = None
         self._num_runs = self._num_groups = 0
+        #: collectives up to the last evaluation, in which data ranks may have had unequal numbers of samples
+        self._counts_of_evaluations: dict[str, int] = {}
         self._keep_lr_scales()
         shape = config.lr_schedule.type
         self._lr_shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
         self._batch_scope = model_parallel_of(context).batch_scope
-        self._evaluation = Evaluation(model, context, self._forward, reduction)
+        self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, reduction)
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class Engine:
                 f"block; for a loss without a step there is eval_step"
             )
         step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+        self._begin_run()
         check = self._reduction.batch_check
         check.is_silent = self._observers_compare
         # before the model can write to the batch
@@ -155,7 +159,7 @@ class Engine:
         except BaseException:  # a caller that goes on finds no gathered weights and no pending reduction of this step
             self.store.abandon_step()
             self.strategy.abandon()
-            self._failed_run = self._num_runs
+            self._mark_failed()
             raise
         return totals
 
@@ -193,8 +197,8 @@ class Engine:
         progress = min(1.0, (step - schedule.warmup_steps) / length)
         return peak * self._lr_shape(progress, schedule.min_ratio, **schedule.options)
 
-    def _run(self, actions: Sequence[Action], batch: StepBatch) -> StepTotals:
-        """Run the stages of this rank.
+    def _begin_run(self) -> None:
+        """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples.
 
         Raises:
             RuntimeError: after `close`, and under a pipeline after a run that failed.
@@ -207,9 +211,12 @@ class Engine:
                 "pipeline no longer agree on where they are. Close this engine and make a new one"
             )
         if self._failed_run is not None:
-            agree_on_failure(self.context, self._failed_run)
+            agree_on_failure(self.context, self._failed_run, self._counts_of_evaluations)
             self._failed_run = None
         self._num_runs += 1
+
+    def _run(self, actions: Sequence[Action], batch: StepBatch) -> StepTotals:
+        """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         try:
             # an observer that compares batches itself says better where they differ
@@ -219,14 +226,22 @@ class Engine:
                 return self.executor.run(actions, batch.microbatches, step_id)
         except BaseException as error:
             self._broken = self.context.size("pipeline") > 1
-            self._failed_run = self._num_runs
+            self._mark_failed()
             add_place(error)
             raise
+
+    def _mark_failed(self) -> None:
+        """What runs next asks the other ranks first whether it has failed there, too."""
+        self._failed_run = self._num_runs
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> EvalResult:
-        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was."""
+        """Loss of one batch without a step, summed over the data ranks; the model's mode is left as it was.
+
+        Args:
+            batch: as for `train_step`, of any size, which may differ between data ranks; one without samples counts 0.
+        """
         return self._evaluation.one_batch(batch)
 
     def evaluate(self) -> EvalSummary:
@@ -243,15 +258,21 @@ class Engine:
         return EvalSummary(result.loss, result.tokens, self.completed_steps, complete, signal_of(stops))
 
     def _forward(self, batch: Any) -> StepTotals:
-        """Sums of this rank over a batch; a pipeline takes as many microbatches as divide it."""
-        most = self.config.schedule.microbatches
-        step_batch = self.inputs.split_evenly(batch, most) if self.pipeline.last_stage else self.inputs.split(batch, 1)
+        """Sums of this rank over a batch of any size; a pipeline takes as many microbatches as divide it."""
+        most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
         self._stages.step = None
+        self._begin_run()
+        sums = StepTotals.zeros(self.device)
         try:
             with self.strategy.evaluation():
-                return self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+                for step_batch, times in self.inputs.split_evenly(batch, most):
+                    totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+                    sums.loss_sum += totals.loss_sum / times
+                    sums.tokens += totals.tokens / times
         finally:
             self.store.release()
+        self._counts_of_evaluations = log.counts()
+        return sums
 
     # -- life ---------------------------------------------------------------------------------------------
 

@@ -23,12 +23,19 @@ class Evaluation:
 
     Args:
         forward: runs a batch of this rank forward; sums of this rank, not yet over ranks.
+        failed: called when a batch could not be read, which other ranks do not know.
     """
 
     def __init__(
-        self, model: nn.Module, context: ParallelContext, forward: Callable[[Any], StepTotals], reduction: StepReduction
+        self,
+        model: nn.Module,
+        context: ParallelContext,
+        forward: Callable[[Any], StepTotals],
+        failed: Callable[[], None],
+        reduction: StepReduction,
     ) -> None:
-        self._model, self._context, self._forward, self._reduction = model, context, forward, reduction
+        self._model, self._context, self._forward, self._failed = model, context, forward, failed
+        self._reduction = reduction
 
     @torch.no_grad()
     def one_batch(self, batch: Any) -> EvalResult:
@@ -58,7 +65,11 @@ class Evaluation:
                 if not goes_on:
                     complete = has_ended
                     break
-                batch = next(batches, _NONE)
+                try:
+                    batch = next(batches, _NONE)
+                except BaseException:
+                    self._failed()
+                    raise
                 has_ended = batch is _NONE
                 if not has_ended:  # if it has, all ranks hear of it before the next batch, or with the sums
                     totals = self._forward(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from torch import distributed as dist
 
@@ -10,7 +11,7 @@ from colossus.comm import log
 from colossus.context.parallel_context import ParallelContext
 
 
-def agree_on_failure(context: ParallelContext, run: int) -> None:
+def agree_on_failure(context: ParallelContext, run: int, before: Mapping[str, int]) -> None:
     """Return once every rank has come here after the same failure.
 
     A rank that has not failed waits in a collective, which whatever this one runs next would answer. So the ranks meet
@@ -18,6 +19,7 @@ def agree_on_failure(context: ParallelContext, run: int) -> None:
 
     Args:
         run: number of the step or evaluation that failed, the same on all ranks.
+        before: the collectives of this rank, by axes, that are not compared: ranks may differ in them.
 
     Raises:
         RuntimeError: when it failed on some ranks only, or after other collectives here than there.
@@ -27,7 +29,8 @@ def agree_on_failure(context: ParallelContext, run: int) -> None:
         return
     store = context.store()
     keys = [f"failed/{run}/{rank}" for rank in range(size)]
-    mine = log.counts()
+    mine = {axes: count - before.get(axes, 0) for axes, count in log.counts().items()}
+    mine = {axes: count for axes, count in mine.items() if count}
     store.set(keys[context.rank], json.dumps(mine))
     try:
         store.wait(keys, context.timeout)

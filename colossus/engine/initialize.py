@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from colossus.comm import log, shared_memory
-from colossus.config import Config, load_config, model_options, require_available, resolve_sizes
+from colossus.config import Config, load_config, require_available, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.loader import Loaders, build_loaders
+from colossus.data.loader import Loaders, loaders_of
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradients.gradient_norm import GradientNorm
@@ -98,7 +98,10 @@ def _assemble(
     dtype = DTYPES[config.train.precision]
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     held = data if data is not None else config.data
-    loaders = _load(config, context, held) if held is not None else None
+    loaders = None
+    if held is not None:
+        index, size = context.index("data"), context.size("data")
+        loaders = loaders_of(config, held, data_rank=index, data_size=size, device=context.device)
     inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
@@ -224,20 +227,6 @@ def _require_dense_gradients(model: nn.Module) -> None:
                 f"summed over ranks nor clipped here: leave sparse out, or use colossus.layers.Embedding for a large "
                 f"table, which splits it over the tensor ranks"
             )
-
-
-def _load(config: Config, context: ParallelContext, data: Any) -> Loaders:
-    options = model_options(config)
-    return build_loaders(
-        data.spec() if hasattr(data, "spec") else data,
-        seed=config.train.seed,
-        global_batch_size=config.train.global_batch_size,
-        data_rank=context.index("data"),
-        data_size=context.size("data"),
-        seq_len=getattr(options, "seq_len", None),
-        vocab_size=getattr(options, "vocab_size", None),
-        device=context.device,
-    )
 
 
 def pick_device(wanted: str) -> torch.device:

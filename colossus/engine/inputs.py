@@ -5,7 +5,8 @@ Training, evaluation and the measuring of blocks all come through here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,11 +15,19 @@ import torch
 from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.data.batch import batch_size_of, map_batch, shard_of_batch, split_microbatches
+from colossus.data.batch import (
+    batch_size_of,
+    map_batch,
+    repeat_batch,
+    shard_of_batch,
+    slice_batch,
+    split_microbatches,
+)
 from colossus.engine.batch_check import fingerprint
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.nest import tensors
+from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
 
 #: a label that losses ignore
@@ -56,6 +65,9 @@ class Inputs:
     def __init__(self, context: ParallelContext, dtype: torch.dtype, *, pad: bool = False) -> None:
         self._context, self._dtype, self._pad = context, dtype, pad
         self._sequence = model_parallel_of(context).sequence
+        #: what the samples of a microbatch must be a multiple of
+        mode = TENSOR_MODES.get(context.options.tensor_mode)
+        self._ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
 
     def split(self, batch: Any, num_microbatches: int) -> StepBatch:
         """A batch cut into microbatches along dim 0, with what layers may ask about it.
@@ -67,17 +79,33 @@ class Inputs:
         info = BatchInfo(num_tokens=sequence_length(batch) if self._sequence is not None else None)
         return StepBatch(batch, microbatches, info)
 
-    def split_evenly(self, batch: Any, max_microbatches: int) -> StepBatch:
-        """The same, into the largest number of microbatches up to this one that divides the batch.
+    def split_evenly(self, batch: Any, max_microbatches: int) -> Iterator[tuple[StepBatch, int]]:
+        """A batch of any size for evaluation: batches that divide, and how often each holds its samples.
 
-        For evaluation under a pipeline: a last batch may be smaller than those of training.
+        What does not divide over the ranks that split the batches of a model comes in a batch of its own, repeated
+        until it does: the loss is a sum over samples, so the sums of that batch are to be divided.
+
+        Args:
+            max_microbatches: each batch is cut into the largest number up to this one that divides it.
         """
-        num_samples = batch_size_of(batch) // self._context.size(batch_axes(self._context))
-        return self.split(batch, next(n for n in range(max_microbatches, 0, -1) if num_samples % n == 0))
+        ways, size = self._ways, batch_size_of(batch)
+        whole = size - size % ways
+        for start, stop in ((0, whole), (whole, size)):
+            if start == stop:
+                continue
+            times = ways // math.gcd(stop - start, ways)
+            part = batch if stop - start == size else slice_batch(batch, start, stop)
+            num_samples = (stop - start) * times // ways
+            most = next(n for n in range(max_microbatches, 0, -1) if num_samples % n == 0)
+            yield self.split(repeat_batch(part, times), most), times
 
     def local(self, microbatch: Any) -> Any:
         """The shard of a microbatch that this rank's model takes; see `local_batch`."""
         return local_batch(microbatch, self._context, self._dtype, pad=self._pad)
+
+    def local_samples(self, microbatch: Any) -> Any:
+        """The samples of that shard with all their tokens."""
+        return local_samples(microbatch, self._context, self._dtype)
 
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
@@ -99,12 +127,16 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     Raises:
         ValueError: when samples or tokens do not divide.
     """
+    batch = local_samples(batch, context, dtype)
+    sequence = model_parallel_of(context).sequence
+    return batch if sequence is None else _local_tokens(batch, sequence, pad)
+
+
+def local_samples(batch: Any, context: ParallelContext, dtype: torch.dtype) -> Any:
+    """The samples of `local_batch`, with all tokens where these are split."""
     axes = batch_axes(context)
     if axes:
         batch = shard_of_batch(batch, context.index(axes), context.size(axes))
-    sequence = model_parallel_of(context).sequence
-    if sequence is not None:
-        batch = _local_tokens(batch, sequence, pad)
     return map_batch(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 

@@ -60,7 +60,7 @@ class ModelStages:
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
-        self._input_writes = InputWrites()
+        self._input_writes = InputWrites(context, last_stage)
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
         self._to_guard = set(forwards) if is_partitioned else set()
@@ -74,24 +74,24 @@ class ModelStages:
         if self.step is not None:
             self._context.rng.move_to(self.step, microbatch)
         with self._context, self._wgrad_mode:
-            looks_at_batch = stage in (0, self._last_stage) or any(one.needs_batch for one in self._observers)
-            own = self._inputs.local(batch) if looks_at_batch else None
-            if stage == 0:
-                value = self._input_writes.before_forward(model_input(own), self.step)
+            own = self._inputs.local(batch) if stage in (0, self._last_stage) else None
+            value = self._input_writes.before_forward(
+                stage, microbatch, value if stage else model_input(own), self.step
+            )
             for observer in self._observers:
-                observer.before_forward(stage, microbatch)
+                samples = self._inputs.local_samples(batch) if observer.needs_samples else None
+                observer.before_forward(stage, microbatch, samples)
             self._store.gather_root()
             self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
             with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
-                    if stage == 0:
-                        self._input_writes.after_forward(self.step)
+                    self._input_writes.after_forward(stage, microbatch, out, self.step)
                     for observer in self._observers:
-                        observer.after_forward(stage, microbatch, out, own)
+                        observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
-                        with self._input_writes.around_loss(own, self.step):
+                        with self._input_writes.around_loss(own):
                             out = checked_loss(self._loss_fn(out, own))
                 except AttributeError as error:
                     if self._is_partitioned:

@@ -19,6 +19,7 @@ from colossus import machine
 from colossus.config import ConfigError, load_config, require_available
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, run_folder, slurm
+from colossus.launch.data_check import check_data, check_given
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
@@ -60,11 +61,13 @@ def run(
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
         require_available(config)
+        check_given(config)
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
         folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
         run_folder.check_unused(folder)
         model = check_model(config)
+        check_data(config)
         if dry_run:
             print(describe(config, model, folder, local_ranks, nnodes))
             return DONE
@@ -138,6 +141,7 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         require_available(config)
+        check_given(config)
         if dry_run:
             if joined["RANK"] == "0":
                 print(describe(config, check_model(config), Path(run_dir) if run_dir else None, world_size, 1))

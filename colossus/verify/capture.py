@@ -35,7 +35,9 @@ from colossus.verify.records import (
     fingerprint,
     row_fingerprints,
     sample_keys,
+    token_fingerprints,
 )
+from colossus.verify.tokens import TokenPlaces
 
 
 class Recorder(Hook):
@@ -46,10 +48,11 @@ class Recorder(Hook):
 
     Args:
         folder: where to write; the same on all ranks.
+        by_token: outputs are compared token by token, since under the plan no rank has all tokens of a sequence.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str, by_token: bool = False) -> None:
+        self.folder, self.by_token = Path(folder), by_token
         self._gradients: dict[str, Tensor] = {}
         self._fingerprints: dict[str, Tensor] = {}
         self._order: dict[str, None] = {}
@@ -58,7 +61,8 @@ class Recorder(Hook):
         context, model = engine.context, engine.model
         self.records = Records(self.folder, context.world_size)
         self._dropout = DisabledDropout(model)
-        self._capture = ForwardCapture(model, engine.pipeline.last_stage)
+        places = TokenPlaces(context) if self.by_token else None
+        self._capture = ForwardCapture(model, engine.pipeline.last_stage, places)
         engine.observers += [self._capture, _BeforeUpdate(lambda: self._capture_gradients(engine))]
         torch.set_default_dtype(torch.float64)  # what a forward makes without naming a dtype
         self._record_order(model)
@@ -175,13 +179,16 @@ class ForwardCapture(StepObserver):
 
     Args:
         last: number of the last stage.
+        places: where this rank's tokens are; None when outputs are compared sample by sample.
     """
 
-    compares_batches = needs_batch = True
+    compares_batches = needs_samples = True
 
-    def __init__(self, model: nn.Module, last: int) -> None:
+    def __init__(self, model: nn.Module, last: int, places: TokenPlaces | None = None) -> None:
         self.modules = {name or MODEL: type(module).__name__ for name, module in visible_modules(model)}
-        self._last, self._stage = last, 0
+        self._last, self._stage, self._places = last, 0, places
+        self._positions: list[int] = []
+        self._num_positions = 0
         self._counts: Counter[str] = Counter()
         self._forward: dict[Call, Output] = {}
         self._outputs: dict[Call, dict[int, Output]] = {}
@@ -192,17 +199,19 @@ class ForwardCapture(StepObserver):
             if name:
                 module.register_forward_hook(self._hook(name))
 
-    def before_forward(self, stage: int, microbatch: int) -> None:
+    def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
+        if microbatch not in self._samples:  # before the model can write to them
+            _, self._leaves, self._samples[microbatch] = sample_keys(samples)
+        if self._places is not None:
+            self._num_positions, self._positions = self._places.of(samples)
         self._stage = stage
         self._counts.clear()
         self._forward = {}
 
-    def after_forward(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-        """Keep the outputs whose dim 0 is the samples of ``local_batch``, this rank's shard of the microbatch."""
+    def after_forward(self, stage: int, microbatch: int, output: Any) -> None:
+        """Keep the outputs whose dim 0 is the samples of this rank's shard of the microbatch."""
         if stage == self._last:
             self._record(MODEL, output)
-        if microbatch not in self._samples:
-            _, self._leaves, self._samples[microbatch] = sample_keys(local_batch)
         rows = len(self._samples[microbatch])
         for call, held in self._forward.items():
             if held.rows.shape[0] == rows:
@@ -218,10 +227,11 @@ class ForwardCapture(StepObserver):
     def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            value = to_user(tensor.detach())
+            value = _plain(tensor)
             if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
-                self._forward[call] = Output(tuple(value.shape[1:]), row_fingerprints(value))
+                tokens = token_fingerprints(value, len(self._positions)) if self._positions else {}
+                self._forward[call] = Output(tuple(value.shape[1:]), row_fingerprints(value), tokens)
 
     def take(self) -> RankStep:
         """What was captured since the last call: the outputs that every microbatch has, in one shape."""
@@ -230,11 +240,21 @@ class ForwardCapture(StepObserver):
         for call, held in self._outputs.items():
             shapes = {output.shape for output in held.values()}
             if len(held) == len(order) and len(shapes) == 1:
-                outputs[call] = Output(shapes.pop(), torch.cat([held[microbatch].rows for microbatch in order]))
+                parts = [held[microbatch] for microbatch in order]
+                by_token = {dim: torch.cat([part.by_token[dim] for part in parts]) for dim in parts[0].by_token}
+                outputs[call] = Output(shapes.pop(), torch.cat([part.rows for part in parts]), by_token)
         samples = [key for microbatch in order for key in self._samples[microbatch]]
         captured = RankStep(leaves=self._leaves, samples=samples, outputs=outputs, calls=self._calls)
+        captured.positions, captured.num_positions = self._positions, self._num_positions
         self._outputs, self._samples, self._calls = {}, {}, {}
         return captured
+
+
+def _plain(x: Tensor) -> Tensor:
+    """What a rank holds of an activation in the user layout, whatever type of tensor marks it."""
+    user = to_user(x.detach())
+    with torch._C.DisableTorchFunctionSubclass():
+        return user.as_subclass(Tensor)
 
 
 def visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from colossus.verify.difference import (
     difference_of_numbers,
     norm_of,
 )
-from colossus.verify.records import Call, Output, RankStep, Records
+from colossus.verify.findings import Finding
+from colossus.verify.outputs import compare_outputs
+from colossus.verify.records import RankStep, Records
 
 #: kind of a check -> what the report calls the things of that kind
 KINDS = {
@@ -33,30 +35,6 @@ KINDS = {
     "weight": "weights after a step",
     "copy": "copies on other ranks",
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was compared.
-
-    Attributes:
-        name: of the parameter or module; empty for a number of the whole step.
-        rank: whose value it is, when the ranks were compared one by one.
-        message: what is wrong, when it is not a number that differs.
-        copy_of: for a copy, what it is a copy of (``gradient``).
-        other_rank: for a copy, the rank whose value it should have.
-        by_rank: for an output, the relative difference on each rank that has it; ``rank`` has the largest.
-        stage: for an output, the pipeline stage that computed it.
-    """
-
-    name: str
-    difference: Difference
-    rank: int | None = None
-    message: str = ""
-    copy_of: str = ""
-    other_rank: int = 0
-    by_rank: Mapping[int, float] = field(default_factory=dict)
-    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,51 +233,3 @@ def _leaf(some: RankStep, ranks: list[RankStep], first: dict[int, int], referenc
         if taken != Counter(key[number] for key in reference.samples):
             wrong.append(leaf)
     return f" (their {' and '.join(wrong)})" if wrong and len(wrong) < len(some.leaves) else ""
-
-
-def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Finding]:
-    """Each module's output, per sample on every rank that has it, in the order of the calls of one process."""
-    place = {key: row for row, key in enumerate(reference.samples)}
-    calls = titles(ranks)
-    findings = []
-    for name, call in titles([reference])[0].items():
-        expected = reference.outputs[call]
-        found: dict[int, Finding] = {}
-        for rank, (step, titled) in enumerate(zip(ranks, calls, strict=True)):
-            if name in titled:
-                finding = _output(name, step, rank, step.outputs[titled[name]], expected, place)
-                found[rank] = replace(finding, stage=titled[name].stage)
-        if found:
-            worst = max(found.values(), key=lambda finding: finding.difference.relative)
-            by_rank = {rank: finding.difference.relative for rank, finding in found.items()}
-            findings.append(replace(worst, by_rank=by_rank))
-    return findings
-
-
-def titles(ranks: Sequence[RankStep]) -> list[dict[str, Call]]:
-    """Each rank's outputs by their titles in the full model, ``block, call 2, output[0]``.
-
-    A module that several stages of a pipeline call has its calls counted from the first stage on, whichever ranks these
-    stages are on.
-    """
-    counts: dict[str, dict[int, int]] = defaultdict(dict)
-    for step in ranks:
-        for (stage, module), count in step.calls.items():
-            counts[module][stage] = max(count, counts[module].get(stage, 0))
-
-    def title(call: Call) -> str:
-        number = call.number + sum(count for stage, count in counts[call.module].items() if stage < call.stage)
-        return call.module + (f", call {number}" if number > 1 else "") + (f", output{call.path}" if call.path else "")
-
-    return [{title(call): call for call in step.outputs} for step in ranks]
-
-
-def _output(
-    name: str, step: RankStep, rank: int, held: Output, expected: Output, place: Mapping[tuple[str, ...], int]
-) -> Finding:
-    if held.shape != expected.shape:
-        message = f"shape {list(held.shape)} for each sample, in one process {list(expected.shape)}"
-        return Finding(name, Difference(math.inf), rank, message)
-    rows = torch.tensor([place[key] for key in step.samples])
-    difference, row = difference_of_fingerprints(held.rows, expected.rows[rows])
-    return Finding(f"{name}, sample {int(rows[row])}", difference, rank)

@@ -48,17 +48,17 @@ def sections(
     out["train"] = config.train.model_copy(
         update={"precision": "fp64", "steps": steps, "eval_every": 0, "log_every": steps}
     )
-    out["hooks"] = [{"type": make_recorder, "folder": records}]
+    out["hooks"] = [{"type": make_recorder, "folder": records, "by_token": config.parallel.sequence.size > 1}]
     if is_reference:
         out["parallel"], out["schedule"] = {"data": 1}, {}
     return out
 
 
-def make_recorder(folder: str) -> Any:
+def make_recorder(folder: str, by_token: bool) -> Any:
     # imported late: a config is checked without torch
     from colossus.verify.capture import Recorder
 
-    return Recorder(folder)
+    return Recorder(folder, by_token)
 
 
 make_recorder.compares_values = True  # type: ignore[attr-defined]  # and says where values differ from one process

@@ -76,10 +76,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Output:
-    """A module's output on the samples of one rank: shape of one sample, and `row_fingerprints`, [samples, 2]."""
+    """A module's output on the samples of one rank.
+
+    Attributes:
+        shape: of one sample.
+        rows: `row_fingerprints`, [samples, 2].
+        by_token: where sequences are compared token by token: dim of a sample that may be its tokens, since it has as
+            many as the rank's part of a sequence -> [samples, tokens, 2].
+    """
 
     shape: tuple[int, ...]
     rows: Tensor
+    by_token: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -88,6 +96,9 @@ class RankStep:
 
     Attributes:
         leaves, samples: paths of the batch's tensors, and the `sample_keys` of the samples this rank's model took.
+        positions: where sequences are compared token by token: position in its sequence of each token that the rank
+            holds; padding lies behind the end.
+        num_positions: tokens of a sequence, without padding.
         outputs: in the order of the calls.
         calls: (stage, module) -> how often it was called in one forward.
         order: logical names in the order in which backward finished their gradients.
@@ -99,6 +110,8 @@ class RankStep:
     grad_norm: float = 0.0
     leaves: list[str] = field(default_factory=list)
     samples: list[tuple[str, ...]] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    num_positions: int = 0
     outputs: dict[Call, Output] = field(default_factory=dict)
     calls: dict[tuple[int, str], int] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -167,6 +180,20 @@ def row_fingerprints(x: Tensor) -> Tensor:
     flat = x.double().reshape(rows, -1, last) if x.numel() else x.new_zeros((rows, 1, 1), dtype=torch.float64)
     projected = (flat @ _pattern(flat.shape[2], 1.7, x.device)) @ _pattern(flat.shape[1], 2.3, x.device)
     return torch.stack((torch.linalg.vector_norm(flat, dim=(1, 2)), projected), dim=1).cpu()
+
+
+def token_fingerprints(x: Tensor, num_tokens: int) -> dict[int, Tensor]:
+    """For every dim of a sample that has ``num_tokens``: the fingerprint of each token, [samples, tokens, 2].
+
+    Args:
+        x: [samples, ..]; the dims of a sample are counted from 0.
+    """
+    found = {}
+    for dim in range(1, x.dim()):
+        if x.shape[dim] == num_tokens:
+            tokens = x.movedim(dim, 1)
+            found[dim - 1] = row_fingerprints(tokens.flatten(0, 1)).view(*tokens.shape[:2], 2)
+    return found
 
 
 def fingerprint(x: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from colossus.config import Config
 from colossus.config.plans import describe_plan, name_of, world_size
 from colossus.context.grid import RankGrid
 from colossus.verify import diagnosis
-from colossus.verify.checks import KINDS, Check, Finding, Verdict, place_of
+from colossus.verify.checks import KINDS, Check, Verdict, place_of
 from colossus.verify.diagnosis import describe_rank, describe_stage, describe_stages, first_names
+from colossus.verify.findings import Finding
 from colossus.verify.records import ParameterInfo, Records
 
 MOST_OTHERS = 4
@@ -78,6 +79,11 @@ def _difference(
         details += _ranks(check, finding, rank_of, grid, tolerance)
     if check.kind == "output":
         details += _module(check, finding, plan)
+        if grid.size("sequence") > 1:
+            details.append(
+                "a rank has a part of the tokens of each sequence: what looks at several of them (a mean, a shift, an "
+                "index, positions from arange, an attention of one's own) is wrong on it"
+            )
     if check.kind in ("count", "loss"):
         details += describe_stages([max(rank_of)], rank_of, grid)
     details += diagnosis.of_size(finding.difference) if not finding.message else []

@@ -131,7 +131,8 @@ def test_schedule_steps_follow_steps() -> None:
         (
             dict(train=dict(global_batchsize=8)),
             "train.global_batchsize: no such key; did you mean train.global_batch_size? known keys of train: steps, "
-            "schedule_steps, global_batch_size, precision, clip_grad_norm, seed, log_every, eval_every, eval_batches",
+            "schedule_steps, global_batch_size, precision, clip_grad_norm, seed, log_every, eval_every, eval_batches, "
+            "eval_batch_size",
         ),
         (
             dict(parallel=dict(tensor=dict(sise=2))),

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from colossus.config.schema import Named
-from colossus.data import Loaders, build_loaders
+from colossus.data import BatchedDataset, Loaders, build_loaders
 from colossus.registry import DATASETS
 
 BATCH = 8
@@ -551,10 +551,33 @@ def test_validation_is_the_same_each_time_and_in_order(size: int) -> None:
     for _ in range(2):
         next(iter(parts[0]))  # an evaluation that stopped early
         runs = [list(part) for part in parts]
-        assert [len(run) for run in runs] == [3] * size
+        assert [len(run) for run in runs] == [4] * size
         seen = [i for step in zip(*runs, strict=True) for part in step for i in ids(part)]
-        assert seen == list(range(24))  # whole batches only: 27 = 3 x 8 + 3
-    assert [part.num_batches for part in parts] == [3] * size
+        assert seen == list(range(27))
+        assert [len(ids(run[-1])) for run in runs] == {1: [3], 2: [1, 2], 4: [0, 1, 1, 1]}[size]  # 27 = 3 x 8 + 3
+    assert [part.num_batches for part in parts] == [4] * size
+
+
+def test_a_data_rank_without_a_sample_of_the_last_batch() -> None:
+    """Its batch looks as others do, whatever a collate_fn or a dataset of batches would make of no samples."""
+
+    class Whole(BatchedDataset):
+        def __len__(self) -> int:
+            return 9
+
+        def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+            assert len(indices)
+            return {"x": torch.as_tensor(indices)}
+
+    def drawing(samples: list[Any]) -> Any:
+        return {"x": torch.stack([sample["x"] for sample in samples]), "noise": torch.rand(len(samples))}
+
+    for kind in ({"type": Whole}, {"type": Numbers, "count": 9, "collate_fn": drawing}):
+        runs = [list(loaders({"type": Numbers, "validation": dict(kind)}, rank, 2).validation or ()) for rank in (0, 1)]
+        assert [[ids(batch) for batch in run] for run in runs] == [[[0, 1, 2, 3], []], [[4, 5, 6, 7], [8]]]
+        (whole,) = [list(loaders({"type": Numbers, "validation": dict(kind)}).validation or ())]
+        for key in whole[0]:
+            assert torch.cat([run[1][key] for run in runs]).equal(whole[1][key])
 
 
 @pytest.mark.parametrize("make", [Stream, Batches, shuffled], ids=["stream", "batches", "shuffled loader"])
@@ -570,22 +593,40 @@ def test_validation_by_streams(make: Callable[[], Any]) -> None:
     whole = loaders({"type": Numbers, "validation": make()}).validation
     assert whole is not None
     assert [ids(b) for b in whole] == [ids(a) + ids(b) for a, b in zip(*runs, strict=True)]
-    assert len(runs[0]) == (5 if make is Batches else 3)
+    assert len(runs[0]) == (5 if make is Batches else 4)
+    assert sum(len(ids(batch)) for batch in whole) == (40 if make is Batches else SAMPLES)
 
 
-def test_a_validation_stream_too_short_for_a_batch() -> None:
-    validation = loaders({"type": Numbers, "validation": Stream(7)}).validation
-    assert validation is not None
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"data\.validation gave less than one whole batch of 8"):
+def test_validation_smaller_than_one_batch() -> None:
+    for kind in (Stream(7), Numbers(7), DataLoader(Numbers(7), batch_size=8)):
+        parts = [loaders({"type": Numbers, "validation": kind}, rank, 2).validation for rank in (0, 1)]
+        for _ in range(2):
+            assert [[ids(batch) for batch in part or ()] for part in parts] == [[[0, 1, 2]], [[3, 4, 5, 6]]]
+
+
+def test_a_validation_batch_that_is_not_the_last_is_whole() -> None:
+    def batches(*sizes: int) -> Any:
+        class Sized:
+            def __iter__(self) -> Iterator[Any]:
+                return iter([{"x": torch.zeros(size)} for size in sizes])
+
+        return Sized()
+
+    for sizes in ((8, 3, 8), (3, 8), (8, 9)):
+        validation = loaders({"type": Numbers, "validation": batches(*sizes)}).validation
+        assert validation is not None
+        with pytest.raises(ValueError, match=r"gave a batch of [39] samples, but the validation batch size"):
             list(validation)
+    per_rank = {"type": lambda: batches(4, 4, 1), "per_rank": True}
+    validation = loaders({"type": Numbers, "validation": per_rank}, 1, 2).validation
+    assert [len(ids(batch)) for batch in validation or ()] == [4, 4, 1]
 
 
 def test_validation_may_have_its_own_batch_size() -> None:
     built = loaders({"type": Numbers, "validation": Numbers()}, 1, 2, eval_batch_size=4)
     assert built.validation is not None
     assert ids(next(iter(built.validation))) == [2, 3]
-    with pytest.raises(ValueError, match="eval_batch_size = 3 does not divide over 2 data ranks"):
+    with pytest.raises(ValueError, match=r"train\.eval_batch_size = 3 does not divide over 2 data ranks"):
         loaders(Numbers(), 0, 2, eval_batch_size=3)
 
 
@@ -612,13 +653,13 @@ def test_validation_options_in_place_of_those_for_training(tmp_path: Path) -> No
     assert "validation_fraction = 0" in str(built.validation_missing)
 
 
-def test_held_out_data_too_small_for_a_batch() -> None:
-    built = loaders({"type": "PythonStdlib", "max_bytes": 2000}, seq_len=32)
+def test_held_out_data_too_small_for_a_sample() -> None:
+    built = loaders({"type": "PythonStdlib", "max_bytes": 2000}, seq_len=128)
     assert built.validation is None
-    assert "do not fill one validation batch of 8" in str(built.validation_missing)
-    assert "do not fill" in built.description
-    with pytest.raises(ValueError, match=r"data\.validation: 5 samples do not fill one validation batch of 8"):
-        loaders({"type": Numbers, "validation": Numbers(5)})
+    assert "one sample needs seq_len + 1 = 129" in str(built.validation_missing)
+    assert "one sample needs" in built.description
+    with pytest.raises(ValueError, match="Numbers has no samples"):
+        loaders({"type": Numbers, "validation": Numbers(0)})
 
 
 def test_validation_cannot_be_read_once_only() -> None:

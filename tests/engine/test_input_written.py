@@ -82,18 +82,101 @@ def test_every_plan_is_the_one_process_run(name: str, dtype: torch.dtype) -> Non
         assert numbers == pytest.approx(alone, rel=1e-10)
 
 
-@pytest.mark.parametrize("parallel", [{}, dict(tensor=2), dict(data=2)], ids=["alone", "tensor", "data"])
-def test_a_loss_that_reads_what_the_model_writes_is_refused(parallel: dict[str, Any]) -> None:
+class Passing(nn.Sequential):
+    """Its first block passes the input on, and a later one writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__(Kept(), Kept(), Kept(writes=True), Last())
+
+
+class Kept(nn.Module):
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.linear, self.writes = nn.Linear(WIDTH, WIDTH), writes
+
+    def forward(self, value: Any) -> Any:
+        y = self.linear(value.get("y", value["x"]).clone())
+        if self.writes:
+            value["x"][:, 1:].mul_(2.0)
+        return {"x": value["x"].view(-1, WIDTH), "y": y}
+
+
+class Last(nn.Module):
+    def forward(self, value: Any) -> Tensor:
+        return value["y"] * value["x"]
+
+
+def _refused(rank: int, parallel: dict[str, Any], schedule: str, model: Any, mode: Any) -> None:
+    """By a step, and by an evaluation before any step."""
+    settings = dict(
+        parallel=parallel,
+        schedule=dict(type=schedule, microbatches=3),
+        train=dict(global_batch_size=SAMPLES, precision="fp64", seed=1),
+        comm=dict(timeout_seconds=5.0),
+        device="cpu",
+    )
+    engine = colossus.initialize(settings, model=model, loss_fn=to_input)
+    count, index = engine.context.size("data"), engine.context.index("data")
+    own = {key: {"x": value["x"].chunk(count)[index]} for key, value in batch_of().items() if key == "inputs"}
+    if mode is None:
+        engine.train_step(own)
+    else:
+        with mode():
+            engine.eval_step(own)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "tensor": dict(tensor=2),
+    "data": dict(data=2),
+    "pipeline": dict(pipeline=2),
+    "zb-v": dict(pipeline=2),
+}
+
+
+@pytest.mark.parametrize("mode", [None, torch.no_grad])
+@pytest.mark.parametrize("model", [Written, Passing])
+@pytest.mark.parametrize("name", ["alone", "tensor", "data", "pipeline", "zb-v"])
+def test_a_loss_that_reads_what_the_model_writes_is_refused(name: str, model: Any, mode: Any) -> None:
     """In torch it would see the written values, which under a pipeline are on another rank."""
     words = r"the model writes to its input in place \(inputs\['x'\], float64\[\d+, 6\]\), and the loss function reads"
-    world = 2 if parallel else 1
+    world, schedule = 1 if name == "alone" else 2, name if name == "zb-v" else "1f1b"
     with pytest.raises(RankError, match=words):
-        run_ranks(world, _train, parallel, {}, to_input, Written, torch.float64, with_context=False, timeout=30)
+        run_ranks(world, _refused, REFUSED[name], schedule, model, mode, with_context=False, timeout=30)
 
 
-class Reading(Written):
+def _reads(rank: int) -> list[float]:
+    """A loss that reads the input of a model that does not write to it, on another rank of a pipeline."""
+    settings = dict(
+        parallel=dict(pipeline=2),
+        schedule=dict(microbatches=3),
+        train=dict(global_batch_size=SAMPLES, precision="fp64", seed=1),
+        comm=dict(timeout_seconds=5.0),
+        device="cpu",
+    )
+    engine = colossus.initialize(settings, model=Reading, loss_fn=to_input)
+    with torch.inference_mode():  # nothing is known of writes there
+        losses = [engine.eval_step(batch_of()).loss]
+    losses += [engine.train_step(batch_of()).loss for _ in range(2)]
+    losses.append(engine.eval_step(batch_of()).loss)
+    engine.close()
+    return losses
+
+
+def test_a_loss_may_read_an_input_that_nobody_writes() -> None:
+    first, second = run_ranks(2, _reads, with_context=False, timeout=30)
+    assert first == second
+    assert len(set(first)) == 3
+
+
+class Reading(nn.Sequential):
     """Writes nothing."""
 
+    def __init__(self) -> None:
+        super().__init__(Copied(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Copied(First):
     def forward(self, inputs: Any) -> Tensor:
         return super().forward({"x": inputs["x"].clone()})
 

@@ -56,7 +56,7 @@ def _lengths_seen(rank: int, parallel: dict[str, Any]) -> list[int | None]:
     seen: list[int | None] = []
 
     class Watch(StepObserver):
-        def before_forward(self, stage: int, microbatch: int) -> None:
+        def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
             seen.append(parallel_of_model.batch_info.num_tokens)
 
     engine.observers.append(Watch())
@@ -86,7 +86,7 @@ def _measured(rank: int) -> list[tuple[int, int]]:
     lengths = []
 
     class Watch(StepObserver):
-        def before_forward(self, stage: int, microbatch: int) -> None:
+        def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
             lengths.append((stage, model_parallel_of(engine.context).batch_info.num_tokens or 0))
 
     engine.observers.append(Watch())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -34,12 +36,14 @@ class Samples(Dataset[Tensor]):
 class Counted:
     """Ready batches of this data rank; ``read`` counts them."""
 
-    def __init__(self, count: int, size: int = SAMPLES) -> None:
-        self.count, self.size, self.read = count, size, 0
+    def __init__(self, count: int, size: int = SAMPLES, broken_at: int | None = None) -> None:
+        self.count, self.size, self.read, self.broken_at = count, size, 0, broken_at
 
     def __iter__(self) -> Iterator[Tensor]:
         for number in range(self.count):
             self.read += 1
+            if number == self.broken_at:
+                raise OSError(f"batch {number} is broken")
             yield torch.full((self.size, WIDTH), float(number), dtype=torch.float64)
 
 
@@ -47,12 +51,14 @@ def squares(y: Tensor, batch: Any) -> tuple[Tensor, Any]:
     return y.square().sum(), y.shape[0]
 
 
-def engine_of(parallel: dict[str, Any], loss: Any = squares, data: Any = None, **train: Any) -> Engine:
+def engine_of(
+    parallel: dict[str, Any], loss: Any = squares, data: Any = None, timeout: float = 10.0, **train: Any
+) -> Engine:
     settings: dict[str, Any] = dict(
         parallel=parallel,
         optimizer=dict(type="SGD", lr=0.01),
         train=dict(global_batch_size=SAMPLES, precision="fp64", seed=1, **train),
-        comm=dict(timeout_seconds=10.0),
+        comm=dict(timeout_seconds=timeout),
         device="cpu",
     )
     return colossus.initialize(settings, model=lambda: nn.Linear(WIDTH, WIDTH), loss_fn=loss, data=data)
@@ -100,6 +106,62 @@ def test_an_evaluation_reads_no_batch_too_many(limit: int | None, read: int) -> 
         return complete, counted.read
 
     assert run_ranks(1, body, with_context=False)[0] == (read, 0)
+
+
+def _broken_on_one(rank: int, place: str) -> str:
+    """One data rank cannot read a batch, and its user may go on; what is told on each."""
+    broken = lambda: Counted(6, SAMPLES // 2, broken_at=2 if rank else None)  # noqa: E731
+    whole = lambda: Counted(6, SAMPLES // 2)  # noqa: E731
+    train, validation = (broken, whole) if place == "training" else (whole, broken)
+    data = {"type": train, "per_rank": True, "validation": {"type": validation, "per_rank": True}}
+    engine = engine_of(dict(data=2), data=data, timeout=2.0, steps=4)
+
+    def run() -> None:
+        if place == "training":
+            fit(engine)
+        try:
+            engine.evaluate()
+        except OSError:
+            if place != "validation, caught":
+                raise
+            engine.train_step(next(engine.loader))
+
+    with pytest.raises((RuntimeError, OSError)) as caught:
+        run()
+    if rank and place != "validation, caught":
+        engine.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("training", "OSError: batch 2 is broken"),
+        ("validation", "OSError: batch 2 is broken"),
+        ("validation, caught", "RuntimeError: the step before failed on this rank (1) and not on rank 0"),
+    ],
+)
+def test_a_batch_that_one_data_rank_cannot_read(place: str, words: str) -> None:
+    other, told = run_ranks(2, _broken_on_one, place, with_context=False, timeout=30)
+    assert told.startswith(words)
+    assert re.match(r"RuntimeError: (Connection closed by peer: rank 1|timeout: rank 1 did not come to)", other), other
+
+
+def test_a_data_rank_whose_loop_is_shorter() -> None:
+    """The others are told within the time that the config gives, also where the processes met before."""
+
+    def body(rank: int) -> None:
+        engine = engine_of(dict(data=2), timeout=1.0)
+        for _ in range(2):
+            engine.train_step(torch.ones(SAMPLES // 2, WIDTH))
+        if rank:
+            engine.context.store().wait(["told"], timedelta(seconds=60))  # it lives, and does something else
+            return
+        with pytest.raises(RuntimeError, match="timeout: rank 1 did not come to collective #"):
+            engine.train_step(torch.ones(SAMPLES // 2, WIDTH))
+        engine.context.store().set("told", "")
+
+    run_ranks(2, body, with_context=False, timeout=30)
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------

@@ -9,24 +9,19 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.launching import finish, start
-from helpers.ranks import run_ranks
+from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.cli.main import main
 from colossus.config import load_config
-from colossus.config.plans import world_size
 from colossus.context.grid import RankGrid
-from colossus.engine.fit import fit
-from colossus.engine.initialize import initialize
 from colossus.layout.layout import Layout
-from colossus.verify import command, configs, diagnosis
+from colossus.verify import configs, diagnosis
 from colossus.verify.capture import Recorder
 from colossus.verify.difference import (
     ComparableWeights,
@@ -36,30 +31,6 @@ from colossus.verify.difference import (
     difference_of_numbers,
 )
 from colossus.verify.records import ParameterInfo, row_fingerprints
-
-DATA = """
-import os
-import torch
-import torch.nn.functional as F
-from torch import nn
-from colossus import layers
-
-class _Tokens(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        row = torch.randint(0, 13, (7,), generator=torch.Generator().manual_seed(index))
-        return {"inputs": row[:-1], "labels": row[1:]}
-
-class _Points(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        return torch.randn(6, generator=torch.Generator().manual_seed(index)), torch.tensor(index % 4)
-
-def _loss(outputs, batch):
-    return F.cross_entropy(outputs, batch[1], reduction="sum"), batch[1].numel()
-"""
 
 GPT = """
 model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=6)
@@ -121,54 +92,6 @@ def chain(middle: str = "nn.Tanh()", behind: str = "nn.Tanh()") -> str:
 
 TWO_BY_TWO = ["parallel.data=2", "parallel.tensor=2"]
 PIPELINE = ["parallel.pipeline.size=2", "parallel.pipeline.split=(3,2)"]
-
-Verify = Callable[..., tuple[int, str, str]]
-
-
-def config_file(folder: Path, text: str, middle: str = "nn.Identity()") -> Path:
-    path = folder / "user.py"
-    path.write_text(DATA + textwrap.dedent(text).replace("BODY", middle))
-    return path
-
-
-def run_forked(rank: int, path: str, world: int) -> None:
-    """What the launcher's worker does, in a forked process."""
-    config = load_config(path, (), world)
-    engine = initialize(config)
-    fit(engine, [hook.type(**hook.options) for hook in config.hooks])
-    engine.close()
-
-
-@pytest.fixture
-def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
-    """``colossus verify`` of a config text; (exit code, standard output, standard error)."""
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def launch(config: object, file: Path, is_reference: bool) -> int:
-        world = 1 if is_reference else world_size(load_config(file).parallel)
-        file.with_suffix("").mkdir()
-        run_ranks(world, run_forked, str(file), world, with_context=False)
-        return 0
-
-    monkeypatch.setattr(command, "_launch", launch)
-
-    def run(text: str, *words: str, middle: str = "nn.Identity()") -> tuple[int, str, str]:
-        code = main(["verify", str(config_file(tmp_path, text, middle)), "--steps=1", *words])
-        seen = capsys.readouterr()
-        assert leftovers(tmp_path) == []
-        return code, seen.out, seen.err
-
-    return run
-
-
-def counts(out: str) -> dict[str, int]:
-    """Kind of thing -> how many were compared."""
-    rows = [re.match(r"(\D+?)  +(\d+) ", line) for line in out.partition("\nagree ")[2].splitlines()]
-    return {row[1]: int(row[2]) for row in rows if row}
-
 
 # -- what agrees ----------------------------------------------------------------------------------------------
 
@@ -770,10 +693,6 @@ def test_the_recorder_is_the_hook_of_both_runs(tmp_path: Path) -> None:
 
 def from_outside(tmp_path: Path, *words: str) -> tuple[int, str, str]:
     return finish(start([sys.executable, "-m", "colossus", "verify", *words], tmp_path, TMPDIR=str(tmp_path)))
-
-
-def leftovers(tmp_path: Path) -> list[str]:
-    return [path.name for path in tmp_path.glob("colossus-verify-*/**/*") if path.is_file()]
 
 
 def test_launched_runs_are_compared_and_leave_nothing(tmp_path: Path) -> None:

@@ -68,6 +68,11 @@ class StepTotals:
     tokens: Tensor
     peak_in_flight: int
 
+    @classmethod
+    def zeros(cls, device: torch.device) -> StepTotals:
+        loss_sum, tokens = torch.zeros(2, dtype=torch.float64, device=device)
+        return cls(loss_sum, tokens, 0)
+
 
 @dataclass
 class _State:

@@ -14,23 +14,22 @@ class StepObserver:
     Attributes:
         compares_batches: whether it finds out itself if ranks of a model were given different batches, so that the
             engine does not refuse them.
-        needs_batch: whether `after_forward` wants the batch on all stages.
+        needs_samples: whether `before_forward` wants the samples.
     """
 
     compares_batches = False
-    needs_batch = False
+    needs_samples = False
 
-    def before_forward(self, stage: int, microbatch: int) -> None:
-        """A stage is about to run; it has ended before another one begins."""
-
-    def after_forward(self, stage: int, microbatch: int, output: Any, local_batch: Any) -> None:
-        """A stage has run; of the last stage, the loss has not.
+    def before_forward(self, stage: int, microbatch: int, samples: Any) -> None:
+        """A stage is about to run; it has ended before another one begins.
 
         Args:
-            output: of the stage.
-            local_batch: this rank's shard of the microbatch, what a loss function gets; None on stages in between
-                that nobody wants it on.
+            samples: this rank's shard of the microbatch, the same for all stages, with all tokens of its sequences;
+                None unless ``needs_samples``.
         """
+
+    def after_forward(self, stage: int, microbatch: int, output: Any) -> None:
+        """A stage has run; of the last stage, the loss has not."""
 
     def after_action(self, action: Action, began: float, ended: float) -> None:
         """An action of the schedule is done; times in seconds of `time.perf_counter`."""

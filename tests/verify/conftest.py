@@ -1,0 +1,41 @@
+"""``colossus verify`` without the seconds that its processes take to start."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.verified import Verify, config_file, leftovers, run_forked
+
+from colossus.cli.main import main
+from colossus.config import load_config
+from colossus.config.plans import world_size
+from colossus.verify import command
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verify:
+    """``colossus verify`` of a config text; (exit code, standard output, standard error)."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def launch(config: object, file: Path, is_reference: bool) -> int:
+        world = 1 if is_reference else world_size(load_config(file).parallel)
+        file.with_suffix("").mkdir()
+        run_ranks(world, run_forked, str(file), world, with_context=False)
+        return 0
+
+    monkeypatch.setattr(command, "_launch", launch)
+
+    def run(text: str, *words: str, middle: str = "nn.Identity()") -> tuple[int, str, str]:
+        code = main(["verify", str(config_file(tmp_path, text, middle)), "--steps=1", *words])
+        seen = capsys.readouterr()
+        assert leftovers(tmp_path) == []
+        return code, seen.out, seen.err
+
+    return run

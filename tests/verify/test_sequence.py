@@ -1,0 +1,181 @@
+"""``colossus verify`` under a plan that splits sequences: no rank has all tokens of a sample."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+from helpers.launching import ROOT
+from helpers.verified import Verify, counts
+
+from colossus.config import load_config
+from colossus.verify import command
+from colossus.verify.outputs import compare_outputs
+from colossus.verify.records import Call, Output, RankStep, row_fingerprints, token_fingerprints
+
+#: sequences of LENGTH tokens; labels of the first ones are ignored, in each sample another number
+TOKENS = """
+class _Sequences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        row = torch.randint(0, 13, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        labels = row[1:].clone()
+        labels[: index % 3] = -100
+        return {"inputs": row[:-1], "labels": labels}
+
+data = dict(type=_Sequences)
+train = dict(global_batch_size=4, clip_grad_norm=0.5)
+optimizer = dict(type="AdamW", lr=1e-2)
+"""
+
+GPT = """
+model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=13, seq_len=LENGTH)
+"""
+
+# its own part is position-wise, but for MIDDLE; `local` is the way to a plain tensor
+NET = """
+local = getattr(layers, "local", lambda x: x)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(13, 16)
+        self.up = layers.Linear(16, 16)
+        self.attention = layers.Attention(16, 4)
+        self.norm = nn.LayerNorm(16)
+        self.heads = Heads()
+        self.middle = MIDDLE
+        self.down = nn.Linear(16, 13)
+    def forward(self, ids):
+        h = self.up(self.embedding(ids))
+        return self.down(self.middle(self.heads(self.norm(h + self.attention(h)))))
+    def loss(self, outputs, batch):
+        labels = batch["labels"]
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), reduction="sum"), (labels >= 0).sum()
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Identity()
+    def forward(self, x):
+        return self.turned(x.unflatten(-1, (4, 4)).transpose(1, 2)).transpose(1, 2).flatten(2) + x
+
+model = dict(type=Net)
+"""
+
+RING = ["parallel.sequence=2", "--steps=1"]
+ULYSSES = ["parallel.sequence.size=2", "parallel.sequence.mode=ulysses"]
+HYBRID = ["parallel.sequence.size=4", "parallel.sequence.mode=hybrid", "parallel.sequence.ulysses=2"]
+PLANS = {
+    "ring": (8, RING),
+    "padded": (7, [*RING, "parallel.sequence.pad=True", "parallel.data=2"]),
+    "ulysses_tensor": (6, [*ULYSSES, "parallel.tensor=2"]),
+    "hybrid": (8, HYBRID),
+    "pipeline": (7, [*RING, "parallel.sequence.pad=True", "parallel.pipeline=2", "schedule.microbatches=2"]),
+    "2d": (8, [*RING, "parallel.tensor.mode=2d", "parallel.tensor.shape=(2,1)"]),
+}
+
+
+def text_of(model: str, length: int) -> str:
+    return (textwrap.dedent(TOKENS) + model).replace("LENGTH", str(length))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
+    length, words = PLANS[plan]
+    code, out, err = verify(text_of(GPT, length), *words)
+    assert (code, err) == (0, ""), out
+    assert counts(out)["outputs of modules"] == 8, "embedding, positions, dropout, two blocks, norm, head, model"
+    assert counts(out)["gradients"] == counts(out)["initial values"]
+
+
+@pytest.mark.parametrize("plan", ["padded", "ulysses_tensor"])
+def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
+    length, words = PLANS[plan]
+    net = NET.replace("MIDDLE", "nn.Sequential(nn.Linear(16, 16), nn.GELU())")
+    code, out, err = verify(text_of(net, length), *words)
+    assert (code, err) == (0, ""), out
+    assert counts(out)["outputs of modules"] == 11, "tokens behind heads, too"
+
+
+MIXING = {
+    "a mean over tokens": ("x + x.mean(1, keepdim=True)", 8, RING, ", token "),
+    "a shift": ("x + x.roll(1, 1)", 7, [*RING, "parallel.sequence.pad=True"], ", token "),
+    "positions": ("x + torch.arange(x.shape[1], dtype=x.dtype)[:, None]", 6, ULYSSES, " on rank 1\n"),
+    "pooled": ("x.mean(1)", 8, RING, ", sample "),
+    "a class token": ("torch.cat((x[:, :1], x), 1)", 8, RING, " on rank 0\n  shape [5, 16] for each sample, in one "
+                      "process [9, 16]: this rank has 4 of the 8 tokens of a sequence"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_module_that_mixes_tokens_is_named(verify: Verify, name: str) -> None:
+    expression, length, words, place = MIXING[name]
+    mixing = f"""
+class Mixing(nn.Module):
+    def forward(self, x):
+        x = local(x)
+        return {expression}
+"""
+    net = mixing + NET.replace("MIDDLE", "Mixing()")
+    if name == "pooled":
+        net = net.replace("outputs.flatten(0, 1), labels.flatten()", "outputs, labels[:, -1] % 13")
+    if name == "a class token":
+        net = net.replace("self.down(", "self.down(local(").replace("))))\n", "))))[:, 1:])\n")
+    code, out, err = verify(text_of(net, length), *words)
+    assert (code, err) == (3, ""), out
+    assert out.startswith("DIFFERENT at step 1: the output of middle")
+    assert place in out.partition("class Mixing\n")[0]
+    assert "the samples and the outputs before it agree, the last is that of heads\n" in out
+    assert "a rank has a part of the tokens of each sequence" in out
+
+
+def test_a_gradient_that_is_wrong_on_some_tokens(verify: Verify) -> None:
+    """The forward is right; the backward of one rank's tokens is not."""
+    text = """
+class Halved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        if os.environ.get("RANK") == "1":
+            self.weight.register_hook(lambda grad: 0.5 * grad)
+    def forward(self, x):
+        return x * self.weight
+"""
+    code, out, _ = verify(text_of(text + NET.replace("MIDDLE", "Halved()"), 8), *RING)
+    assert code == 3
+    assert out.startswith("DIFFERENT at step 1: the gradient of middle.weight\n")
+    assert "its gradient is summed over sequence" in out
+
+
+def test_the_long_config_of_the_repository_is_not_refused() -> None:
+    command._check_config(load_config(ROOT / "configs" / "gpt_long.py"))
+
+
+# -- units ----------------------------------------------------------------------------------------------------
+
+
+def step_of(x: torch.Tensor, positions: list[int], length: int) -> RankStep:
+    held = Output(tuple(x.shape[1:]), row_fingerprints(x), token_fingerprints(x, len(positions)))
+    outputs = {Call(0, "net", 1, ""): held}
+    samples = [(str(number),) for number in range(x.shape[0])]
+    return RankStep(samples=samples, positions=positions, num_positions=length, outputs=outputs, calls={(0, "net"): 1})
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_tokens_are_compared_with_those_of_their_positions(dim: int) -> None:
+    """With as many features as a rank has tokens both shapes tell which dim it is. Padding is not compared."""
+    whole = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    padded = torch.cat((whole, torch.full((2, 1, 3), torch.nan)), dim=1)
+    reference = step_of(whole.movedim(1, dim), [0, 1, 2, 3, 4], 5)
+    parts = [[5, 0, 3], [4, 1, 2]]
+    ranks = [step_of(padded[:, part].movedim(1, dim), part, 5) for part in parts]
+    (found,) = compare_outputs(ranks, reference)
+    assert found.difference.relative < 1e-14
+    padded[1, 2, 1] += 1e-3
+    ranks = [step_of(padded[:, part].movedim(1, dim), part, 5) for part in parts]
+    (found,) = compare_outputs(ranks, reference)
+    assert (found.name, found.rank) == ("net, sample 1, token 2", 1)
+    assert found.difference.absolute > 1e-5
