@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.forward_rng import ForwardRng
@@ -15,6 +16,7 @@ from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
+from colossus.layers.tokens import SplitTokens, local
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
 from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
@@ -87,6 +89,7 @@ class ModelStages:
             own = self._inputs.local(batch) if stage in (0, self._last_stage) or self.observers else None
             if stage == 0:
                 value = self._input_writes.before_forward(model_input(own), self.step)
+                value = self._inputs.mark_tokens(value, batch)
             for observer in self.observers:
                 observer.begin(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
@@ -99,7 +102,7 @@ class ModelStages:
                         observer.end(stage, microbatch, out, own)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own, self.step):
-                            out = checked_loss(self._loss_fn(out, own))
+                            out = checked_loss(self._loss_fn(tree_map_only(SplitTokens, local, out), own))
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(

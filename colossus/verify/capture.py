@@ -20,6 +20,7 @@ from colossus.engine.results import StepResult
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import to_user
+from colossus.layers.tokens import local
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.nest import tensors
@@ -211,7 +212,7 @@ class ForwardCapture:
     def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            value = to_user(tensor.detach())
+            value = local(to_user(tensor.detach()))
             if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
                 self._forward[call] = Output(tuple(value.shape[1:]), row_fingerprints(value))

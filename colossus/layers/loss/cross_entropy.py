@@ -11,6 +11,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
+from colossus.layers.tokens import local
 
 
 def cross_entropy(
@@ -40,6 +41,7 @@ def cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
+    labels = local(labels)
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = local_logits_and_labels(logits, labels)
     flat = split.local.reshape(-1, split.local.shape[-1])
