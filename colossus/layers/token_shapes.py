@@ -67,6 +67,10 @@ def _swapped(ndim: int, dim0: int = -1, dim1: int = -2, **names: int) -> list[in
     return order
 
 
+def _as_complex(x: Tensor) -> TokenDim:
+    return avoid(x, -1, "pairs the elements of")
+
+
 def given_dims(ndim: int, *dims: Any, **names: Any) -> Sequence[int]:
     dims = names.get("dims", dims)
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -136,5 +140,5 @@ SHAPES: dict[str, Callable[..., TokenDim]] = {
     "permute": _permuted(given_dims), "movedim": _permuted(_moved), "moveaxis": _permuted(_moved),
     **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "_unsafe_view"), _reshaped),
     "flatten": _flattened, "unflatten": _unflattened, "ravel": lambda x: _flattened(x),
-    "unsqueeze": _unsqueezed, "squeeze": _squeezed,
+    "unsqueeze": _unsqueezed, "squeeze": _squeezed, "view_as_complex": _as_complex, "view_as_real": found,
 }  # fmt: skip

@@ -57,7 +57,8 @@ class SplitTokens(Tensor):
                     # the backward of a user's own autograd function: its sums are those of a rank's part
                     return func(*_plain(args), **_plain(kwargs))
                 raise ValueError(_refusal(name, error, first)) from None
-            out = func(*args, **kwargs)
+            # torch copies only what it has the type of
+            out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
         if isinstance(out, (tuple, list)):
             for each in out:
                 _mark(each, at, first.num_ranks)

@@ -41,6 +41,20 @@ class Product(torch.autograd.Function):
         return grad @ weight.t(), torch.einsum("bth,btk->hk", x, grad)
 
 
+class Square(torch.autograd.Function):
+    """Another one, whose gradient is computed of what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
 def experts(m: Any, x: Tensor) -> Tensor:
     weights, chosen = F.softmax(m.gate(x), dim=-1).topk(2, dim=-1)
     outputs = torch.stack([expert(x) for expert in m.experts], dim=2)  # [b, t, experts, h]
@@ -134,7 +148,7 @@ POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))),
     "checkpointed, reentrant": lambda: Of(lambda m, x: checkpoint(m.mlp, x, use_reentrant=True), mlp=nn.Sequential(
         nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))),
-    "own autograd function": lambda: Of(lambda m, x: Product.apply(x, m.weight)),
+    "own autograd function": lambda: Of(lambda m, x: Product.apply(Square.apply(x) - x, m.weight)),
     "hook of a gradient": lambda: Of(hooked),
     "spectral": lambda: Of(lambda m, x: torch.fft.rfft(x, dim=-1).abs().repeat(1, 1, 2)[..., :16] @ m.weight),
     "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),

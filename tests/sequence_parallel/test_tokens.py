@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
-from helpers.token_modules import MIXING, POSITION_WISE, Of
+from helpers.token_modules import MIXING, POSITION_WISE, Of, Square
 from torch import Tensor, nn
 
 import colossus
@@ -212,12 +212,15 @@ class Ours(nn.Module):
         ]
 
     def start(self, inputs: dict[str, Tensor]) -> Any:
-        x = self.positions(self.table(inputs["ids"]))
+        x = self.positions(Square.apply(self.table(inputs["ids"])))
         x = self.block(x, documents=inputs["documents"]) + inputs["weights"].unsqueeze(-1)
         return {"x": self.first(x).transpose(1, 2), "flat": x.flatten(0, 1), "scale": inputs["scale"]}
 
     def end(self, given: dict[str, Tensor]) -> Tensor:
-        x = given["x"].mT + given["flat"].unflatten(0, (given["x"].shape[0], -1)) * given["scale"][:, None]
+        x = (
+            Square.apply(given["x"]).mT
+            + given["flat"].unflatten(0, (given["x"].shape[0], -1)) * given["scale"][:, None]
+        )
         x = x + self.attention(x)
         x = x + self.pair(self.norm(x.flatten(0, 1))).view(x.shape)
         return self.head(x).sub(0.1)
