@@ -267,7 +267,7 @@ def _build(rank: int, what: str) -> None:
         ),
         (
             "whole",
-            r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch have 8",
+            r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch",
         ),
         ("pooled", r"Net, test_training.py:\d+: return x.mean\(dim=1\): mean reduces dim 1, which holds the tokens"),
         ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
