@@ -144,7 +144,7 @@ def _convolution(count: int) -> Callable[..., TokenDim]:
     return rule
 
 
-_WINDOW = "Of a window of neighbouring tokens each rank lacks those of others: a kernel of 1 is right, an attention is"
+_WINDOW = "Neighbours may be on another rank: a kernel of 1 is right, and colossus.layers.Attention looks at all tokens"
 
 
 def _of(value: Any, place: int) -> Any:

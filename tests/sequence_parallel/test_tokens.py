@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -281,3 +283,43 @@ def test_our_layers_and_stages_pass_tokens_on(world: int, parallel: dict[str, An
         assert numbers == pytest.approx(wanted, rel=1e-10)
         for name, value in wanted_gradients.items():
             torch.testing.assert_close(gradients[name], value, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_a_layer_of_ours_refuses_tokens_where_it_takes_something_else() -> None:
+    x = tokens(3, 8, 16)
+    for call, words in (
+        (
+            lambda: layers.LayerNorm(8)(x.mT),
+            r"LayerNorm takes features last, but its input of local shape \(3, 16, 8\)",
+        ),
+        (lambda: layers.LayerNorm((8, 16))(x), r"LayerNorm takes features in the last 2 dims, .* has tokens in dim 1"),
+        (lambda: layers.MLP(8, 16)(x.mT), r"MLP takes features last"),
+        (
+            lambda: layers.Attention(16, 4)(x.transpose(0, 1)),
+            r"Attention takes \[batch, tokens, features\], .* in dim 0",
+        ),
+        (
+            lambda: layers.TransformerBlock(16, 4)(x.flatten(0, 1)),
+            r"TransformerBlock takes .* in dim 0, flattened with",
+        ),
+        (lambda: layers.cross_entropy(x.mT, tokens(3, 8).long()), r"the loss takes features last"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_losses_of_ours_take_tokens() -> None:
+    logits, labels = tokens(3, 8, 16), tokens(3, 8).abs().long()
+    for loss in (layers.cross_entropy, layers.accuracy):
+        found, wanted = loss(logits, labels), loss(layers.local(logits), layers.local(labels))
+        assert [type(each) for each in found] == [Tensor, Tensor]
+        assert [each.item() for each in found] == [each.item() for each in wanted]
+
+
+def test_copies_and_complex_numbers() -> None:
+    x = tokens(3, 8, 16)
+    assert copy.deepcopy(x).token_dim == pickle.loads(pickle.dumps(x)).token_dim == TokenDim(1)
+    turned = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(torch.ones(8), torch.arange(8.0))
+    assert torch.view_as_real(turned).flatten(2).token_dim == TokenDim(1)
+    with pytest.raises(ValueError, match="mul lets dim 0 of a plain tensor"):
+        turned * torch.polar(torch.ones(8, 8), torch.ones(8, 8))  # of positions 0, 1, 2, ..
