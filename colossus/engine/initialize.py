@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, require_available, resolve_sizes
@@ -200,16 +199,20 @@ def _measure(
             f"batch, but there is no data: give the config `data`, or take split='parameters'"
         )
     batch = inputs.split(loaders.train.peek(), config.schedule.microbatches)
-    sample = model_input(inputs.local(batch.microbatches[0]))
+    first = batch.microbatches[0]
+    sample = inputs.mark_tokens(model_input(inputs.local(first)), first)
     with context:
         return measure_blocks(factory, context, sample, batch.info, dtype=dtype)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
-    """Under sequence parallelism, that no module but ours mixes tokens: it would see the tokens of one rank."""
+    """Under sequence parallelism, that no module is there to mix tokens: it would see the tokens of one rank.
+
+    What is seen when they run only, `SplitTokens` refuses.
+    """
     if model_parallel_of(context).sequence is None:
         return
-    mixing = (nn.MultiheadAttention, nn.RNNBase, _ConvNd, PatchEmbedding)
+    mixing = (nn.MultiheadAttention, nn.RNNBase, PatchEmbedding)
     for name, module in model.named_modules():
         if isinstance(module, mixing):
             raise ValueError(

@@ -26,6 +26,8 @@ from colossus.data.batch import (
 from colossus.engine.batch_check import fingerprint
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.token_dim import TokenDim
+from colossus.layers.tokens import with_tokens
 from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
@@ -107,6 +109,18 @@ class Inputs:
         """The samples of that shard with all their tokens."""
         return local_samples(microbatch, self._context, self._dtype)
 
+    def mark_tokens(self, given: Any, microbatch: Any) -> Any:
+        """What the model of this rank is given of a microbatch: of what holds a part of the tokens, `SplitTokens`.
+
+        A loss function gets the plain tensors.
+        """
+        if self._sequence is None:
+            return given
+        whole, num_ranks = model_input(microbatch), self._sequence.num_shards
+        num_tokens = sequence_length(microbatch)
+        are_split = iter([_holds_tokens(x, num_tokens) for _, x in tensors(whole)])
+        return map_batch(lambda x: with_tokens(x, TokenDim(1) if next(are_split) else None, num_ranks), given)
+
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     """The axes beside data over which the samples of a batch are split: tensor axes of 2D, 2.5D and 3D."""
@@ -164,6 +178,10 @@ def sequence_length(batch: Any) -> int:
     return int(found[0].shape[1])
 
 
+def _holds_tokens(x: Tensor, num_tokens: int) -> bool:
+    return x.dim() > 1 and x.shape[1] == num_tokens
+
+
 def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     """Of every tensor whose dim 1 is as long as the sequence the tokens of this rank.
 
@@ -174,7 +192,7 @@ def _local_tokens(batch: Any, sequence: SequenceSplit, pad: bool) -> Any:
     inputs = {id(x) for _, x in tensors(model_input(batch))}
 
     def shard(x: Tensor) -> Tensor:
-        if x.dim() < 2 or x.shape[1] != num_tokens:
+        if not _holds_tokens(x, num_tokens):
             return x
         if missing:
             is_label = id(x) not in inputs and not x.is_floating_point() and x.dtype != torch.bool

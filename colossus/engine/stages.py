@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.forward_rng import ForwardRng
@@ -16,6 +17,7 @@ from colossus.engine.loss_function import LossFunction, checked_loss
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
+from colossus.layers.tokens import SplitTokens, local
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
@@ -78,6 +80,8 @@ class ModelStages:
             value = self._input_writes.before_forward(
                 stage, microbatch, value if stage else model_input(own), self.step
             )
+            if stage == 0:
+                value = self._inputs.mark_tokens(value, batch)
             for observer in self._observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
                 observer.before_forward(stage, microbatch, samples)
@@ -92,7 +96,7 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own):
-                            out = checked_loss(self._loss_fn(out, own))
+                            out = checked_loss(self._loss_fn(tree_map_only(SplitTokens, local, out), own))
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(

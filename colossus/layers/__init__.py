@@ -20,10 +20,12 @@ _NAMES = {
     "RMSNorm": "norm",
     "ShardedActivation": "sharded",
     "SplitHeads": "heads",
+    "SplitTokens": "tokens",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
     "checkpoint": "activation_checkpoint",
     "cross_entropy": "loss.cross_entropy",
+    "local": "tokens",
     "merge_heads": "heads",
     "run_blocks": "pipeline_block",
     "split_heads": "heads",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
     from colossus.layers.sharded import ShardedActivation, to_outer, to_user
+    from colossus.layers.tokens import SplitTokens, local
 
 __all__ = [
     "MLP",
@@ -64,10 +67,12 @@ __all__ = [
     "RMSNorm",
     "ShardedActivation",
     "SplitHeads",
+    "SplitTokens",
     "TransformerBlock",
     "accuracy",
     "checkpoint",
     "cross_entropy",
+    "local",
     "merge_heads",
     "run_blocks",
     "split_heads",

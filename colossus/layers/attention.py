@@ -18,6 +18,7 @@ from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -99,10 +100,11 @@ class Attention(Layer):
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        local, source, output_layout = unwrap(x, self.parallel)
-        return wrap(
-            self.apply_local(local, source, output_layout, mask, documents), output_layout, output_layout, self.parallel
-        )
+        token_dim = require_sequences(x, self.title)
+        shard, source, output_layout = unwrap(x, self.parallel)
+        documents = None if documents is None else local(documents)
+        y = self.apply_local(shard, source, output_layout, mask, documents)
+        return wrap(y, output_layout, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(
         self,
@@ -172,6 +174,14 @@ class Attention(Layer):
                 f"set it to 0, or put dropout behind the attention"
             )
         num_tokens = self.parallel.batch_info.num_tokens
+        held = query.shape[-2] * sequence.num_shards
+        if num_tokens is not None and held != sequence.padded_length(num_tokens):
+            raise ValueError(
+                f"{self.title}: its input has {query.shape[-2]} tokens on each of {sequence.num_shards} ranks, but "
+                f"the sequences of this batch have {num_tokens}: it is a tensor whose tokens are not split (those of "
+                f"another length, of which every rank has all). Its tokens can be looked at from those that are split "
+                f"(F.scaled_dot_product_attention, keys and values of it), but not by this layer"
+            )
         if not self.causal and num_tokens is not None and num_tokens < query.shape[-2] * sequence.num_shards:
             # padding is a document of its own; a causal query never looks that far
             if documents is None:

@@ -16,6 +16,7 @@ from colossus.layers.mlp import MLP, GatedMLP
 from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 from colossus.refusal import refusal
@@ -86,11 +87,13 @@ class TransformerBlock(Layer):
         self.mlp_dropout = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        local, activation, output_layout = unwrap(x, self.parallel)
+        token_dim = require_sequences(x, self.title)
+        shard, activation, output_layout = unwrap(x, self.parallel)
+        documents = None if documents is None else local(documents)
         if self.activation_checkpoint != "none" and self.training:
-            local = checkpoint(
+            shard = checkpoint(
                 self.apply_local,
-                local,
+                shard,
                 activation,
                 mask,
                 documents,
@@ -99,8 +102,8 @@ class TransformerBlock(Layer):
                 preserve_rng_state=False,
             )
         else:
-            local = self.apply_local(local, activation, mask, documents)
-        return wrap(local, activation, output_layout, self.parallel)
+            shard = self.apply_local(shard, activation, mask, documents)
+        return wrap(shard, activation, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None

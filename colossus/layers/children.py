@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import move, to_user, unwrap, wrap
+from colossus.layers.token_dim import TokenDim
 from colossus.layout.activation import Activation
 from colossus.refusal import refusal
 
@@ -83,7 +84,7 @@ def run_child(
         if child.local_layouts == 1 and outputs is None and (source is target or source == target):
             return child.apply_local(x, source, **more)
     parallel: ModelParallel = parent.parallel  # type: ignore[assignment]
-    marked = wrap(x, source, target, parallel)
+    marked = wrap(x, source, target, parallel, token_dim=_token_dim(x, parallel))
     if not ours:
         marked = to_user(marked)
     out = child(marked, **{key: value for key, value in more.items() if value is not None})
@@ -110,6 +111,17 @@ def to_local(x: Tensor, target: Activation, parallel: ModelParallel) -> Tensor:
     """An activation in any layout, a plain one in the user layout, as a plain local tensor laid out as ``target``."""
     local, reached, _ = unwrap(x, parallel)
     return move(local, reached, target, parallel.context)
+
+
+def _token_dim(x: Tensor, parallel: ModelParallel) -> TokenDim | None:
+    """Where a tensor inside of a block holds its tokens: dim -2, or all that was flattened into dim 0."""
+    if parallel.sequence is None:
+        return None
+    if x.dim() != 2:
+        return TokenDim(x.dim() - 2)
+    num_tokens = parallel.batch_info.num_tokens
+    count = parallel.sequence.padded_length(num_tokens) // parallel.sequence.num_shards if num_tokens else x.shape[0]
+    return TokenDim(0, max(1, x.shape[0] // count))
 
 
 def _title(parent: nn.Module) -> str:

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from colossus.comm.conjugate import not_a_view
 from colossus.comm.first_order import first_order
+from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
 from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
@@ -34,8 +35,11 @@ class DeferredWgrad(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
-            if _can_defer(x, weight):
-                return _Linear.apply(to_product_dtype(x), weight, bias, self._weights)
+            plain = local(x) if isinstance(x, SplitTokens) else x
+            if _can_defer(plain, weight):
+                token_dim = require_features_last(x, "linear")
+                y = _Linear.apply(to_product_dtype(plain), weight, bias, self._weights)
+                return y if token_dim is None else with_tokens(y, token_dim, x.num_ranks)
         return func(*args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
+from colossus.layers.token_dim import tokens_of
 from colossus.layout.activation import Activation
 from colossus.refusal import refusal
 
@@ -32,7 +33,8 @@ class Dropout(Layer):
             return x
         local, activation, output_layout = unwrap(x, self.parallel)
         num_features = x.num_features if isinstance(x, ShardedActivation) else None
-        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel, num_features)
+        y = self.apply_local(local, activation)
+        return wrap(y, activation, output_layout, self.parallel, num_features, tokens_of(x))
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:

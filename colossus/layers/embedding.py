@@ -15,6 +15,8 @@ from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.token_dim import tokens_of
+from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -74,7 +76,8 @@ class Embedding(Layer):
         target = self._target or self.parallel.regions.user
         if self.sharding is not None and ids.dim() == 0:  # as a batch of one
             return self.forward(ids.unsqueeze(0)).squeeze(0)
-        return wrap(self.apply_local(ids, target), target, target, self.parallel)
+        y = self.apply_local(local(ids), target)
+        return wrap(y, target, target, self.parallel, token_dim=tokens_of(ids))
 
     def call_for(self, ids: Tensor, target: Activation) -> Tensor:
         """``self(ids)``, with its hooks, laid out as ``target`` instead of whole."""
@@ -230,8 +233,10 @@ class PositionEmbedding(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        local, activation, output_layout = unwrap(x, self.parallel)
-        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel)
+        token_dim = require_sequences(x, self.title)
+        shard, activation, output_layout = unwrap(x, self.parallel)
+        y = self.apply_local(shard, activation)
+        return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:

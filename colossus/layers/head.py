@@ -13,6 +13,7 @@ from colossus.construct.init import torch_linear
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, unwrap, wrap
+from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -76,6 +77,7 @@ class LMHead(Layer):
             return F.linear(x, self.weight, self.bias)
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
+        token_dim = require_features_last(x, self.title)
         local, source, output_layout = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
         routes = self._routes.get((source, local.dim()))
@@ -83,8 +85,8 @@ class LMHead(Layer):
             routes = self._routes[source, local.dim()] = self._make_routes(source, local.dim())
         y = matmul(local, self.weight, self._gathered_bias(), routes)
         if inner == self.parallel.regions.user:  # every rank has all columns, and the padding
-            return y[..., : self.vocab_size]
-        return wrap(y, inner, output_layout, self.parallel, self.vocab_size)
+            return wrap(y[..., : self.vocab_size], inner, output_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, inner, output_layout, self.parallel, self.vocab_size, token_dim)
 
     def _make_routes(self, source: Activation, ndim: int) -> MatmulRoutes:
         assert self.sharding is not None

@@ -14,6 +14,7 @@ from colossus.construct.init import torch_linear
 from colossus.layers.children import computes_as_ours
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
+from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
@@ -141,12 +142,13 @@ class Linear(Layer):
             return self._outputs(F.linear(x, self.weight, self.bias))
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
+        token_dim = require_features_last(x, self.title)
         local, source, output_layout = unwrap(x, self.parallel)
         target = self.parallel.regions.inner if self.split == "column" else output_layout
         y = self.apply_local(local, source, target)
         if not self.is_fused:
-            return wrap(y, target, output_layout, self.parallel)
-        return tuple(wrap(output, target, output_layout, self.parallel) for output in y)
+            return wrap(y, target, output_layout, self.parallel, token_dim=token_dim)
+        return tuple(wrap(output, target, output_layout, self.parallel, token_dim=token_dim) for output in y)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """The product of a plain local tensor laid out as ``source``, returned as ``target``: what blocks call."""

@@ -12,6 +12,7 @@ from colossus.layers.children import run_child
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 
@@ -26,8 +27,10 @@ class _ColumnRowPair(Layer):
     down: Linear
 
     def forward(self, x: Tensor) -> Tensor:
+        token_dim = require_features_last(x, self.title)
         local, source, output_layout = unwrap(x, self.parallel)
-        return wrap(self.apply_local(local, source, output_layout), output_layout, output_layout, self.parallel)
+        y = self.apply_local(local, source, output_layout)
+        return wrap(y, output_layout, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.parallel.regions.inner

@@ -21,6 +21,7 @@ from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -45,8 +46,10 @@ class _Norm(Layer):
         return self.make_parameter({"": shape}, Layout.whole(len(shape)), init or Constant(value), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        token_dim = require_features_last(x, self.title, len(self.normalized_shape))
         local, activation, output_layout = unwrap(x, self.parallel)
-        return wrap(self.apply_local(local, activation), activation, output_layout, self.parallel)
+        y = self.apply_local(local, activation)
+        return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         """The norm of a plain local tensor laid out as ``activation``."""

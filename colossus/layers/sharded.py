@@ -14,6 +14,8 @@ from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layers.pointwise import is_pointwise
+from colossus.layers.token_dim import TokenDim, tokens_of
+from colossus.layers.tokens import local, with_tokens
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.refusal import refusal
@@ -33,12 +35,14 @@ class ShardedActivation(SplitTensor):
         activation: how it is split.
         output_layout: the layout in which a row linear returns its output.
         num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
+        token_dim: of the tensor in the user layout, where it holds a sequence rank's tokens; else None.
     """
 
     activation: Activation
     output_layout: Activation
     parallel: ModelParallel
     num_features: int | None
+    token_dim: TokenDim | None
 
     @classmethod
     def __torch_function__(
@@ -84,11 +88,11 @@ class ShardedActivation(SplitTensor):
 
     def _like_of(self) -> Callable[[Tensor], Tensor]:
         """`_like`, without holding this tensor: a hook of its own would keep it alive."""
-        how = self.activation, self.output_layout, self.parallel, self.num_features
+        how = self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim
         return lambda x: wrap(x, *how)
 
     def _like(self, x: Tensor) -> Tensor:
-        return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features)
+        return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -159,17 +163,18 @@ def wrap(
     output_layout: Activation,
     parallel: ModelParallel,
     num_features: int | None = None,
+    token_dim: TokenDim | None = None,
 ) -> Tensor:
-    """``x`` marked with how it is split; a tensor in the user layout stays plain."""
+    """``x`` marked with how it is split; in the user layout it is plain, or holds a sequence rank's tokens.
+
+    Args:
+        token_dim: `tokens_of` what it was made of: what holds no tokens, or is whole, gives what holds none.
+    """
     if activation == parallel.regions.user:
-        return x
+        return x if token_dim is None else with_tokens(x, token_dim, parallel.context.size("sequence"))
     out = x.as_subclass(ShardedActivation)
-    out.activation, out.output_layout, out.parallel, out.num_features = (
-        activation,
-        output_layout,
-        parallel,
-        num_features,
-    )
+    out.activation, out.output_layout, out.parallel = activation, output_layout, parallel
+    out.num_features, out.token_dim = num_features, token_dim
     return out
 
 
@@ -192,7 +197,7 @@ def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Acti
         with torch._C.DisableTorchFunctionSubclass():
             return x.as_subclass(Tensor), x.activation, x.output_layout
     refuse_heads(x)
-    return x, parallel.regions.user, parallel.regions.user
+    return local(x), parallel.regions.user, parallel.regions.user
 
 
 def move(x: Tensor, source: Activation, target: Activation, context: ParallelContext) -> Tensor:
@@ -205,34 +210,40 @@ def move(x: Tensor, source: Activation, target: Activation, context: ParallelCon
 
 
 def to_user(x: Tensor) -> Tensor:
-    """The activation in the user layout: all features on every rank, gradient complete; plain torch is right on it."""
+    """The activation in the user layout: all features on every rank, gradient complete.
+
+    Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `SplitTokens`).
+    """
     if not isinstance(x, ShardedActivation):
         refuse_heads(x)
         return x
     parallel, num_features = x.parallel, x.num_features
-    local, activation, _ = unwrap(x, parallel)
-    out = move(local, activation, parallel.regions.user, parallel.context)
-    return out if num_features is None or out.shape[-1] == num_features else out[..., :num_features]
+    shard, activation, _ = unwrap(x, parallel)
+    user = parallel.regions.user
+    out = move(shard, activation, user, parallel.context)
+    out = out if num_features is None or out.shape[-1] == num_features else out[..., :num_features]
+    return wrap(out, user, user, parallel, token_dim=x.token_dim)
 
 
 def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     """The activation in the layout between blocks: called once before a stack of blocks, it saves them all gathers."""
     parallel = parallel or (x.parallel if isinstance(x, ShardedActivation) else model_parallel_of(current_context()))
-    local, activation, _ = unwrap(x, parallel)
+    token_dim = tokens_of(x)
+    shard, activation, _ = unwrap(x, parallel)
     outer = parallel.regions.outer
     num_features = x.num_features if isinstance(x, ShardedActivation) else None
-    out = move(local, activation, outer, parallel.context)
+    out = move(shard, activation, outer, parallel.context)
     if num_features is not None and not outer.features:
         out, num_features = out[..., :num_features], None
-    return wrap(out, outer, outer, parallel, num_features)
+    return wrap(out, outer, outer, parallel, num_features, token_dim)
 
 
 def as_batch_of_one(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
     """A layer's ``forward`` on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):
         parallel = x.parallel
-        local, activation, output_layout = unwrap(x, parallel)
-        x = wrap(local.unsqueeze(0), activation, output_layout, parallel, x.num_features)
+        shard, activation, output_layout = unwrap(x, parallel)
+        x = wrap(shard.unsqueeze(0), activation, output_layout, parallel, x.num_features)
     else:
         x = x.unsqueeze(0)
     out = forward(x)
@@ -243,5 +254,5 @@ def _first_sample(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedActivation):
         return x.squeeze(0)
     parallel, num_features = x.parallel, x.num_features
-    local, activation, output_layout = unwrap(x, parallel)
-    return wrap(local.squeeze(0), activation, output_layout, parallel, num_features)
+    shard, activation, output_layout = unwrap(x, parallel)
+    return wrap(shard.squeeze(0), activation, output_layout, parallel, num_features)

@@ -19,6 +19,8 @@ from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import to_outer, to_user, wrap
+from colossus.layers.token_dim import tokens_of
+from colossus.layers.tokens import local
 from colossus.layout.activation import Activation
 from colossus.models.options import GPTOptions
 from colossus.registry import MODELS
@@ -94,7 +96,8 @@ class GPT(nn.Module):
         x = self._look_up(ids, outer)
         if self.positions is not None:
             x = run_child(self, "positions", x, outer, outer)
-        x = wrap(run_child(self, "dropout", x, outer, outer), outer, outer, self.parallel)
+        x = run_child(self, "dropout", x, outer, outer)
+        x = wrap(x, outer, outer, self.parallel, token_dim=tokens_of(ids))
         return x if documents is None else (x, documents)
 
     def _look_up(self, ids: Tensor, target: Activation) -> Tensor:
@@ -103,7 +106,7 @@ class GPT(nn.Module):
             return to_local(embedding(ids), target, self.parallel)
         if is_listened_to(embedding):
             return to_local(embedding.call_for(ids, target), target, self.parallel)
-        return embedding.apply_local(ids, target)
+        return embedding.apply_local(local(ids), target)
 
     def _logits(self, hidden: Hidden) -> Tensor:
         x = self._between_blocks(self.norm, hidden[0] if isinstance(hidden, tuple) else hidden)

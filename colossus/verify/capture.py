@@ -227,7 +227,7 @@ class ForwardCapture(StepObserver):
     def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            value = _plain(tensor)
+            value = local(to_user(tensor.detach()))
             if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
                 tokens = token_fingerprints(value, len(self._positions)) if self._positions else {}
@@ -248,13 +248,6 @@ class ForwardCapture(StepObserver):
         captured.positions, captured.num_positions = self._positions, self._num_positions
         self._outputs, self._samples, self._calls = {}, {}, {}
         return captured
-
-
-def _plain(x: Tensor) -> Tensor:
-    """What a rank holds of an activation in the user layout, whatever type of tensor marks it."""
-    user = to_user(x.detach())
-    with torch._C.DisableTorchFunctionSubclass():
-        return user.as_subclass(Tensor)
 
 
 def visible_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

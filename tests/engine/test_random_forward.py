@@ -131,7 +131,7 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[int, Tensor]:
     engine.train_step(torch.ones(SAMPLES, 8, WIDTH))
     model: Any = engine.model
     engine.close()
-    return engine.context.index("sequence"), model.masks[0]
+    return engine.context.index("sequence"), layers.local(model.masks[0])
 
 
 def test_shards_of_a_sequence_have_masks_of_their_own() -> None:

@@ -264,6 +264,11 @@ def _build(rank: int, what: str) -> None:
             if what == "mask":
                 tokens = x.shape[1] * 2
                 return self.attention(x, torch.ones(tokens, tokens, dtype=torch.bool))
+            if what == "whole":
+                return self.attention(x) + self.attention(torch.zeros(4, 8, 8)).mean(1, keepdim=True)
+            if what == "pooled":
+                x = self.attention(x)
+                return x.mean(dim=1)
             return self.attention(x)
 
     def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -284,6 +289,11 @@ def _build(rank: int, what: str) -> None:
             "mask",
             r"attention \(Attention\): a mask over whole sequences, but parallel.sequence splits them over 2",
         ),
+        (
+            "whole",
+            r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch",
+        ),
+        ("pooled", r"Net, test_training.py:\d+: return x.mean\(dim=1\): mean reduces dim 1, which holds the tokens"),
         ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
         ("flat", "no tensor of it has two dims or more"),
         ("odd", "7 tokens"),

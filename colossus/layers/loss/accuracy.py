@@ -7,6 +7,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.layers.loss.split_logits import local_logits_and_labels
+from colossus.layers.tokens import local
 
 
 @torch.no_grad()
@@ -24,6 +25,7 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
         (correct, count): float64 scalars over the samples this rank holds in the user layout; sum them over the ranks
         that hold other samples.
     """
+    labels = local(labels)
     count = (labels != ignore_index).sum().double()
     split, labels = local_logits_and_labels(logits, labels)
     columns = split.local[..., : split.stop - split.start]

@@ -12,6 +12,7 @@ from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
+from colossus.layers.tokens import local
 from colossus.tensor_parallel.autocast import to_wide_dtype
 
 
@@ -42,6 +43,7 @@ def cross_entropy(
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
     """
+    labels = local(labels)
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = local_logits_and_labels(logits, labels)
     flat = to_wide_dtype(split.local.reshape(-1, split.local.shape[-1]))

@@ -13,6 +13,7 @@ from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 from colossus.layers.sharded import ShardedActivation, unwrap
+from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.refusal import refusal
@@ -61,20 +62,22 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     Raises:
         ValueError: for shapes that do not fit.
     """
+    require_features_last(logits, "the loss")
     if not isinstance(logits, ShardedActivation):
+        logits = local(logits)
         _check(logits, labels, labels)
         width = logits.shape[-1]
         return SplitLogits(logits, None, 0, width, width), labels
     parallel = logits.parallel
-    local, activation, _ = unwrap(logits, parallel)
-    context, ndim, user = parallel.context, local.dim(), parallel.regions.user
+    shard, activation, _ = unwrap(logits, parallel)
+    context, ndim, user = parallel.context, shard.dim(), parallel.regions.user
     rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
         _check(logits, labels, labels)
     own = labels if rows == user_rows else run(Route.of(moves(user_rows, rows), context).forward, labels).wait()
     _check(logits, labels, own)
     group = context.group(activation.features)
-    width = local.shape[-1]
+    width = shard.shape[-1]
     total = logits.num_features or width * group.size
     start = min(group.index * width, total)
     axes, user_axes = rows.shard_axes, user_rows.shard_axes
@@ -82,7 +85,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     shared_by = math.prod(context.grid.sizes[axis] for axis in user_axes if axis not in axes)
     moved = bool(extra) or shared_by > 1
     split = SplitLogits(
-        local, group, start, min(start + width, total), total, context.group(extra) if moved else None, shared_by
+        shard, group, start, min(start + width, total), total, context.group(extra) if moved else None, shared_by
     )
     return split, own
 

@@ -21,6 +21,7 @@ from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import NamedBlock, pipeline_blocks
 from colossus.layers.sharded import ShardedActivation, unwrap
+from colossus.layers.tokens import local
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
 
@@ -118,7 +119,7 @@ def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, 
 
 def _backward(out: Any) -> None:
     """Backward from ones through whatever the block returned."""
-    plain = [unwrap(leaf, leaf.parallel)[0] if isinstance(leaf, ShardedActivation) else leaf for leaf in _tensors(out)]
+    plain = [unwrap(x, x.parallel)[0] if isinstance(x, ShardedActivation) else local(x) for x in _tensors(out)]
     roots = [leaf for leaf in plain if leaf.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

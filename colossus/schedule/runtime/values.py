@@ -13,6 +13,8 @@ from torch.utils._pytree import keystr as path_string
 
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
+from colossus.layers.token_dim import TokenDim, tokens_of
+from colossus.layers.tokens import with_tokens
 from colossus.layout.activation import Activation
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -27,12 +29,14 @@ class TensorSpec:
         shape: of this rank's shard.
         needs_gradient: whether its gradient is sent back to the stage that made it.
         sharding: (layout, output layout, number of features) of a `ShardedActivation`; None for a plain tensor.
+        token_dim: where it holds a sequence rank's tokens; None where it holds none.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     needs_gradient: bool
     sharding: tuple[Activation, Activation, int | None] | None
+    token_dim: TokenDim | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
             )
             local = unwrap(item, parallel)[0]
             needs = item.requires_grad and torch.is_grad_enabled()
-            leaves.append(TensorSpec(local.shape, local.dtype, needs, sharding))
+            leaves.append(TensorSpec(local.shape, local.dtype, needs, sharding, tokens_of(item)))
             tensors.append(local)
         elif isinstance(item, _CONSTANTS):
             leaves.append(item)
@@ -124,7 +128,9 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
             local = _unsafe_view(local, local.shape)  # no leaf: a stage may begin with an operation in place
         if leaf.sharding is not None:
             activation, output_layout, num_features = leaf.sharding
-            local = wrap(local, activation, output_layout, parallel, num_features)
+            local = wrap(local, activation, output_layout, parallel, num_features, leaf.token_dim)
+        else:
+            local = with_tokens(local, leaf.token_dim, parallel.context.size("sequence"))
         made.append(local)
         items.append(local)
     return tree_unflatten(items, spec.tree), roots

@@ -1,0 +1,238 @@
+"""Modules that work on each token by itself, and such that mix tokens, as users write them: [b, t, 16] -> the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 16
+
+
+class Of(nn.Module):
+    """A function of (weight or modules, x) as a module; ``weight`` [16, 16] is always there."""
+
+    def __init__(self, function: Callable[..., Tensor], **children: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2)
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+class Product(torch.autograd.Function):
+    """A user's own function, whose backward sums over tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), torch.einsum("bth,btk->hk", x, grad)
+
+
+class Square(torch.autograd.Function):
+    """Another one, whose gradient is computed of what was saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    weights, chosen = F.softmax(m.gate(x), dim=-1).topk(2, dim=-1)
+    outputs = torch.stack([expert(x) for expert in m.experts], dim=2)  # [b, t, experts, h]
+    picked = outputs.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, WIDTH))
+    return (picked * weights.unsqueeze(-1)).sum(2)
+
+
+def heads(m: Any, x: Tensor) -> Tensor:
+    batch, tokens, _ = x.shape
+    h = m.up(x).view(batch, tokens, 4, 8).transpose(1, 2)  # [b, heads, t, d]
+    h = h * F.softmax(h.sum(-1, keepdim=True), dim=1)
+    return m.down(h.transpose(1, 2).reshape(batch, tokens, 32))
+
+
+def heads_of_one_token(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (x @ m.weight[:, :16]).unflatten(-1, (4, 4)), x.unflatten(-1, (4, 4)), x.sin().unflatten(-1, (4, 4))
+    return F.scaled_dot_product_attention(q, k, v).flatten(-2)
+
+
+def whole_memory(m: Any, x: Tensor) -> Tensor:
+    memory = m.weight.tanh().expand(x.shape[0], -1, -1)  # 16 slots that every rank has
+    return F.scaled_dot_product_attention(m.query(x).unsqueeze(1), memory.unsqueeze(1), memory.unsqueeze(1)).squeeze(1)
+
+
+def rewritten(m: Any, x: Tensor) -> Tensor:
+    y = x.clone()
+    y[..., :4] = x[..., 4:8] * 2
+    y[:, :, 5] += 1.0
+    y[y > 1.5] = 0.5
+    return y @ m.weight
+
+
+def hooked(m: Any, x: Tensor) -> Tensor:
+    h = x @ m.weight
+    if h.requires_grad:
+        h.register_hook(lambda grad: grad.clamp(min=0.0) - grad.norm(dim=-1, keepdim=True))
+    return h.square()
+
+
+def standardized(m: Any, x: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x, dim=-1, keepdim=True)
+    return (x - mean) / (var + 1e-5).sqrt() @ m.weight
+
+
+def looked_up(m: Any, x: Tensor) -> Tensor:
+    ids = x.argmax(dim=-1)
+    return m.weight[ids] + m.table(ids) + F.one_hot(ids, WIDTH).to(x) @ m.weight
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    out = m.linear(x)
+    out += x
+    return m.relu(out)
+
+
+POSITION_WISE: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
+    "layer norm": lambda: nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16, bias=False)),
+    "rms norm": lambda: nn.Sequential(nn.RMSNorm(16), nn.Softmax(dim=-1)),
+    "group norm of flattened tokens": lambda: Of(
+        lambda m, x: m.norm(x.reshape(-1, 16)).view(x.shape), norm=nn.GroupNorm(4, 16)
+    ),
+    "gated": lambda: Of(lambda m, x: m.down(F.glu(m.up(x), dim=-1)), up=nn.Linear(16, 64), down=nn.Linear(32, 16)),
+    "chunks": lambda: Of(lambda m, x: torch.cat([a * b for a, b in zip(*(m.up(x).chunk(2, -1),) * 2, strict=True)], -1)
+                         @ m.weight, up=nn.Linear(16, 16)),
+    "heads": lambda: Of(heads, up=nn.Linear(16, 32), down=nn.Linear(32, 16)),
+    "heads of one token": lambda: Of(heads_of_one_token),
+    "pointwise convolution": lambda: Of(lambda m, x: m.conv(x.transpose(1, 2)).mT, conv=nn.Conv1d(16, 16, 1)),
+    "convolution of each token": lambda: Of(
+        lambda m, x: m.conv(x.reshape(-1, 1, 4, 4)).flatten(1).unflatten(0, x.shape[:2]),
+        conv=nn.Conv2d(1, 1, 3, padding=1),
+    ),
+    "einsum": lambda: Of(lambda m, x: torch.einsum("bth,hk->btk", x, m.weight)),
+    "einsum of pairs": lambda: Of(lambda m, x: torch.einsum("...h,...k,hk->...h", x, x, m.weight)),
+    "bilinear": lambda: Of(lambda m, x: m.product(x, x.cos()), product=nn.Bilinear(16, 16, 16)),
+    "from the left": lambda: Of(lambda m, x: (m.weight @ x.permute(0, 2, 1)).permute(0, 2, 1)),
+    "token first": lambda: Of(lambda m, x: (x.movedim(1, 0).contiguous() @ m.weight).movedim(0, 1)),
+    "experts": lambda: Of(experts, gate=nn.Linear(16, 3), experts=nn.ModuleList(nn.Linear(16, 16) for _ in range(3))),
+    "looked up": lambda: Of(looked_up, table=nn.Embedding(16, 16)),
+    "matrix for each token": lambda: Of(
+        lambda m, x: (x.unsqueeze(-1) @ x.unsqueeze(-2) @ m.weight).mean(-2), proj=nn.Linear(16, 16)
+    ),
+    "memory that is whole": lambda: Of(whole_memory, query=nn.Linear(16, 16)),
+    "pooled features": lambda: Of(lambda m, x: F.avg_pool1d(x, 2).repeat_interleave(2, dim=-1) @ m.weight),
+    "scans of features": lambda: Of(lambda m, x: x.sort(dim=-1).values.cumsum(-1).flip(-1) @ m.weight),
+    "in place": lambda: Of(in_place, linear=nn.Linear(16, 16), relu=nn.ReLU(inplace=True)),
+    "rewritten": lambda: Of(rewritten),
+    "masked": lambda: Of(lambda m, x: torch.where(x > 0, x @ m.weight, x.masked_fill(x < -1, 0.0))),
+    "standardized": lambda: Of(standardized),
+    "checkpointed": lambda: Of(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False), mlp=nn.Sequential(
+        nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))),
+    "checkpointed, reentrant": lambda: Of(lambda m, x: checkpoint(m.mlp, x, use_reentrant=True), mlp=nn.Sequential(
+        nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 16))),
+    "own autograd function": lambda: Of(lambda m, x: Product.apply(Square.apply(x) - x, m.weight)),
+    "hook of a gradient": lambda: Of(hooked),
+    "spectral": lambda: Of(lambda m, x: torch.fft.rfft(x, dim=-1).abs().repeat(1, 1, 2)[..., :16] @ m.weight),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    "plain features": lambda: Of(lambda m, x: x * m.weight[0] + m.weight[1:2]),
+}  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    """Not a child of the model before it is called, so that nothing but the call can refuse it."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.make = lambda: kind(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make()(x)[0]
+
+
+def causal_mean(m: Any, x: Tensor) -> Tensor:
+    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+def own_attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = (x.unflatten(-1, (4, 4)).transpose(1, 2) for _ in range(3))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def written_out_attention(m: Any, x: Tensor) -> Tensor:
+    return torch.softmax(x @ x.transpose(-2, -1), dim=-1) @ x
+
+
+def across(m: Any, x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(m.weight.expand(x.shape[0], -1, -1), x, x)
+
+
+#: with a part of what the refusal says
+MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mean": (lambda: Of(lambda m, x: x - x.mean(dim=1, keepdim=True)), r"mean reduces dim 1, which holds the tokens"),
+    "sum of all": (lambda: Of(lambda m, x: x / x.sum()), r"sum reduces all dims at once, those of the tokens too"),
+    "maximum": (lambda: Of(lambda m, x: x - x.max(1).values[:, None]), r"max reduces dim 1"),
+    "norm of a transposed": (lambda: Of(lambda m, x: F.normalize(x.mT, dim=-1).mT), r"normalize works along dim -1"),
+    "softmax over tokens": (lambda: Of(lambda m, x: x.softmax(dim=-2)), r"softmax works along dim -2"),
+    "class token": (lambda: Of(lambda m, x: x + x[:, :1]), r"indexing selects from dim 1, which holds the tokens"),
+    "last token": (lambda: Of(lambda m, x: x + x[:, -1, None]), r"indexing selects from dim 1"),
+    "chosen tokens": (lambda: Of(lambda m, x: x[x[..., 0] > 0]), r"indexing selects by a mask or by indices"),
+    "class token in front": (
+        lambda: Of(lambda m, x: torch.cat([m.weight[:1].expand(x.shape[0], 1, 16), x], dim=1)[:, 1:]),
+        r"cat concatenates tokens, of which a rank has a part, and a plain tensor",
+    ),
+    "shifted by one": (lambda: Of(lambda m, x: x - x.roll(1, 1)), r"roll works along dim 1"),
+    "padded": (lambda: Of(lambda m, x: F.pad(x, (0, 0, 1, 0))), r"pad adds tokens at the ends of each rank's part"),
+    "causal mean": (lambda: Of(causal_mean), r"cumsum works along dim 1"),
+    "reversed": (lambda: Of(lambda m, x: x + x.flip(1)), r"flip works along dim 1"),
+    "sorted": (lambda: Of(lambda m, x: x.sort(dim=1).values), r"sort works along dim 1"),
+    "positions": (
+        lambda: Of(lambda m, x: x + torch.arange(x.shape[1])[:, None]),
+        r"add lets dim 0 of a plain tensor of shape \(8, 1\), which is whole, meet the tokens.*PositionEmbedding",
+    ),
+    "table of positions": (
+        lambda: Of(lambda m, x: x + m.weight[: x.shape[1]]), r"add lets dim 0 of a plain tensor of shape \(8, 16\)"
+    ),
+    "own attention": (lambda: Of(own_attention), r"scaled_dot_product_attention looks at the tokens of one rank only"),
+    "attention written out": (lambda: Of(written_out_attention), r"matmul multiplies tokens with tokens"),
+    "attention from latents": (lambda: Of(across), r"scaled_dot_product_attention looks at the tokens of one rank"),
+    "einsum over tokens": (
+        lambda: Of(lambda m, x: torch.einsum("bth,bth->bh", x, x)[:, None] * x), r"einsum sums over the tokens"
+    ),
+    "einsum of tokens": (lambda: Of(lambda m, x: torch.einsum("bth,bsh->bts", x, x) @ x), r"einsum multiplies tokens"),
+    "mixed by a matrix": (lambda: Of(lambda m, x: m.weight[:8, :8] @ x), r"matmul sums over the tokens"),
+    "linear over tokens": (lambda: Of(lambda m, x: m.mix(x.mT).mT, mix=nn.Linear(8, 8)), r"linear sums over dim -1"),
+    "convolution": (
+        lambda: Of(lambda m, x: m.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1)),
+        r"conv1d looks at neighbours: its kernel is 3 wide along the tokens \(stride 1, padding 1\)",
+    ),
+    "channels": (lambda: Of(lambda m, x: m.conv(x), conv=nn.Conv1d(8, 8, 1)), r"conv1d sums over the tokens, which"),
+    "lstm": (lambda: Recurrent(nn.LSTM), r"lstm runs over the tokens of one rank only"),
+    "gru": (lambda: Recurrent(nn.GRU), r"gru runs over the tokens of one rank only"),
+    "batch norm": (lambda: nn.BatchNorm1d(8), r"batch_norm normalizes over the tokens of the batch"),
+    "norm over tokens": (lambda: nn.LayerNorm((8, 16)), r"layer_norm normalizes over dim -2, which holds the tokens"),
+    "pairs": (lambda: Of(lambda m, x: (x[:, :, None] - x[:, None]).sum(2)), r"sub brings tokens in dim 1"),
+    "taken apart": (lambda: Of(lambda m, x: x.view(3, 2, 4, 16).flatten(1, 2)), r"view takes the tokens apart"),
+    "written into a plain one": (
+        lambda: Of(lambda m, x: torch.zeros(3, 8, 16).copy_(x)), r"copy_ writes tokens.* into a plain tensor"
+    ),
+    "a number": (lambda: Of(lambda m, x: x * x.abs().amax((0, 2)).tolist()[0]), r"tolist reads the values of one rank"),
+    "not known": (lambda: Of(lambda m, x: torch.cov(x[0])), r"cov is not known to work on each token by itself"),
+}  # fmt: skip
