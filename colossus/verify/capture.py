@@ -20,6 +20,7 @@ from colossus.engine.results import StepResult
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.sharded import to_user
+from colossus.layers.tokens import local
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.nest import tensors
