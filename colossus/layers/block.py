@@ -11,24 +11,14 @@ from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
 from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
+from colossus.layers.kinds import MLPKind, NormKind
 from colossus.layers.layer import Layer
-from colossus.layers.mlp import MLP, GatedMLP
-from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
-from colossus.refusal import refusal
-
-
-def make_norm(kind: str, hidden_size: int, bias: bool, eps: float | None = None) -> LayerNorm | RMSNorm:
-    """``layernorm`` (by default with eps 1e-5) or ``rmsnorm`` (1e-6)."""
-    if kind == "layernorm":
-        return LayerNorm(hidden_size, eps=1e-5 if eps is None else eps, bias=bias)
-    if kind == "rmsnorm":
-        return RMSNorm(hidden_size, eps=1e-6 if eps is None else eps)
-    raise refusal(f"norm = {kind!r}: use 'layernorm' or 'rmsnorm'")
+from colossus.registry import MLPS, NORMS
 
 
 class TransformerBlock(Layer):
@@ -38,6 +28,7 @@ class TransformerBlock(Layer):
     tensor; between ``to_outer`` and ``to_user`` activations stay split as the mode splits them.
 
     Args:
+        norm, mlp: names in `colossus.registry.NORMS` and `MLPS`; what they stand for is in `colossus.layers.kinds`.
         norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
         rotary, rotary_base, rotary_scaling: as of `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective``
@@ -69,20 +60,16 @@ class TransformerBlock(Layer):
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
         self.activation_checkpoint = activation_checkpoint
-        self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
+        norm_kind: NormKind = NORMS.get(norm)
+        mlp_kind: MLPKind = MLPS.get(mlp)
+        self.attention_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
             causal=causal, dropout=attention_dropout,
             rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
-        self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
-        self.mlp: nn.Module
-        if mlp == "gelu":
-            self.mlp = MLP(hidden_size, ffn_size, bias, **inits)
-        elif mlp == "swiglu":
-            self.mlp = GatedMLP(hidden_size, ffn_size or 4 * hidden_size, bias, **inits)
-        else:
-            raise refusal(f"mlp = {mlp!r}: use 'gelu' or 'swiglu'")
+        self.mlp_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
+        self.mlp: nn.Module = mlp_kind.make(hidden_size, ffn_size, bias, **inits)
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
 

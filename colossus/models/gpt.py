@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from colossus.construct.init import Constant, Normal
 from colossus.context.parallel_context import current_context
-from colossus.layers.block import TransformerBlock, make_norm
+from colossus.layers.block import TransformerBlock
 from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
@@ -23,7 +23,7 @@ from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local
 from colossus.layout.activation import Activation
 from colossus.models.options import GPTOptions
-from colossus.registry import MODELS
+from colossus.registry import MODELS, NORMS
 
 #: the value between two blocks: the activation, with the documents of its tokens where the input has them
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -74,7 +74,7 @@ class GPT(nn.Module):
             )
             for _ in range(o.num_layers)
         )
-        self.norm = make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
+        self.norm: nn.Module = NORMS.get(o.norm).make(o.hidden_size, o.bias, o.norm_eps)
         tied = self.embedding if o.tie_embeddings else None
         self.head = LMHead(o.hidden_size, o.vocab_size, tied_to=tied, init=init)
 
