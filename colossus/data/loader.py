@@ -213,7 +213,7 @@ def build_loaders(
     train = Loader(make_source(train_data, train_shard, spec.reading_options), shard=train_shard, device=device)
     if isinstance(train.source, MapSource) and train.source.num_samples < global_batch_size:
         raise ValueError(
-            f"{_describe(train_data)} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
+            f"{type(train_data).__name__} has {train.source.num_samples} samples, fewer than train.global_batch_size = "
             f"{global_batch_size}: a batch would hold samples several times; give more data, or set "
             f"train.global_batch_size to {train.source.num_samples} or less"
         )

@@ -122,8 +122,8 @@ TABLE: dict[str, Bad] = {
         "6 or less",
         text=tokens("small.bin", validation_fraction=0),
     ),
-    "batch of a dataset": bad("_Samples of length 7 has 7 samples", text=samples("count=7")),
-    "batch of a list": bad("list of length 3 has 3 samples", text="data = [_Samples()[i] for i in range(3)]"),
+    "batch of a dataset": bad("_Samples has 7 samples", text=samples("count=7")),
+    "batch of a list": bad("list has 3 samples", text="data = [_Samples()[i] for i in range(3)]"),
     "no samples": bad("_Samples has no samples", text=samples("count=0")),
     "no samples to validate": bad("_Samples has no samples", text=samples("validation=_Samples(0)")),
     "batch of a loader": bad(
