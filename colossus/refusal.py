@@ -20,10 +20,16 @@ from typing import Any, TypeVar
 _Error = TypeVar("_Error", bound=Exception)
 
 _PACKAGE = str(Path(__file__).parent) + os.sep
-#: what lies outside of these frames calls a model as a whole, and says nothing about where in it an error was met
+#: outside of these frames a model is made or called as a whole, which says nothing about where in it an error was met
 _DOORS = tuple(
     _PACKAGE + file.replace("/", os.sep)
-    for file in ("engine/engine.py", "engine/stages.py", "schedule/runtime/executor.py")
+    for file in (
+        "construct/build_model.py",
+        "engine/engine.py",
+        "engine/initialize.py",
+        "engine/stages.py",
+        "schedule/runtime/executor.py",
+    )
 )
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending, Ready
+from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 
 
@@ -110,7 +111,7 @@ class _Conjugate(torch.autograd.Function):
         return out.view_as(out) if out is x else not_a_view(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         operation, group, dim, to_dim = ctx.move
         if operation == "all_to_all":

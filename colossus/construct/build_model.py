@@ -186,7 +186,12 @@ class _Materializer:
         )
 
     def _traced_value(self, tensor: Tensor, name: str) -> Tensor:
-        return self.trace.value(tensor, self.context.rng.key("init", name)) if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        try:
+            return self.trace.value(tensor, self.context.rng.key("init", name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.context.device, self.dtype if value.is_floating_point() else None)

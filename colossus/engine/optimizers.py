@@ -37,6 +37,11 @@ def keep_lr_scales(groups: Iterable[dict[str, Any]], base_lr: float) -> None:
             group.setdefault("lr_scale", float(group["lr"]) / base_lr)
 
 
+def _takes_fused(params: Iterable[nn.Parameter]) -> bool:
+    """torch's fused kernels know no complex numbers."""
+    return not any(param.is_complex() for param in params)
+
+
 def adamw(
     params: Iterable[nn.Parameter],
     lr: float,
@@ -48,15 +53,16 @@ def adamw(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.AdamW``."""
+    params = list(params)
     return _without_dynamo(torch.optim.AdamW)(
-        list(params),
+        params,
         lr=lr,
         betas=betas,
         eps=eps,
         weight_decay=weight_decay,
         amsgrad=amsgrad,
         maximize=maximize,
-        fused=fused,
+        fused=fused and _takes_fused(params),
     )
 
 
@@ -71,13 +77,14 @@ def sgd(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.SGD``."""
+    params = list(params)
     return _without_dynamo(torch.optim.SGD)(
-        list(params),
+        params,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
         maximize=maximize,
-        fused=fused,
+        fused=fused and _takes_fused(params),
     )

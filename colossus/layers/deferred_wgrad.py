@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.first_order import first_order
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -63,7 +64,7 @@ class _Linear(torch.autograd.Function):
         return not_a_view(F.linear(x, weight, bias))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, _, needs_b, _ = ctx.needs_input_grad

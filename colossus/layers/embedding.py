@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
@@ -187,7 +188,7 @@ class _Lookup(torch.autograd.Function):
         return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, elsewhere = ctx.saved_tensors
         routes: _LookupRoutes = ctx.routes

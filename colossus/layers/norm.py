@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.comm.first_order import first_order
 from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
 from colossus.layers.layer import Layer
@@ -217,7 +218,7 @@ class _SplitNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, scale, weight = ctx.saved_tensors
         normal = (x if mean is None else x - mean) * scale

@@ -31,11 +31,14 @@ _UNTAGGED = {
     "where.Scalar",
 }  # fmt: skip
 
-#: python functions made of pointwise ones, and those that copy or convert
+#: python functions made of pointwise ones, those that copy or convert, and constants of the same shape
 _ALWAYS: set[Any] = {
     F.softsign,
     F.tanhshrink,
     torch.clone,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
     *(getattr(Tensor, n) for n in ("clone", "contiguous", "detach", "float", "double", "half", "bfloat16", "bool",
                                    "int", "long", "to", "type")),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from colossus.comm.first_order import first_order
 from colossus.comm.ring import rotate
 from colossus.context.groups import AxisGroup
 from colossus.refusal import refusal
@@ -92,7 +93,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (*_backward(grads[0], *ctx.saved_tensors, *ctx.options), None, None, None, None)
 

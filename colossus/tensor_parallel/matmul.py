@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
@@ -127,7 +128,7 @@ class _Matmul(torch.autograd.Function):
         return not_a_view(y)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         routes: MatmulRoutes = ctx.routes
         weights = routes.weights

@@ -176,3 +176,15 @@ def test_ranks_that_run_different_modules_say_which() -> None:
     for rank in range(2):
         expected = rf"\(in blocks\.{rank}\.down \(Linear\), at \S*{FILE}:{LINES['program']}: "
         assert re.search(expected, words), words
+
+
+def test_a_second_derivative_through_our_layers_is_refused_where_it_is_asked_for() -> None:
+    def body(context: ParallelContext) -> str:
+        model: Any = colossus.build(lambda: Pair("").double(), context)
+        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+        # the gradient of a sum is a constant: torch's once_differentiable would leave out a term in silence
+        energy = model(x).sum()
+        return told(lambda: torch.autograd.grad(energy, x, create_graph=True))  # at: twice
+
+    for words in run_ranks(2, body):
+        assert re.search(rf"differentiated again[\s\S]*at \S*{FILE}:{LINES['twice']}: ", words), words

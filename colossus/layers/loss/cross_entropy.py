@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.comm.first_order import first_order
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
 
@@ -100,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, column, is_local, valid = ctx.saved_tensors
         split, smoothing, z_loss = ctx.options

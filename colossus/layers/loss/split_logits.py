@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.layout.layout import Layout
@@ -102,6 +103,6 @@ class _UserSum(torch.autograd.Function):
         return collectives.all_reduce(total, group).wait() / shared_by
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None

@@ -134,26 +134,29 @@ def _first_gap(what: str, mine: dict[str, Tensor], other: dict[str, Tensor]) -> 
     if mine.keys() != other.keys():
         return f"{what}: {sorted(mine.keys() ^ other.keys())} on one side only"
     for name, value in other.items():
-        gap = (mine[name].double() - value.double()).abs().max().item() if value.numel() else 0.0
-        if not gap <= TOLERANCE * max(1.0, value.double().abs().max().item() if value.numel() else 0.0):
+        gap, size = ((x.abs().max().item() if x.numel() else 0.0) for x in (mine[name] - value, value))
+        if not gap <= TOLERANCE * max(1.0, size):
             return f"{what}: {name} differs by {gap:.2g}"
     return ""
 
 
-def _cell(model: UserModel, plan: Plan, twin: Run) -> tuple[str, str]:
+def _cell(model: UserModel, plan: Plan, twin: Run | None) -> tuple[str, str]:
     """How the cell ends on this rank: equal, wrong, or the type of an exception; and words."""
     try:
-        words = difference(train(model, plan), twin)
+        run = train(model, plan)
+        words = difference(run, twin) if twin is not None else ""
     except Exception as error:
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
     return ("wrong", words) if words else ("equal", "")
 
 
 def twins(models: Sequence[UserModel]) -> dict[str, Run]:
-    """The oracle of each model, from the initial values of one process."""
+    """The oracle of each model that one process can run, from the initial values that it has there."""
+
+    possible = [model for model in models if model.refusal_under("one process") is None]
 
     def body(rank: int) -> dict[str, Run]:
-        return {model.name: train_plainly(model, train(model, PLANS["one process"]).start) for model in models}
+        return {model.name: train_plainly(model, train(model, PLANS["one process"]).start) for model in possible}
 
     return run_ranks(1, body, with_context=False)[0]  # type: ignore[no-any-return]
 
@@ -189,7 +192,7 @@ def fill(models: Sequence[UserModel], plans: Sequence[str], oracle: dict[str, Ru
         for chosen in (together, *([model] for model in alone)):
 
             def body(rank: int, chosen: Sequence[UserModel] = chosen) -> list[tuple[str, str]]:
-                return [_cell(model, PLANS[plan], oracle[model.name]) for model in chosen]
+                return [_cell(model, PLANS[plan], oracle.get(model.name)) for model in chosen]
 
             ranks = run_ranks(PLANS[plan].world, body, with_context=False) if chosen else []
             for index, model in enumerate(chosen):

@@ -1,0 +1,170 @@
+"""What people write between a column and a row linear, and with the weights of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers.user_models.cases import WIDTH, Batch, classify, features, user_model
+from helpers.user_models.features import HIDDEN, NO_TOKENS, Block, Stack
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from colossus.layers import PipelineBlock
+
+#: the plans under which features between a pair are split
+SPLIT = ("1d", "2d", "2.5d", "3d", "data 2 x 1d", "pipeline 2 x 1d")
+
+
+class Pair(nn.Module):
+    """down(between(up(x))), and x."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__()
+        self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH, split="row")
+
+    def between(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.between(self.up(x)))
+        return out
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class ManyPointwise(Stack):
+    class Zoo(Pair):
+        def between(self, h: Tensor) -> Tensor:
+            h = F.leaky_relu(h, 0.1) + h**3 * 0.1 - h.square().log1p()
+            h = h.masked_fill(h < -1.0, 0.5).addcmul(h, h.sigmoid(), value=0.3)
+            h = h + (h.round() - h).detach()
+            h = torch.lerp(h, F.softplus(h), 0.25) / (1.0 + h.abs())
+            return torch.where(h.isnan(), torch.zeros_like(h), h).clone().contiguous().to(h.dtype)
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Zoo(kit), self.Zoo(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class ReadTwice(Stack):
+    """Two row linears read one column linear, and a copy of it without a gradient."""
+
+    class Twice(Pair):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(kit)
+            self.other = kit.Linear(HIDDEN, WIDTH, bias=False, split="row")
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x).tanh()
+            with torch.no_grad():
+                target = self.down(self.up(x))
+            out: Tensor = self.down(h) + self.other(h * h.detach()) - 0.1 * target
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Twice(kit), self.Twice(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS)
+class NormOfOursBetween(Stack):
+    class Normed(Pair):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(kit)
+            self.norm = kit.LayerNorm(HIDDEN)
+
+        def between(self, h: Tensor) -> Tensor:
+            out: Tensor = self.norm(h)
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Normed(kit), self.Normed(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "layer_norm on an activation"))
+class NormOfTorchBetween(Stack):
+    class Normed(Pair):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(kit)
+            self.norm = nn.LayerNorm(HIDDEN)
+
+        def between(self, h: Tensor) -> Tensor:
+            out: Tensor = self.norm(h)
+            return out
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Normed(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "a plain tensor of shape"))
+class LearnedScaleBetween(Stack):
+    class Scaled(Pair):
+        def __init__(self, kit: Any) -> None:
+            super().__init__(kit)
+            self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+        def between(self, h: Tensor) -> Tensor:
+            return h * self.scale
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Scaled(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "use colossus.layers.Dropout"))
+class DropoutOfTorchBetween(Stack):
+    class Dropped(Pair):
+        def between(self, h: Tensor) -> Tensor:
+            return F.dropout(h, 0.0)
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Dropped(kit), Block(kit))
+
+
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "split_heads"))
+class ViewIntoHeads(Stack):
+    class Viewed(Pair):
+        def between(self, h: Tensor) -> Tensor:
+            return h.view(len(h), 4, -1).softmax(1).flatten(1)
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(self.Viewed(kit), Block(kit))
+
+
+@user_model(features, classify, refused={"": "parametrizations.weight.original"})
+class WeightNormOfOurs(Stack):
+    """A parametrization of a weight of which a rank has a part."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(parametrizations.weight_norm(kit.Linear(WIDTH, WIDTH)), Block(kit))
+
+
+def with_penalty(out: Any, batch: Batch) -> tuple[Tensor, int]:
+    logits, penalty = out
+    total, count = classify(logits, batch)
+    return total + 0.1 * penalty * count, count
+
+
+@user_model(features, with_penalty, refused=NO_TOKENS | dict.fromkeys(SPLIT, "the parameter itself"))
+class PenaltyOnOurWeights(Stack):
+    """Weight decay by hand: the sum of squares of a weight of which a rank has a part."""
+
+    def __init__(self, kit: Any) -> None:
+        super().__init__(kit.Linear(WIDTH, WIDTH))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(lambda x: x), PipelineBlock(self.forward, "blocks", "head")]
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.blocks[0].weight.square().sum()
+
+
+@user_model(features, with_penalty, refused=NO_TOKENS)
+class PenaltyOnPlainWeights(Stack):
+    def __init__(self, kit: Any) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), Block(kit))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(lambda x: x), PipelineBlock(self.forward, "blocks", "head")]
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.blocks[0].weight.square().sum()
