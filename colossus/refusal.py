@@ -34,6 +34,9 @@ _DOORS = tuple(
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib")})
 
+#: characters of a line that are shown
+_MAX_SOURCE = 100
+
 _models: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -66,7 +69,14 @@ def _stack() -> Iterator[tuple[FrameType, int]]:
 
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Where in a model frames, innermost first, are; empty for none."""
+    """Where in a model frames, innermost first, are; empty for none, and rather than to fail over another failure."""
+    try:
+        return _found(frames)
+    except Exception:
+        return ""
+
+
+def _found(frames: Iterable[tuple[FrameType, int]]) -> str:
     module_type = getattr(sys.modules.get("torch.nn"), "Module", ())
     modules: list[Any] = []
     line = ""
@@ -77,7 +87,7 @@ def _place(frames: Iterable[tuple[FrameType, int]]) -> str:
         if not line and _is_users(file):
             line = f"at {_shown(file)}:{number}"
             source = linecache.getline(file, number).strip()
-            line += f": {source}" if source else ""
+            line += f": {source[:_MAX_SOURCE]}{' ...' * (len(source) > _MAX_SOURCE)}" if source else ""
         owner = frame.f_locals.get("self") if "self" in _names(frame) else None
         if isinstance(owner, module_type) and not any(owner is module for module in modules):
             modules.append(owner)

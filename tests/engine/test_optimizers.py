@@ -46,3 +46,17 @@ def test_an_optimizer_can_be_copied(
     optimizer.step()
     other.step()
     assert torch.equal(moved, weight)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=["AdamW", "SGD"])
+def test_complex_parameters_are_trained(
+    make: tuple[Callable[..., torch.optim.Optimizer], type[torch.optim.Optimizer]],
+) -> None:
+    """torch's fused kernels, the default, refuse them."""
+    ends = []
+    for maker in make:
+        weight = nn.Parameter(torch.tensor([1.0 + 2.0j, -1.0j]))
+        weight.grad = torch.tensor([0.5j, 1.0 + 1.0j])
+        maker([weight], lr=0.1).step()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)

@@ -23,6 +23,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.compare": lambda h: h * torch.gt(h, 0) + h.less_equal(0) * h,
     "where": lambda h: torch.where(h > 0, h, 0.1 * h),
     "where with numbers": lambda h: torch.where(h > 0, h, 0.5) + torch.where(h > 0, 2.0, h) + h.where(h < 1, 0.0),
+    "constants": lambda h: torch.where(h > 0, torch.zeros_like(h), h) * torch.ones_like(h) + torch.full_like(h, 2.0),
     "maximum": lambda h: torch.maximum(h, -h) + torch.minimum(h, h.square()),
     "max of two": lambda h: torch.max(h, h * h) + h.min(h.sin()) + torch.max(h, other=-h),
     "log": lambda h: (h.abs() + 1).log() + torch.log1p(h.square()) + h.square().add(1.0).log2(),
