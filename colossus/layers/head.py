@@ -83,7 +83,11 @@ class LMHead(Layer):
         routes = self._routes.get((source, local.dim()))
         if routes is None:
             routes = self._routes[source, local.dim()] = self._make_routes(source, local.dim())
-        y = matmul(local, self.weight, self._gathered_bias(), routes)
+        try:
+            y = matmul(local, self.weight, self._gathered_bias(), routes)
+        except (ValueError, RuntimeError) as error:
+            self.name_error(error, local, source, self.hidden_size)
+            raise
         if inner == self.parallel.regions.user:  # every rank has all columns, and the padding
             return wrap(y[..., : self.vocab_size], inner, output_layout, self.parallel, token_dim=token_dim)
         return wrap(y, inner, output_layout, self.parallel, self.vocab_size, token_dim)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.construct import allocate
 from colossus.construct.named_module import NamedModule
@@ -126,6 +126,24 @@ class Layer(NamedModule):
         for parameter in self.parameters(recurse=False):
             spec = spec_of(parameter)
             spec.record(gradient_axes(spec.layout, activation))
+
+    def name_error(self, error: Exception, x: Tensor, source: Activation, in_features: int) -> None:
+        """Give an error of the product of a plain local x laid out as ``source`` the name of this layer.
+
+        Raises:
+            ValueError: instead of it, when x is what cannot be multiplied.
+        """
+        found = x.shape[-1] * (self.context.size(source.features) if source.features else 1)
+        given = f"given {tuple(x.shape)} on this rank"
+        if found != in_features:
+            raise ValueError(f"{self.title}: it takes {in_features} features, but its input has {found}") from error
+        if isinstance(error, ValueError):
+            raise ValueError(
+                f"{self.title}, {given}: {error}. Samples travel between the ranks of this tensor mode: give it a "
+                f"number of them that divides (of one that all samples share: x.expand(n, ..), and one row of the "
+                f"result), or take split=None"
+            ) from error
+        error.add_note(f"in {self.title}, {given}")
 
     @property
     def title(self) -> str:

@@ -161,28 +161,12 @@ class Linear(Layer):
         try:
             y = matmul(x, self.weight, self.bias, routes)
         except (ValueError, RuntimeError) as error:
-            raise self._named(error, x, source) from error
+            self.name_error(error, x, source, self.in_features)
+            raise
         if not self.is_fused:
             return y
         reached = self._matmul_target(target)
         return tuple(move(output, reached, target, self.context) for output in self._outputs(y))
-
-    def _named(self, error: Exception, x: Tensor, source: Activation) -> Exception:
-        """What went wrong with a product, with the name of the layer."""
-        ways = self.context.size(source.features) if source.features else 1
-        if x.shape[-1] * ways != self.in_features:
-            return ValueError(
-                f"{self.title}: it takes {self.in_features} features, but its input has {x.shape[-1] * ways}"
-            )
-        given = f"given {tuple(x.shape)} on this rank"
-        if isinstance(error, ValueError):
-            return ValueError(
-                f"{self.title}, {given}: {error}. Samples travel between the ranks of this tensor mode: give it a "
-                f"number of them that divides (of one that all samples share: x.expand(n, ..), and one row of the "
-                f"result), or take split=None"
-            )
-        error.add_note(f"in {self.title}, {given}")
-        return error
 
     def _matmul_target(self, target: Activation) -> Activation:
         """The layout to which the matmul moves y: over features, several outputs are moved one by one after it."""

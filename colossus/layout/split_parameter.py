@@ -31,18 +31,21 @@ class SplitParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in _ABOUT or (func not in _SPECIAL and not torch.is_grad_enabled()):
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         kwargs = kwargs or {}
         if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
             args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            asks_for_node = func in _OF_ITS_SHAPE and args[0] is args[1]
-            if asks_for_node or (func not in _PRODUCTS and (func in _ABOUT or not torch.is_grad_enabled())):
+            if func in _OF_ITS_SHAPE and args[0] is args[1]:
                 return func(*args, **kwargs)
             known = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             try:
                 out = None if func in _PRODUCTS else func(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
+                if getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", ""):
+                    raise  # in place where gradients are wanted: torch says so
                 raise ValueError(_refusal(func, args, kwargs)) from error
             new = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known)
             if func in _PRODUCTS or any(leaf.requires_grad for leaf in new):
@@ -63,6 +66,8 @@ _TRANSPOSITIONS: set[Any] = {
 }  # fmt: skip
 
 _BACKWARD: set[Any] = {torch.autograd.backward, torch.autograd.grad}
+
+_SPECIAL: set[Any] = _PRODUCTS | _BACKWARD
 
 #: of a tensor and itself, the way to its node in the graph
 _OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}

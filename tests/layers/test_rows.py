@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ class Constant(nn.Module):
         super().__init__()
         self.start = nn.Parameter(torch.ones(1, HIDDEN))
         self.up, self.down = layers.Linear(HIDDEN, 48, split="column"), layers.Linear(48, HIDDEN, split="row")
+        self.head = layers.LMHead(HIDDEN, 11)
 
     def forward(self, count: int) -> Tensor:
         return self.down(self.up(self.start.expand(count, -1)))[0]
@@ -86,7 +88,8 @@ def test_a_row_that_all_samples_share() -> None:
         assert "x.expand(n, ..)" in words
 
 
-def test_rows_chosen_by_a_mask() -> None:
+@pytest.mark.parametrize("name", ["up", "head"])
+def test_rows_chosen_by_a_mask(name: str) -> None:
     """In 2D each rank may have other rows; where samples travel between ranks the message says what to do."""
 
     def body(context: ParallelContext) -> list[str]:
@@ -95,7 +98,7 @@ def test_rows_chosen_by_a_mask() -> None:
         mask = torch.zeros(3, TOKENS, dtype=torch.bool)
         mask[: 1 + context.rank] = True
         try:
-            model.up(x[mask])
+            getattr(model, name)(x[mask])
         except RuntimeError as error:
             return [str(error), *error.__notes__]
         return []
@@ -104,7 +107,7 @@ def test_rows_chosen_by_a_mask() -> None:
         assert len(words) == 2, words
         assert "other numbers of rows" in words[0]
         assert "torch.where" in words[0]
-        assert words[1].startswith("in up (Linear), given ("), words[1]
+        assert re.match(rf"in {name} \(\w+\), given \(", words[1]), words[1]
     for words in Mode("2d", (2, 1)).run(body):
         assert words == []
 
