@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from colossus.layers.caller import describe_caller
 from colossus.layers.pointwise import is_pointwise
 from colossus.layers.token_dim import MixedTokensError, TokenDim, aligned, found, tokens_of
 from colossus.layers.token_rules import RULES
+from colossus.refusal import refusal
 
 
 class SplitTokens(Tensor):
@@ -56,7 +56,7 @@ class SplitTokens(Tensor):
                 if torch._C._current_graph_task_id() != -1 and not _hooks.are_running:
                     # the backward of a user's own autograd function: its sums are those of a rank's part
                     return func(*_plain(args), **_plain(kwargs))
-                raise ValueError(_refusal(name, error, first)) from None
+                raise refusal(_refusal(name, error, first)) from None
             # torch copies only what it has the type of
             out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
         if isinstance(out, (tuple, list)):
@@ -85,7 +85,7 @@ def local(x: Tensor) -> Tensor:
     """
     if type(x) is not SplitTokens:
         if tokens_of(x) is not None:
-            raise ValueError(f"local: {x!r} has split features, too: call colossus.layers.to_user(x) first")
+            raise refusal(f"local: {x!r} has split features, too: call colossus.layers.to_user(x) first")
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
@@ -128,9 +128,9 @@ def require_sequences(x: Tensor, title: str) -> TokenDim | None:
 
 def _refuse_place(x: Tensor, token_dim: TokenDim, title: str, takes: str) -> None:
     flattened = ", flattened with others" if token_dim[1:] != (1, 1) else ""
-    raise ValueError(
+    raise refusal(
         f"{title} takes {takes}, but its input of local shape {tuple(_shape(x))} has tokens in dim "
-        f"{token_dim.dim}{flattened} ({describe_caller()})"
+        f"{token_dim.dim}{flattened}"
     )
 
 
@@ -202,10 +202,9 @@ def _token_dim(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _refusal(name: str, error: MixedTokensError, x: SplitTokens) -> str:
-    caller = describe_caller()
     remedy = f" {error.remedy}." if error.remedy else ""
     return (
-        f"{caller}{': ' * bool(caller)}{_SPOKEN.get(name, name)} {error}. parallel.sequence gives each of "
+        f"{_SPOKEN.get(name, name)} {error}. parallel.sequence gives each of "
         f"{x.num_ranks} ranks a part of the tokens (local shape {tuple(x.shape)}, tokens in dim {x.token_dim.dim}), so "
         f"it would be wrong in silence.{remedy} colossus.layers.local(x) gives the rank's part as a plain tensor, for "
         f"code that takes care of it itself"

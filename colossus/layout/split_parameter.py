@@ -13,6 +13,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.layout.parameter import spec_of
+from colossus.refusal import refusal
 
 #: inside of this block a `SplitParameter` is the plain tensor that the rank holds: for code that knows it as a shard,
 #: and where the time of a step is spent (the type costs some microseconds at each look at it)
@@ -46,10 +47,10 @@ class SplitParameter(nn.Parameter):
             except (RuntimeError, IndexError) as error:
                 if getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", ""):
                     raise  # in place where gradients are wanted: torch says so
-                raise ValueError(_refusal(func, args, kwargs)) from error
+                raise refusal(_refusal(func, args, kwargs)) from error
             new = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known)
             if func in _PRODUCTS or any(leaf.requires_grad for leaf in new):
-                raise ValueError(_refusal(func, args, kwargs))
+                raise refusal(_refusal(func, args, kwargs))
         return out
 
 
