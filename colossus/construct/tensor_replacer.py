@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -15,6 +16,8 @@ from colossus.layout.parameter import spec_of
 
 #: packages whose objects hold no tensors of a user's; of torch, distributions and modules do
 _CLOSED = ("torch", "colossus", "numpy", "logging", "threading")
+#: what most containers hold, left at once; and proxies, which raise when what they stand for is gone
+_PLAIN = {type(None), str, int, float, bool, *weakref.ProxyTypes}
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
@@ -75,14 +78,14 @@ class TensorReplacer:
     def _update(self, holder: Any, key: Any, path: str, leaf: str) -> None:
         """``holder[key]`` with its tensors replaced; written only where it is another object then."""
         old = holder[key]
-        if old is None or isinstance(old, str | int | float):
-            return
         new = self._replace_in(old, path, leaf)
         if new is not old:
             plain = next((kind for kind in (dict, list) if isinstance(holder, kind)), type(holder))
             plain.__setitem__(holder, key, new)
 
     def _replace_in(self, value: Any, path: str, leaf: str) -> Any:
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, Tensor):
             stays = not value.is_meta or id(value) in self._dropped
             return value if stays else self._replacement(value, path, leaf)
@@ -115,9 +118,9 @@ def stays_on_meta(module: nn.Module) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
+    if isinstance(value, str | bytes | int | float | type | ModuleType):
         return False
-    kind = type(value).__module__
+    kind = str(type(value).__module__)
     is_closed = kind.partition(".")[0] in _CLOSED and not kind.startswith("torch.distributions")
     return not is_closed or isinstance(value, nn.Module | dict | list)
 

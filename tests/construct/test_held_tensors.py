@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Frozen:
 
 
 class Slotted:
-    __slots__ = ("held",)
+    __slots__ = ("__weakref__", "held")
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
@@ -63,6 +64,8 @@ class HoldsAnywhere(nn.Module):
             node = [node]
         self.deep = node
         self.itself = [self]
+        gone = Slotted(base)
+        self.proxies = [weakref.proxy(gone), (weakref.proxy(gone), weakref.proxy(self))]
         self.tied = Frozen(weight, [weight])
         self.register_forward_hook(lambda module, args, output: output + weight.sum() * 0)
 
