@@ -239,6 +239,12 @@ class ParallelContext:
         """A copied model lives in the same context."""
         return self
 
+    def __copy__(self) -> ParallelContext:
+        """Another object with the same groups."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model belongs to its rank and plan: it is loaded into the current context, which must be alike."""
         return _context_like, (self.grid, self.rank, self.options, self.rng.seed, str(self.device))
