@@ -122,6 +122,22 @@ class Normal:
         return (drawn * self.std + self.mean).numpy()
 
 
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Values that exist, of the full shape: a rank reads its box of them.
+
+    It is kept as long as the model: give it a memory map (``torch.load(path, mmap=True)``) of what is large.
+    """
+
+    values: torch.Tensor | np.ndarray[Any, Any]
+
+    def __call__(self, key: int, shape: tuple[int, ...], box: Box) -> Array:
+        if tuple(self.values.shape) != shape:
+            raise ValueError(f"Values of shape {tuple(self.values.shape)} for a parameter of shape {shape}")
+        own = torch.as_tensor(self.values)[tuple(slice(*span) for span in box)]
+        return own.detach().to("cpu", torch.float64).numpy()
+
+
 def torch_linear(fan_in: int) -> Uniform:
     """What ``torch.nn.Linear`` draws for weight and bias: uniform within 1/sqrt(full fan-in)."""
     return Uniform(1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0)

@@ -64,6 +64,8 @@ class InitTrace(TorchDispatchMode):
         self._ops_by_key: dict[int, list[RecordedOp]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._fixed_seeds: dict[int, int] = {}
+        #: by id of a storage with values, the storage, and the one that stands for it
+        self._meta_storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._sharded: dict[int, ParameterSpec] = {}
         self._alive: list[torch.UntypedStorage] = []
         self.generators = TracedGenerators()
@@ -99,7 +101,7 @@ class InitTrace(TorchDispatchMode):
         only_real = not metas and not (makes_tensor and not inputs)
         if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
             return self._run_now(func, args, kwargs, written)
-        meta_args, meta_kwargs = tree_map(_as_meta, (args, kwargs))
+        meta_args, meta_kwargs = tree_map(self._as_meta, (args, kwargs))
         if makes_tensor:
             meta_kwargs["device"] = _META
         if meta_kwargs.pop("generator", None) is not None and func not in _ON_META:
@@ -116,6 +118,15 @@ class InitTrace(TorchDispatchMode):
         if func is _aten._to_copy.default and self.is_sharded(args[0]):
             self.mark_sharded(out, self._sharded[_storage_id(args[0])])
         return out
+
+    def _as_meta(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.UntypedStorage) and leaf.device != _META:  # torch.load makes tensors of storages
+            known = self._meta_storages.get(leaf._cdata)
+            if known is None:
+                known = leaf, torch.UntypedStorage(leaf.nbytes(), device=_META)
+                self._meta_storages[leaf._cdata] = known
+            return known[1]
+        return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0 else leaf
 
     def _run_now(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
         args, kwargs = tree_map(self._read_now, (args, kwargs))
@@ -216,10 +227,6 @@ def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _as_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta and leaf.dim() > 0 else leaf
-
-
 def _needs_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the result cannot be on meta: a Python number, a shape that depends on values, a copy to a device."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
@@ -250,6 +257,12 @@ def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwa
 
 
 def _write_refusal(func: Any, spec: ParameterSpec) -> str:
+    if func is _aten.copy_.default:
+        return (
+            f"copy_ (load_state_dict, say) writes to a {spec.description} while the model is built, but a rank makes "
+            f"its shard of a sharded parameter only, afterwards: pass init=Values(tensor) to the layer (see "
+            f"colossus.layers.init), or load with colossus.checkpoint.load_full_state_dict once there is an engine"
+        )
     return (
         f"{func.overloadpacket.__name__} writes to a {spec.description} while the model is built, but a sharded "
         f"parameter draws its initial value from its name and full shape: pass init=... to the layer (see "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -11,17 +12,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from colossus.layout.parameter import spec_of
+
 #: packages whose objects hold no tensors of a user's; of torch, distributions and modules do
 _CLOSED = ("torch", "colossus", "numpy", "logging", "threading")
+#: what most containers hold, left at once; and proxies, which raise when what they stand for is gone
+_PLAIN = {type(None), str, int, float, bool, *weakref.ProxyTypes}
 _OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class TensorReplacer:
     """Replaces every tensor of a model by ``replace`` of it: once for each tensor, so that tied ones stay tied.
 
-    Registered ones come first. Then those that attributes of the modules lead to, through lists, dicts, tuples, objects
-    (dataclasses, distributions), what functions have closed over, and modules that are not registered. All but tuples
-    change in place: others may refer to them.
+    Registered ones come first, and what the initializers of our layers' parameters hold. Then those that attributes of
+    the modules lead to, through lists, dicts, tuples, objects (dataclasses, distributions), what functions have closed
+    over, and modules that are not registered. All but tuples change in place: others may refer to them.
 
     Args:
         replace: takes a tensor, the name of the module that holds it first, and its name there.
@@ -41,18 +46,27 @@ class TensorReplacer:
 
     def run(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
-        for path, module in modules:
-            self._seen[id(module)] = module
-            for held in (module._parameters, module._buffers):
-                for leaf, tensor in list(held.items()):
-                    if tensor is not None:
-                        held[leaf] = self._replacement(tensor, path, leaf)
+        self._seen.update((id(module), module) for _, module in modules)
+        for has_spec in (False, True):
+            for path, module in modules:
+                for held in (module._parameters, module._buffers):
+                    for leaf, tensor in list(held.items()):
+                        if tensor is not None and (spec_of(tensor) is not None) is has_spec:
+                            self._look_into_initializers(tensor, path, leaf)
+                            held[leaf] = self._replacement(tensor, path, leaf)
         for path, module in modules:  # RNNs, for one, keep a list of their parameters
             attributes = vars(module)
             if not stays_on_meta(module):
                 for leaf in [leaf for leaf in attributes if leaf not in _OF_MODULES]:
                     self._update(attributes, leaf, path, leaf)
                     self._follow()
+
+    def _look_into_initializers(self, tensor: Tensor, path: str, leaf: str) -> None:
+        """What draws a parameter of a layer may hold tensors: values that exist, of which it takes a shard."""
+        spec = spec_of(tensor)
+        for shard in spec.shards if spec is not None else ():
+            self._found.append((shard.init, path, f"{leaf}.init"))
+        self._follow()
 
     def _follow(self) -> None:
         """Look into what was found, and into what that leads to. Not by recursion: graphs of objects may be deep."""
@@ -64,14 +78,14 @@ class TensorReplacer:
     def _update(self, holder: Any, key: Any, path: str, leaf: str) -> None:
         """``holder[key]`` with its tensors replaced; written only where it is another object then."""
         old = holder[key]
-        if old is None or isinstance(old, str | int | float):
-            return
         new = self._replace_in(old, path, leaf)
         if new is not old:
             plain = next((kind for kind in (dict, list) if isinstance(holder, kind)), type(holder))
             plain.__setitem__(holder, key, new)
 
     def _replace_in(self, value: Any, path: str, leaf: str) -> Any:
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, Tensor):
             stays = not value.is_meta or id(value) in self._dropped
             return value if stays else self._replacement(value, path, leaf)
@@ -104,9 +118,9 @@ def stays_on_meta(module: nn.Module) -> bool:
 
 
 def _may_hold_tensors(value: Any) -> bool:
-    if value is None or isinstance(value, str | bytes | int | float | type | ModuleType):
+    if isinstance(value, str | bytes | int | float | type | ModuleType):
         return False
-    kind = type(value).__module__
+    kind = str(type(value).__module__)
     is_closed = kind.partition(".")[0] in _CLOSED and not kind.startswith("torch.distributions")
     return not is_closed or isinstance(value, nn.Module | dict | list)
 

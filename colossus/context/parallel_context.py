@@ -249,6 +249,16 @@ class ParallelContext:
         """A copied model lives in the same context."""
         return self
 
+    def __copy__(self) -> ParallelContext:
+        """Another object with the same groups."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled model belongs to its rank and plan: it is loaded into the current context, which must be alike."""
+        return _context_like, (self.grid, self.rank, self.options, self.rng.seed, str(self.device))
+
     def __repr__(self) -> str:
         at = ", ".join(f"{name} {self.coordinates[name]}/{size}" for name, size in self.grid.sizes.items())
         return f"ParallelContext(rank {self.rank}/{self.world_size}: {at})"
@@ -276,3 +286,18 @@ def current_context() -> ParallelContext:
         if context is not None and not context.closed:
             return context
     return ParallelContext(_ONE_RANK)
+
+
+def _context_like(grid: RankGrid, rank: int, options: LayerOptions, seed: int, device: str) -> ParallelContext:
+    """The current context, if it is what a pickled one was; without parallelism a new one, if need be."""
+    current = current_context()
+    is_alike = (current.grid, current.rank, current.options) == (grid, rank, options)
+    if is_alike and (grid.world_size > 1 or current.rng.seed == seed):
+        return current
+    if grid.world_size == 1:
+        return ParallelContext(grid, device=device, seed=seed, options=options)
+    raise ValueError(
+        f"this is a shard of a model of rank {rank} of {grid.world_size} ({factors(grid.sizes)}), and can be loaded on "
+        f"that rank of that plan only, while it runs; here is rank {current.rank} of {current.world_size}. What "
+        f"colossus.checkpoint.full_state_dict gives is whole: load_full_state_dict loads it under any plan"
+    )

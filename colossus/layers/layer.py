@@ -57,6 +57,10 @@ class Layer(NamedModule):
                 attach(other, spec_of(parameter))
         return copied
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the routes, which hold process groups, and are made anew when they are needed."""
+        return {name: {} if name == "_routes" else value for name, value in vars(self).items()}
+
     @property
     def context(self) -> ParallelContext:
         return self.parallel.context

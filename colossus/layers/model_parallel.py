@@ -49,6 +49,9 @@ class ModelParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallel:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return model_parallel_of, (self.context,)
+
 
 _by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
 

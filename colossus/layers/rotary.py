@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.refusal import refusal
 
-_Key = tuple[int, torch.dtype, torch.device, int]
+_Key = tuple[int, torch.dtype, torch.device]
 
 
 class Rotary(nn.Module):
@@ -33,8 +33,8 @@ class Rotary(nn.Module):
     def _cos_sin_of(
         self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        key = tokens, dtype, device, id(positions)
-        if key not in self._cos_sin:
+        key = tokens, dtype, device
+        if key not in self._cos_sin or self._cos_sin[key][2] is not positions:
             self._cos_sin.clear()  # only the last positions are kept
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 indices = torch.arange(tokens, device=device) if positions is None else positions

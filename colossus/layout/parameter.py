@@ -52,7 +52,7 @@ class ParameterSpec:
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
         description: what errors call the parameter before it has a name.
-        layout: of the first shard; all of one buffer are sharded alike, but for copies.
+        layout: of all shards, which are sharded alike, but for copies.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
@@ -63,7 +63,7 @@ class ParameterSpec:
     def __init__(self, shards: tuple[LogicalShard, ...], description: str, *, is_plain: bool = False) -> None:
         self.shards = shards
         self.description = description
-        self.layout = shards[0].layout
+        self.layout = replace(shards[0].layout, copies=())
         self.name = ""
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain

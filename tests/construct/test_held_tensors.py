@@ -1,19 +1,24 @@
-"""What a constructor leaves behind besides parameters and buffers: tensors anywhere, hooks, copies from arrays."""
+"""What a constructor leaves behind besides parameters and buffers: tensors anywhere, hooks, weights from files."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from helpers.ranks import grid, run_ranks
 from torch import Tensor, distributions, nn
 
 from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.construct.build_model import build
+from colossus.construct.init import Normal, Values
 from colossus.context.parallel_context import ParallelContext
 
 NamedPair = collections.namedtuple("NamedPair", "first second")
@@ -26,7 +31,7 @@ class Frozen:
 
 
 class Slotted:
-    __slots__ = ("held",)
+    __slots__ = ("__weakref__", "held")
 
     def __init__(self, held: Tensor) -> None:
         self.held = held
@@ -59,6 +64,8 @@ class HoldsAnywhere(nn.Module):
             node = [node]
         self.deep = node
         self.itself = [self]
+        gone = Slotted(base)
+        self.proxies = [weakref.proxy(gone), (weakref.proxy(gone), weakref.proxy(self))]
         self.tied = Frozen(weight, [weight])
         self.register_forward_hook(lambda module, args, output: output + weight.sum() * 0)
 
@@ -142,3 +149,85 @@ def test_an_array_that_is_refilled_has_the_values_of_each_copy() -> None:
     values = [model.first.weight, model.first.bias, model.second.weight, model.second.bias, model.sum, model.last]
     for value, wanted in zip(values, (1, 1, 2, 2, 7, 8), strict=True):
         assert value.eq(wanted).all(), wanted
+
+
+class Loaded(nn.Module):
+    """Weights from a file, in all the ways a constructor may read one."""
+
+    def __init__(self, how: str, folder: Path) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        file = folder / "state.pt"
+        if how == "module":
+            self.net = torch.load(folder / "module.pt", weights_only=False)
+        elif how == "arrays":
+            arrays = np.load(folder / "state.npz")
+            self.net.load_state_dict({name: torch.as_tensor(value) for name, value in arrays.items()})
+        elif how == "data":
+            for name, parameter in self.net.named_parameters():
+                parameter.data = torch.load(file)[name]
+            for name, buffer in self.net.named_buffers():
+                buffer.copy_(torch.load(file)[name])
+        else:
+            self.net.load_state_dict(torch.load(file, mmap=how == "mmap"), assign=how == "assign")
+
+
+@pytest.mark.parametrize("how", ["copy", "mmap", "assign", "module", "arrays", "data"])
+def test_weights_are_loaded_in_a_constructor(how: str, tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    source(torch.randn(5, 3))
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    torch.save(source, tmp_path / "module.pt")
+    np.savez(tmp_path / "state.npz", **{name: value.numpy() for name, value in source.state_dict().items()})
+    model = build(lambda: Loaded(how, tmp_path), ParallelContext(grid()))
+    for name, value in source.state_dict().items():
+        assert torch.equal(model.net.state_dict()[name], value), name
+
+
+def test_loaded_tensors_of_one_storage_stay_so(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    torch.save({"part": whole[1:4], "whole": whole}, tmp_path / "file.pt")
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            state = torch.load(tmp_path / "file.pt")
+            state["whole"].mul_(2)
+            self.register_buffer("part", state["part"])
+            self.register_buffer("whole", state["whole"])
+
+    model = build(Shared, ParallelContext(grid()))
+    assert torch.equal(model.part, torch.tensor([2.0, 4.0, 6.0]))
+    model.whole.zero_()
+    assert not model.part.any()
+
+
+def test_layers_of_ours_take_values_that_exist(tmp_path: Path) -> None:
+    """A rank reads its box; a fused linear takes a mapping; what is refused says so."""
+    state = {"weight": torch.randn(8, 6), "bias": torch.randn(8), "key": torch.randn(4, 6, dtype=torch.bfloat16)}
+    torch.save(state, tmp_path / "state.pt")
+
+    def body(context: ParallelContext) -> list[Tensor]:
+        def make() -> nn.Module:
+            read = torch.load(tmp_path / "state.pt", mmap=True)
+            lone = layers.Linear(6, 8, init=Values(read["weight"]), bias_init=Values(read["bias"].numpy()))
+            parts = {"key": Values(read["key"]), "other": Normal(0.1)}
+            fused = layers.Linear(6, {"key": 4, "other": 8}, split="column", init=parts)
+            return nn.ModuleDict({"lone": lone, "fused": fused})
+
+        full = full_state_dict(build(make, context), context)
+        with pytest.raises(ValueError, match=r"Values of shape \(8, 6\) for a parameter of shape \(4, 6\)"):
+            build(lambda: layers.Linear(6, 4, init=Values(state["weight"])), context)
+        with pytest.raises(RuntimeError, match=r"pass init=Values\(tensor\) to the layer .*load_full_state"):
+            build(lambda: _load_into(layers.Linear(6, 8, split="row"), state), context)
+        return [full[f"lone.{name}"] for name in ("weight", "bias")] + [full["fused.key.weight"]]
+
+    for found in (body(ParallelContext(grid())), *run_ranks(2, body)):
+        for value, wanted in zip(found, state.values(), strict=True):
+            assert torch.equal(value, wanted.float())
+
+
+def _load_into(linear: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    own = {name: torch.zeros(value.shape) for name, value in linear.state_dict().items()}
+    linear.load_state_dict(own)
+    return linear

@@ -45,6 +45,8 @@ RUNS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "3d_2_of_1": (8, dict(tensor=dict(mode="3d", size=8)), 1, {}),
     "3d_1x2x2_2_of_1": (4, dict(tensor=dict(mode="3d", shape=(1, 2, 2))), 1, LLAMA),
 }
+#: much like others
+FOR_LONG = ("1d_sharded_2_of_1", "2d_2_of_1", "2.5d_2_of_1", "3d_1x2x2_2_of_1")
 
 
 def _config(parallel: dict[str, Any], kv_heads: int, options: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def _config(parallel: dict[str, Any], kv_heads: int, options: dict[str, Any], **
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long if name in ("2d_2_of_1", "3d_1x2x2_2_of_1") else ()) for name in RUNS],
+    [pytest.param(name, marks=pytest.mark.long if name in FOR_LONG else ()) for name in RUNS],
 )
 def test_few_kv_heads_follow_the_one_process_run(name: str) -> None:
     """Losses, norms, every gradient and weight."""
@@ -176,6 +178,26 @@ def test_state_dicts_are_logical_and_ranks_store_what_is_counted() -> None:
             assert list(state) == list(whole)
             for name, value in whole.items():
                 assert torch.equal(state[name], value), name
+
+
+def _keys_alone(context: ParallelContext) -> float:
+    """A column linear that has copies of all its outputs, as of the memory of a cross-attention."""
+    x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scales = torch.arange(1.0, 5.0, dtype=torch.float64)  # of each of the four features, among them two copies each
+    copies = {"key": 2, "value": 2}
+    linear = build(lambda: layers.Linear(6, {"key": 2, "value": 2}, split="column", copies=copies), context)
+    linear.double()
+    sum((layers.to_user(part) * scales).square().sum() for part in linear(x)).backward()
+    CopiedGradients(linear.parameters(), context).sum()
+    plain = {name: weight.requires_grad_() for name, weight in full_state_dict(linear, context).items()}
+    parts = [x @ plain[f"{name}.weight"].t() + plain[f"{name}.bias"] for name in ("key", "value")]
+    sum((part.repeat_interleave(2, -1) * scales).square().sum() for part in parts).backward()
+    gradients = full_state_dict(linear, context, gradients=True)
+    return max((gradients[name] - plain[name].grad).abs().max().item() for name in plain)
+
+
+def test_a_linear_of_ones_own_has_copies() -> None:
+    assert max(run_ranks(4, _keys_alone)) < 1e-10
 
 
 def test_heads_that_cannot_have_equally_many_copies_are_refused() -> None:
