@@ -32,8 +32,10 @@ HANGS = ["hang", "stop"]
 STOPS = ["term", "int", "term-launcher", "int-launcher", "term-group", "int-group"]
 FAULTS = [*ERRORS, *HANGS, *STOPS, "kill-launcher", "disk"]
 
-#: that a fault may take until all is over: a stop has a grace of 4 s, a hang is noticed after a time-out of 4 s more
-MOST_SECONDS = {"error": 8.0, "hang": 18.0, "stop": 8.0, "kill-launcher": 16.0}
+#: of a collective, where the fault is a hang
+TIMEOUT_SECONDS = 6.0
+#: that a fault may take until all is over: a stop has a grace of 4 s, a hang is noticed after a time-out before that
+MOST_SECONDS = {"error": 8.0, "hang": 14.0 + TIMEOUT_SECONDS, "stop": 8.0, "kill-launcher": 16.0}
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def run(case: Case, folder: Path) -> Seen:
         "TMPDIR": str(folder / "tmp"),
     }
     command = [*LAUNCH[:-1], str(CONFIG), "--run-dir", str(folder / "run"), *PLANS[case.plan]]
+    if case.kind == "hang":
+        command.append(f"comm.timeout_seconds={TIMEOUT_SECONDS}")
     launchers = []
     if case.plan == "2 nodes":
         with socket.socket() as free:
@@ -118,13 +122,13 @@ def run(case: Case, folder: Path) -> Seen:
     return Seen(seconds, codes, "".join(out + err for _, out, err in ended), leftovers(folder))
 
 
-def problems(case: Case, seen: Seen) -> list[str]:
-    """What is not as expected, in words."""
+def problems(case: Case, seen: Seen, *, timed: bool = True) -> list[str]:
+    """What is not as expected, in words; on a busy machine the seconds say nothing."""
     found = [f"left behind: {each}" for each in seen.left]
     if seen.seconds is None:
         return [*found, "never came to the fault"]
     most = MOST_SECONDS.get(case.kind)
-    if most is not None and seen.seconds > most:
+    if timed and most is not None and seen.seconds > most:
         found.append(f"took {seen.seconds:.1f} s, more than {most:g}")
     codes = expected_codes(case)
     if not all(code in codes for code in seen.codes):

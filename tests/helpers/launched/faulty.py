@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # torch's first backward does, for a second in each forked rank
 from torch import Tensor, nn
 
 from colossus import layers
@@ -110,4 +111,3 @@ data = dict(type=_Numbers)
 optimizer = dict(type="SGD", lr=0.01)
 schedule = dict(type="1f1b", microbatches=2)
 train = dict(steps=12, global_batch_size=8, eval_every=2, eval_batches=1, log_every=100)
-comm = dict(timeout_seconds=4.0)
