@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.config import ConfigError, load_config, require_available
+from colossus.config import Config, ConfigError, load_config, require_available
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, run_folder, slurm
 from colossus.launch.dry_run import describe
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from colossus.launch.agent import Outcome
 
 DONE, FAILED, USAGE = 0, 1, 2
+#: no machine has cores for more; what asks for them is a slip of the keyboard
+_MOST_LOCAL_RANKS = 4096
+_EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
 
 
 def run(
@@ -60,6 +63,7 @@ def run(
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
         require_available(config)
+        _require_complete(config)
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
         folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
@@ -109,7 +113,21 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
             f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
             f"change the plan, or start the ranks with torchrun"
         )
-    return world_size // nnodes
+    local_ranks = world_size // nnodes
+    if local_ranks > _MOST_LOCAL_RANKS:
+        raise ConfigError(
+            f"{local_ranks} processes on one node are more than {_MOST_LOCAL_RANKS}: start the run on several nodes "
+            f"(--nnodes), or choose a smaller plan; `colossus show` shows one of any size"
+        )
+    return local_ranks
+
+
+def _require_complete(config: Config) -> None:
+    """A program that calls `colossus.initialize` may pass these itself; a launched config file has to say them."""
+    sections = {"model": config.model, "data": config.data}
+    missing = [name for name, section in sections.items() if section is None]
+    if missing:
+        raise ConfigError([f"{name}: is missing, e.g. {_EXAMPLES[name]}" for name in missing])
 
 
 def _is_endpoint(text: str) -> bool:
@@ -138,6 +156,7 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         require_available(config)
+        _require_complete(config)
         if dry_run:
             if joined["RANK"] == "0":
                 print(describe(config, check_model(config), Path(run_dir) if run_dir else None, world_size, 1))
