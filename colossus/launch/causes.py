@@ -93,10 +93,14 @@ def _urgency(cause: Cause) -> tuple[int, float, int]:
 
 def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> int | None:
     """The exit code of a run that a signal to some rank stopped cleanly, None when anything failed."""
-    codes = [ended.code for ended in exits.values() if ended.code in _STOP_CODES]
-    if not codes or rank_causes(records, exits):
-        return None
-    return abs(codes[0]) if codes[0] > 0 else exit_code(-codes[0])
+    stopped = {rank: ended for rank, ended in exits.items() if ended.code in _STOP_CODES}
+    found = rank_causes(records, exits)
+    if found:  # perhaps ranks whose peer was stopped before it could tell them
+        stopped = {rank: ended for rank, ended in stopped.items() if not ended.after_stop}
+        if any(cause.kind != "communication" and cause.rank not in stopped for cause in found):
+            return None
+    code = next((ended.code for ended in stopped.values()), None)
+    return code if code is None or code > 0 else exit_code(-code)
 
 
 def block(causes: list[Cause], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
@@ -218,6 +222,9 @@ def _others(causes: list[Cause], world_size: int) -> list[str]:
     if victims:
         verb = "went away" if first.kind != "stuck" else "did not answer"
         lines.append(f"{_ranks(victims)} stopped because rank {first.rank} {verb}.")
+    waited = [cause.record for cause in rest.values() if cause.record is not None and cause.record.is_timeout]
+    if first.kind == "stuck" and waited:  # the earliest says what is missing
+        lines.append(f"rank {waited[0].rank} said: {_shorten(waited[0].message)}")
     return lines
 
 

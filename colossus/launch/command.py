@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from colossus.launch.agent import Outcome
 
 DONE, FAILED, USAGE = 0, 1, 2
+#: no machine has cores for more; what asks for them is a slip of the keyboard
+_MOST_LOCAL_RANKS = 4096
+_EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
 
 
 def run(
@@ -112,7 +115,13 @@ def _local_ranks(world_size: int, nnodes: int, endpoint: str | None) -> int:
             f"--nnodes {nnodes}: {world_size} processes cannot be shared out equally among {nnodes} nodes; "
             f"change the plan, or start the ranks with torchrun"
         )
-    return world_size // nnodes
+    local_ranks = world_size // nnodes
+    if local_ranks > _MOST_LOCAL_RANKS:
+        raise ConfigError(
+            f"{local_ranks} processes on one node are more than {_MOST_LOCAL_RANKS}: start the run on several nodes "
+            f"(--nnodes), or choose a smaller plan; `colossus show` shows one of any size"
+        )
+    return local_ranks
 
 
 def _is_endpoint(text: str) -> bool:

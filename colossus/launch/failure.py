@@ -34,6 +34,8 @@ _COMMUNICATION_ERRORS = (
     "connectFullMesh failed",
     "Timed out waiting",
     "did not come to collective",
+    "did not send the",
+    "did not take the",
     "Socket Timeout",
     "wait timeout",
     "Broken pipe",
@@ -105,6 +107,8 @@ def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> 
         frames.pop(0)
     stack = "".join(traceback.format_list(frames))
     message = f"did not reach the end of its step within {seconds:g} s and was ended"
+    if details.get("step") is None:
+        message = "had not come to its first step when it was ended"
     return FailureRecord(rank, "stuck", "Stuck", message, stack, **details)
 
 

@@ -6,7 +6,9 @@ leaves a mark, and our launcher takes an exit code of 0 without one for a failur
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +32,15 @@ def mark(rank: int) -> None:
     """This rank has come to its end. Without a launcher of ours nobody asks."""
     folder = os.environ.get(_FOLDER)
     if folder:
-        Path(folder, str(rank)).touch()
+        with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and another rank has removed it
+            Path(folder, str(rank)).touch()
+
+
+def abandon() -> None:
+    """The launcher was killed: nobody will ask, nor remove the folder."""
+    folder = os.environ.get(_FOLDER)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_marked(folder: Path, rank: int) -> bool:

@@ -26,7 +26,7 @@ SILENCE_SECONDS = 30.0
 """Without a sign of life a node is gone. (A launcher that was suspended gives none, and its ranks go on.)"""
 
 SILENCE_AFTER_END_SECONDS = 8.0
-"""The same when the ranks here have failed or were stopped already: something is wrong somewhere."""
+"""The same when the ranks here have ended already."""
 
 END_SECONDS = GRACE_SECONDS + 8.0
 """How long a node whose ranks have failed or were stopped waits for those that live to say how theirs ended."""
@@ -126,10 +126,11 @@ class Nodes:
         self.watch()
         self._tell(end)
         since, trouble_since, has_spoken = time.monotonic(), math.inf, False
+        self._silence = SILENCE_AFTER_END_SECONDS
         while left := [other for other in self._others if other not in self.ends and not self._is_gone(other)]:
             now = time.monotonic()
             if not end.is_good or self.has_trouble():
-                trouble_since, self._silence = min(trouble_since, now), SILENCE_AFTER_END_SECONDS
+                trouble_since = min(trouble_since, now)
             if now - trouble_since > END_SECONDS:
                 break
             if now - since > LINGER_SECONDS and not has_spoken:

@@ -63,6 +63,12 @@ def check_unused(folder: Path) -> None:
         ConfigError: naming the folder and what to do.
     """
     metrics = folder / METRICS
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:  # a name too long, no permission to look, a null character
+        raise ConfigError(f"--run-dir {folder}: cannot be used: {getattr(error, 'strerror', None) or error}") from None
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--run-dir {folder}: is a file, not a folder; give another one")
     if metrics.exists() and metrics.stat().st_size > 0:

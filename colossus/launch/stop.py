@@ -41,12 +41,18 @@ class StopSignals:
     Args:
         grace_seconds: time between the signal and the hard end.
         parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
+        when_orphaned: called then, from another thread.
     """
 
-    def __init__(self, grace_seconds: float = GRACE_SECONDS, parent: int | None = None) -> None:
+    def __init__(
+        self,
+        grace_seconds: float = GRACE_SECONDS,
+        parent: int | None = None,
+        when_orphaned: Callable[[], None] = lambda: None,
+    ) -> None:
         self.received: int | None = None
         self._grace = grace_seconds
-        self._parent = parent
+        self._parent, self._when_orphaned = parent, when_orphaned
         self._request_stop: Callable[[int], None] | None = None
         self._final_calls: list[Callable[[], None]] = []
         self._read = self._write = -1
@@ -67,6 +73,10 @@ class StopSignals:
         """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period."""
         self._request_stop = request_stop
 
+    def is_orphaned(self) -> bool:
+        """Whether the launcher has gone."""
+        return self._parent is not None and os.getppid() != self._parent
+
     def before_hard_end(self, call: Callable[[], None]) -> None:
         """Call this, from another thread, when the grace period is over, before the process is ended."""
         self._final_calls.append(call)
@@ -77,8 +87,9 @@ class StopSignals:
             wait = max(0.0, min(0.5, deadline - time.monotonic()))
             readable, _, _ = select.select([self._read], [], [], wait)
             signals = [number for number in os.read(self._read, 64) if number in STOP_SIGNALS] if readable else []
-            if not signals and self._parent is not None and os.getppid() != self._parent:
+            if not signals and self.received is None and self.is_orphaned():
                 signals = [signal.SIGTERM]
+                self._when_orphaned()
             if signals and self.received is None:
                 self.received = int(signals[0])
                 deadline = time.monotonic() + (self._grace if self._request_stop else 0.0)

@@ -66,15 +66,19 @@ def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | Non
         ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
     """
     launcher = os.environ.get(LAUNCHER_PID)
-    stop = StopSignals(parent=int(launcher) if launcher else None)
+    stop = StopSignals(parent=int(launcher) if launcher else None, when_orphaned=finished.abandon)
     stop.install()
     folder = Path(run_dir) if run_dir is not None else None
     run = _Run(int(os.environ["RANK"]), stop, folder, has_launcher=launcher is not None)
+    thread = threading.get_ident()
+    stop.before_hard_end(lambda: _write(run, failure.of_stuck_rank(thread, GRACE_SECONDS, run.rank, **run.details())))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.grid = build_grid(config.parallel)
         code = _train(run, config)
         finished.mark(run.rank)
+        if stop.is_orphaned():
+            finished.abandon()
     except BaseException as error:
         code = _fail(run, error)
         _flush()
@@ -99,12 +103,8 @@ def _train(run: _Run, config: Config) -> int:
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     run.hooks = [_step_counter(run), metrics, display, *user_hooks]
 
-    thread = threading.get_ident()
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
-    run.stop.before_hard_end(
-        lambda: _write(run, failure.of_stuck_rank(thread, GRACE_SECONDS, run.rank, **run.details()))
-    )
     run.stop.ready(engine.request_stop)
 
     summary = fit(engine, run.hooks)

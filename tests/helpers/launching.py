@@ -33,10 +33,12 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
-def start(command_line: list[str], cwd: Path, *, new_python: bool = False, **more: str) -> Process:
+def start(
+    command_line: list[str], cwd: Path, *, new_python: bool = False, new_session: bool = False, **more: str
+) -> Process:
     """``command_line`` as a process of its own: forked, see `ForkedPython`, or in a new Python."""
     if not new_python:
-        return ForkedPython(command_line, env=environment(**more), cwd=cwd, pipes=True)
+        return ForkedPython(command_line, env=environment(**more), cwd=cwd, pipes=True, start_new_session=new_session)
 
     def default_signals() -> None:
         # a test runner in the background has SIGINT ignored, which children would inherit

@@ -135,10 +135,19 @@ def test_many_ranks_are_named_in_ranges() -> None:
         ({0: RankExit(-15), 1: RankExit(143)}, 143),
         ({0: RankExit(0), 1: RankExit(0)}, None),
         ({0: RankExit(143, after_stop=True), 1: RankExit(1)}, None),
+        ({0: RankExit(143), 1: RankExit(-9)}, None),
     ],
 )
 def test_a_run_that_was_only_stopped(exits: dict[int, RankExit], code: int | None) -> None:
     assert causes.was_only_stopped([], exits) == code
+
+
+def test_the_victims_of_a_stopped_rank_are_no_failure() -> None:
+    """It was told before it could tell the others; then they are, too. One that was only ended by us is none."""
+    victims = [record(0, RuntimeError(PEER))]
+    assert causes.was_only_stopped(victims, {0: RankExit(1), 1: RankExit(143)}) == 143
+    assert causes.was_only_stopped(victims, {0: RankExit(1), 1: RankExit(143, after_stop=True)}) is None
+    assert causes.was_only_stopped([record(0, ValueError("own"))], {0: RankExit(1), 1: RankExit(143)}) is None
 
 
 def chained(outer: BaseException, inner: BaseException, *, explicit: bool) -> BaseException:
@@ -160,6 +169,7 @@ def chained(outer: BaseException, inner: BaseException, *, explicit: bool) -> Ba
         (RuntimeError(PEER), "communication"),
         # a rank that waits for another's key in the store
         (RuntimeError("wait timeout after 20000ms, keys: /colossus/1/data"), "communication"),
+        (RuntimeError("timeout: rank 1 did not send the gradient of microbatch 0 within 4 s"), "communication"),
         (RuntimeError("shape mismatch"), "error"),
         # a user's own network access is no collective of ours
         (ConnectionResetError("Connection reset by peer"), "error"),
@@ -201,11 +211,13 @@ def test_the_record_of_a_stuck_rank_holds_its_stack() -> None:
     thread.start()
     entered.wait()
     assert thread.ident is not None
-    stuck = failure.of_stuck_rank(thread.ident, 4.0, rank=1)
+    stuck = failure.of_stuck_rank(thread.ident, 4.0, rank=1, step=3)
+    unready = failure.of_stuck_rank(thread.ident, 4.0, rank=1)
     leave.set()
     thread.join()
     assert "endless_loop_of_the_user" in stuck.traceback
     assert "within 4 s" in stuck.message
+    assert "had not come to its first step" in unready.message
 
 
 @pytest.mark.parametrize(

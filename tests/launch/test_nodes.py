@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,10 +48,8 @@ def process_of(rank: int, launchers: list[Process], folder: Path) -> int:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: signal.Signals) -> None:
     launchers, folder = long_run
-    since = time.monotonic()
     launchers[1].send_signal(signum)
     ended = [finish(launcher) for launcher in launchers]
-    assert time.monotonic() - since < 30, "it was told after a minute once"
     assert [(code, err) for code, _, err in ended] == [(128 + signum, "")] * 2
     steps = [row["step"] for row in rows_of(folder)]
     assert steps == list(range(1, len(steps) + 1))

@@ -1,0 +1,58 @@
+"""Rows of the table faults x moments x plans; `scripts/faults` runs and prints all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import faults
+from helpers.faults import Case
+
+REPRESENTATIVE = [
+    Case("exit0", "constructor", "2 nodes"),
+    Case("hang", "constructor", "data 2"),
+    Case("term", "constructor", "data 2"),
+    Case("hang", "forward", "pipeline 2"),
+    Case("kill", "backward", "tensor 2"),
+    Case("disk", "between steps", "data 2"),
+    Case("int-group", "evaluation", "tensor 2"),
+    Case("sysexit", "data", "data 2"),
+    Case("kill-launcher", "close", "data 2"),
+]
+#: every fault at every moment, under one plan after the other
+ROTATED = [
+    case
+    for number, (moment, fault) in enumerate((moment, fault) for moment in faults.MOMENTS for fault in faults.FAULTS)
+    for case in faults.cases()
+    if (case.moment, case.fault, case.plan) == (moment, fault, list(faults.PLANS)[number % len(faults.PLANS)])
+]
+
+
+def check(case: Case, folder: Path) -> None:
+    with faults.nothing_runs_on(folder):
+        seen = faults.run(case, folder)
+    assert not faults.problems(case, seen, timed=False), seen.text
+
+
+@pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
+def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in ROTATED if case not in REPRESENTATIVE], ids=str)
+def test_any_fault_at_any_moment_ends_as_it_should(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+def test_what_is_not_expected_is_told(tmp_path: Path) -> None:
+    case = Case("kill", "forward", "data 2")
+    (tmp_path / "tmp" / "forgotten").mkdir(parents=True)
+    seen = faults.Seen(99.0, [0], "no word", faults.leftovers(tmp_path))
+    assert faults.problems(case, seen) == [
+        "left behind: temporary forgotten",
+        "took 99.0 s, more than 8",
+        "exit codes [0], not of [1]",
+        "rank 1 is not named",
+    ]
+    assert faults.problems(case, faults.Seen(None, [1], "")) == ["never came to the fault"]
