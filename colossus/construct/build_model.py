@@ -14,7 +14,7 @@ from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
 from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
-from colossus.layout.parameter import ParameterSpec, spec_of
+from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
 from colossus.refusal import name_modules_of
@@ -80,7 +80,7 @@ def _registered(model: nn.Module) -> dict[int, Tensor]:
 
 def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: str, leaf: str) -> Tensor:
     """Give a recorded tensor the seed that it has in the whole model."""
-    if tensor.is_meta and not (isinstance(tensor, nn.Parameter) and not spec_of(tensor).is_plain):
+    if tensor.is_meta and not made_by_layer(tensor):
         trace.fix_seed(tensor, context.rng.key("init", _join(path, leaf)))
     return tensor
 

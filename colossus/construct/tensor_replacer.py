@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from colossus.layout.parameter import spec_of
+from colossus.layout.parameter import made_by_layer, spec_of
 
 #: packages whose objects hold no tensors of a user's; of torch, distributions and modules do
 _CLOSED = ("torch", "colossus", "numpy", "logging", "threading")
@@ -47,11 +47,11 @@ class TensorReplacer:
     def run(self, model: nn.Module) -> None:
         modules = list(model.named_modules())
         self._seen.update((id(module), module) for _, module in modules)
-        for has_spec in (False, True):
+        for of_layer in (False, True):
             for path, module in modules:
                 for held in (module._parameters, module._buffers):
                     for leaf, tensor in list(held.items()):
-                        if tensor is not None and (spec_of(tensor) is not None) is has_spec:
+                        if tensor is not None and made_by_layer(tensor) is of_layer:
                             self._look_into_initializers(tensor, path, leaf)
                             held[leaf] = self._replacement(tensor, path, leaf)
         for path, module in modules:  # RNNs, for one, keep a list of their parameters
@@ -63,8 +63,7 @@ class TensorReplacer:
 
     def _look_into_initializers(self, tensor: Tensor, path: str, leaf: str) -> None:
         """What draws a parameter of a layer may hold tensors: values that exist, of which it takes a shard."""
-        spec = spec_of(tensor)
-        for shard in spec.shards if spec is not None else ():
+        for shard in spec_of(tensor).shards if made_by_layer(tensor) else ():
             self._found.append((shard.init, path, f"{leaf}.init"))
         self._follow()
 

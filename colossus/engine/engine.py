@@ -17,6 +17,7 @@ from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.late_value import LateValue
+from colossus.engine.loss_function import LossFunction
 from colossus.engine.optimizers import keep_lr_scales
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.pipeline import PipelineRuntime
@@ -90,6 +91,15 @@ class Engine:
         self._lr_shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
         self._batch_scope = model_parallel_of(context).batch_scope
         self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, reduction)
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """(outputs, batch) -> (sum, count); may be replaced between steps."""
+        return self._stages.loss_fn
+
+    @loss_fn.setter
+    def loss_fn(self, loss_fn: LossFunction) -> None:
+        self._stages.loss_fn = loss_fn
 
     # -- data ---------------------------------------------------------------------------------------------
 

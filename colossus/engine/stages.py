@@ -58,7 +58,7 @@ class ModelStages:
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self._context, self._forwards, self._last_stage = context, forwards, last_stage
-        self._inputs, self._loss_fn = inputs, loss_fn
+        self._inputs, self.loss_fn = inputs, loss_fn
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng = ForwardRng(context)
@@ -96,7 +96,7 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own):
-                            out = checked_loss(self._loss_fn(tree_map_only(SplitTokens, local, out), own))
+                            out = checked_loss(self.loss_fn(tree_map_only(SplitTokens, local, out), own))
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(

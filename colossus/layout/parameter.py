@@ -137,6 +137,12 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
     return spec
 
 
+def made_by_layer(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter that a layer of ours has made."""
+    spec: ParameterSpec | None = getattr(tensor, "_colossus_spec", None)
+    return spec is not None and not spec.is_plain
+
+
 def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
     parameter._colossus_spec = spec  # type: ignore[attr-defined]
     return parameter

@@ -293,7 +293,10 @@ def _build(rank: int, what: str) -> None:
             "whole",
             r"attention \(Attention\): its input has 8 tokens on each of 2 ranks, but the sequences of this batch",
         ),
-        ("pooled", r"Net, test_training.py:\d+: return x.mean\(dim=1\): mean reduces dim 1, which holds the tokens"),
+        (
+            "pooled",
+            r"mean reduces dim 1, which holds the tokens.*\n\(in Net, at \S*test_training.py:\d+: return x.mean",
+        ),
         ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
         ("flat", "no tensor of it has two dims or more"),
         ("odd", "7 tokens"),
