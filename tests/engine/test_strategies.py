@@ -111,6 +111,12 @@ def assert_weights(trace: Trace, model: nn.Module) -> None:
 
 
 @cache
+def counts() -> list[int]:
+    """Valid tokens of every step."""
+    return [int((batch_of(step, SIZES, BATCH)["labels"] != -100).sum()) for step in range(STEPS)]
+
+
+@cache
 def local_steps(every: int) -> tuple[list[float], list[float], list[Plain]]:
     replicas = [Plain(start()), Plain(start())]
     losses, norms = [], []
@@ -141,6 +147,7 @@ def test_local_steps_with_averages(plan: tuple[int, dict[str, Any], str, int]) -
     for rank, trace in enumerate(traces):
         assert trace.losses == pytest.approx(losses, rel=1e-10)
         assert trace.norms == pytest.approx(norms, rel=1e-10)
+        assert trace.tokens == counts()
         # ranks are numbered pipeline, data, tensor from the outside in
         assert_weights(trace, replicas[rank // of_replica % 2].model)
     one, other = (trace.end["blocks.0.mlp.up.weight"] for trace in (traces[0], traces[of_replica]))
@@ -174,6 +181,7 @@ def test_gradients_of_the_step_before(plan: tuple[int, dict[str, Any], str, int]
     for trace in train_with(dict(type=Delayed), plan):
         assert trace.losses == pytest.approx(losses, rel=1e-10)
         assert trace.norms == pytest.approx(norms, rel=1e-10)
+        assert trace.tokens == counts()
         assert_weights(trace, replica.model)
 
 
@@ -193,6 +201,7 @@ def test_exact_strategies_are_the_one_process_run(
     strategy: dict[str, Any], plan: tuple[int, dict[str, Any], str, int]
 ) -> None:
     for trace in train_with(strategy, plan):
+        assert trace.tokens == counts()
         assert_same_run(trace, alone(), **EXACT)
         assert_same_numbers(trace, alone())
 

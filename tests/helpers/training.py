@@ -48,12 +48,13 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses and norms of every step, gradients at the first and last, weights at the start and the end; where asked
+    """Losses, norms and tokens of every step, gradients at the first and last, weights at the start and the end; where asked
     for, before the last step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.tokens: list[int] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.start: dict[str, Tensor] = {}
         self.before_last: dict[str, Tensor] = {}
@@ -107,6 +108,7 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
         result = engine.train_step(batch)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
+        trace.tokens.append(result.tokens)
         if step in (0, steps - 1):
             trace.gradients.append(full_state_dict(engine.model, engine.context, gradients=True))
     trace.end = full_state_dict(engine.model, engine.context)
