@@ -48,8 +48,8 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 class Trace:
-    """Losses, norms and tokens of every step, gradients at the first and last, weights at the start and the end; where asked
-    for, before the last step."""
+    """Losses, norms and tokens of every step, gradients at the first and last, weights at the start and the end; where
+    asked for, before the last step."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
