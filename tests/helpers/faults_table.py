@@ -1,4 +1,4 @@
-"""Inject faults at moments of runs under plans, and print how each of them ended: exits with 1 if one is not as expected.
+"""Inject faults at moments of runs under plans, and print how each ended: exits with 1 if one is not as expected.
 
     scripts/faults [--fault kill] [--moment backward] [--plan "tensor 2"]
 

@@ -21,7 +21,9 @@ def main() -> int:
     models = [model for name, model in MODELS.items() if re.search(given.models, name)]
     plans = [name for name in PLANS if re.search(given.plans, name)]
     if not models or not plans:
-        print(f"no model or no plan of that name; plans are {', '.join(PLANS)}", file=sys.stderr)
+        for what, found, known in (("model", models, MODELS), ("plan", plans, PLANS)):
+            if not found:
+                print(f"no {what} of that name; there are {', '.join(known)}", file=sys.stderr)
         return 2
     oracle = twins(models)
     cells: list[Cell] = []
