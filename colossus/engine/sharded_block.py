@@ -184,6 +184,8 @@ class _FlatRows:
             self.stored[param] = mark_split(attach(stored, StoredSpec(spec_of(param), group.axes, context.grid.sizes)))
         self._present: list[bool] = []
         self._pending: Pending | None = None
+        #: of a step that failed: waited for before the next, when the ranks have agreed to go on
+        self._abandoned: Pending | None = None
 
     def _rank_major(self, piece: _Piece, rows: Tensor) -> Tensor:
         """Rows of a whole parameter or gradient as [rank, width], zeros behind the last."""
@@ -213,6 +215,9 @@ class _FlatRows:
     def start_scatter(self) -> None:
         if not self._trainable:
             return
+        if self._abandoned is not None:
+            self._abandoned.wait()
+            self._abandoned = None
         for param in self._params:
             axes = spec_of(param).gradient_axes
             assert axes is None or set(self._group.axes) <= set(axes), "each rank has a part of the sum"
@@ -243,9 +248,7 @@ class _FlatRows:
     def abandon(self) -> None:
         for param in self._params:
             param.grad = None
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        self._abandoned, self._pending = self._pending, None
 
 
 def _put(places: Sequence[Place], param: nn.Parameter) -> None:

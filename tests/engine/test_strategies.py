@@ -314,3 +314,32 @@ def test_plain_modules_are_gathered_by_block(scope: str) -> None:
         # blocks that are whole between actions: none, those that autograd waits to run backward of (reentrant
         # checkpointing runs its block without autograd), or all
         assert set(gathered) == {"matmul": {0}, "microbatch": {0, 2}, "step": {3}}[scope]
+
+
+def _after_a_failure(rank: int) -> tuple[list[float], list[float]]:
+    """Losses of two steps, and of two around one whose loss raises in its second microbatch on all ranks."""
+    settings = settings_of(dict(data=2, strategy=dict(type=Sharded)), microbatches=2)
+    half = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    losses = []
+    for fails in (False, True):
+        engine = colossus.initialize(settings)
+        own = engine.loss_fn
+        seen = []
+        for step in range(2):
+            batch = {key: value[half] for key, value in batch_of(step, SIZES, BATCH).items()}
+            if fails and step == 1:
+                calls = iter((own, None))
+                engine.loss_fn = lambda outputs, labels: next(calls)(outputs, labels)  # type: ignore[misc]
+                with pytest.raises(TypeError):
+                    engine.train_step(batch)
+                engine.loss_fn = own
+                assert all(param.grad is None for param in engine.model.parameters())
+            seen.append(engine.train_step(batch).loss)
+        losses.append(seen)
+        engine.close()
+    return losses[0], losses[1]
+
+
+def test_a_caught_failure_leaves_nothing_gathered() -> None:
+    for usual, after in run_ranks(2, _after_a_failure, with_context=False):
+        assert usual == after
