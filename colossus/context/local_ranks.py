@@ -185,6 +185,7 @@ def _serve(
             dist.init_process_group(
                 backend, rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout
             )
+            dist.barrier()  # a rank that leaves while others still connect would break them
         held = make(rank)
         pipe.send_bytes(pickle.dumps((True, held if once else None)))
         while not once:
