@@ -90,7 +90,7 @@ def test_gradients_after_a_step_that_failed_everywhere(shared_memory: bool) -> N
             assert norms == pytest.approx(alone, rel=1e-10)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("shared_memory", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_step_that_failed_on_one_rank_only_is_told_there(shared_memory: bool) -> None:
     words = "the step before failed on this rank .* and not on"
     with pytest.raises(RankError, match=words):

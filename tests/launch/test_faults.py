@@ -12,7 +12,6 @@ REPRESENTATIVE = [
     Case("exit0", "constructor", "2 nodes"),
     Case("hang", "constructor", "data 2"),
     Case("term", "constructor", "data 2"),
-    Case("hang", "forward", "pipeline 2"),
     Case("kill", "backward", "tensor 2"),
     Case("disk", "between steps", "data 2"),
     Case("int-group", "evaluation", "tensor 2"),
@@ -25,6 +24,7 @@ ROTATED = [
     for number, (moment, fault) in enumerate((moment, fault) for moment in faults.MOMENTS for fault in faults.FAULTS)
     for case in faults.cases()
     if (case.moment, case.fault, case.plan) == (moment, fault, list(faults.PLANS)[number % len(faults.PLANS)])
+    or case == Case("hang", "forward", "pipeline 2")
 ]
 
 
@@ -40,7 +40,7 @@ def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in ROTATED if case not in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize("case", [case for case in dict.fromkeys(ROTATED) if case not in REPRESENTATIVE], ids=str)
 def test_any_fault_at_any_moment_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
