@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd.graph import Node
 
 from colossus.engine.sharded_block import HeldParameter, Place, ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
@@ -69,8 +70,8 @@ def run_around(module: nn.Module, block: ShardedBlock) -> None:
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         block.gather()
-        if torch.is_grad_enabled() and not block.is_in_backward:
-            nodes = [tensor.grad_fn for tensor in _plain((args, kwargs)) if tensor.grad_fn is not None]
+        if torch.is_grad_enabled() and not block.in_backward:
+            nodes = _nodes((args, kwargs))
             # what made an input runs its backward when all gradients of this input are there
             left = len(nodes)
 
@@ -85,17 +86,15 @@ def run_around(module: nn.Module, block: ShardedBlock) -> None:
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in _plain(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: block.enter_backward())
+            for node in _nodes(output):
+                node.register_prehook(lambda _: block.enter_backward())
         block.after_forward()
 
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def _plain(nest: Any) -> Iterator[Tensor]:
-    """The tensors of a nest as autograd knows them, whatever types wrap them."""
+def _nodes(nest: Any) -> list[Node]:
+    """What made the tensors of a nest, whatever types these are."""
     with torch._C.DisableTorchFunctionSubclass():
-        for _, tensor in tensors(nest):
-            yield tensor
+        return [tensor.grad_fn for _, tensor in tensors(nest) if tensor.grad_fn is not None]

@@ -40,7 +40,7 @@ class StepReduction:
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
         loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
         all_axes, coordinates = set(context.grid.names), context.coordinates
-        summed_axes = all_axes if strategy.exact else set(context.replica_axes)
+        summed_axes = set(strategy.summed_axes)
         self._loss_group = self._group_over(loss_axes)
         self._world = self._group_over(all_axes)
         self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - loss_axes)

@@ -40,6 +40,9 @@ class ShardedBlock:
         group: over which rows are cut.
         scope: as of `colossus.tensor_parallel.weight_store.WeightStore`: ``matmul`` frees what forward gathered at
             its end, ``microbatch`` after its backward, ``step`` at the end of the step.
+
+    Attributes:
+        in_backward: whether the backward of a forward has begun.
     """
 
     def __init__(
@@ -53,14 +56,10 @@ class ShardedBlock:
         with as_shards():
             self._flats = [_FlatRows(params, group, context) for params in kinds.values()]
         self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
-        self._is_gathered, self._in_backward = True, False
+        self._is_gathered, self.in_backward = True, False
         #: forwards whose backward has not run
         self._num_awaited = 0
         self.release()
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self._in_backward
 
     def stored(self, param: nn.Parameter) -> nn.Parameter:
         """The rank's rows of a parameter of this block."""
@@ -93,24 +92,26 @@ class ShardedBlock:
 
     def after_forward(self) -> None:
         """A forward that a backward may follow is over."""
-        if self._in_backward:  # activation checkpointing has recomputed it: its backward is next
+        if self.in_backward:  # activation checkpointing has recomputed it: its backward is next
             return
         if torch.is_grad_enabled():
             self._num_awaited += 1
-        if self._scope == "matmul" or (self._scope == "microbatch" and not self._num_awaited):
-            self.release()
+        self._release_by_scope()
 
     def enter_backward(self) -> None:
         """The backward of one forward begins."""
-        self._in_backward = True
+        self.in_backward = True
         self.gather()
 
     def leave_backward(self) -> None:
         """The backward that has begun, if any, is over."""
-        if not self._in_backward:
+        if not self.in_backward:
             return
-        self._in_backward = False
+        self.in_backward = False
         self._num_awaited -= 1
+        self._release_by_scope()
+
+    def _release_by_scope(self) -> None:
         if self._scope == "matmul" or (self._scope == "microbatch" and not self._num_awaited):
             self.release()
 
@@ -128,7 +129,7 @@ class ShardedBlock:
 
     def end_step(self) -> None:
         """All backwards of a step are over."""
-        self._in_backward, self._num_awaited = False, 0
+        self.in_backward, self._num_awaited = False, 0
         self.release()
 
     def abandon(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,32 +12,16 @@ from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.strategy import Strategy, scale_gradients
+from colossus.engine.strategies.strategy import Strategy
 
 
-class LocalSteps(Strategy):
+class LocalSteps(AllReduce):
     """Replicas step on their own gradients, and average their weights after every ``every``-th step."""
 
     exact = False
 
     def __init__(self, every: int) -> None:
         self._every = every
-
-    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        super().setup(store, parts)
-        self._inside = GradientReduction(parts, parts.context.replica_axes)
-
-    def last_backward(self, stage: int) -> None:
-        self._inside.arm(stage)
-
-    def reduce(self, stage: int) -> None:
-        self._inside.start(stage)
-
-    def finish(self) -> None:
-        self._inside.finish()
-
-    def abandon(self) -> None:
-        self._inside.abandon()
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
@@ -54,16 +37,8 @@ class Delayed(AllReduce):
 
     _kept: dict[nn.Parameter, Tensor | None] | None = None
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-    ) -> None:
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
         params = self.optimizer_parameters()
-        scale_gradients(params, scale)
-        before_update()
         current = {param: None if param.grad is None else param.grad.clone() for param in params}
         if self._kept is not None:
             for param in params:
@@ -88,15 +63,7 @@ class OwnSGD(AllReduce):
         return []
 
     @torch.no_grad()
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-    ) -> None:
-        scale_gradients(self._owner, scale)
-        before_update()
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
         for param, owner in self._owner.items():
             if owner == self._data.index and param.grad is not None:
                 velocity = self._velocity.setdefault(param, torch.zeros_like(param))
@@ -125,7 +92,7 @@ class Sharded(Strategy):
             },
             tied=[(store.stored(param), ranks) for param, ranks in parts.tied],
         )
-        self._rest = GradientReduction(stored, parts.context.grid.names)
+        self._rest = GradientReduction(stored, self.summed_axes)
 
     def reduce(self, stage: int) -> None:
         self.store.start_scatter(self.parts.parameters_by_stage[stage])

@@ -9,11 +9,14 @@ from colossus.engine.strategies.strategy import Strategy
 
 
 class AllReduce(Strategy):
-    """Sums gradients over data ranks in the collectives that sum them over the other ranks, too. Exact."""
+    """Sums gradients over data ranks in the collectives that sum them over the other ranks, too.
+
+    Exact; a subclass that is not sums them inside of the replica only.
+    """
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        self._reduction = GradientReduction(parts, parts.context.grid.names)
+        self._reduction = GradientReduction(parts, self.summed_axes)
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)

@@ -45,8 +45,14 @@ class Strategy:
         """Once, before the optimizer is made."""
         self.store, self.parts = store, parts
         context = parts.context
-        self._step_group = context.group(context.grid.names if self.exact else context.replica_axes)
+        self._step_group = context.group(self.summed_axes)
         self._data_group = context.group("data")
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Over which gradients and the step's numbers are summed: all, or those inside of a replica."""
+        context = self.parts.context
+        return context.grid.names if self.exact else context.replica_axes
 
     def optimizer_parameters(self) -> list[nn.Parameter]:
         """What the optimizer updates on this rank: all trainable parameters as they are stored."""
@@ -92,17 +98,21 @@ class Strategy:
         before_update: Callable[[], None],
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update the parameters.
+        """Divide and clip the gradients, and update the parameters.
 
         Args:
             scale: what the gradients are to be multiplied by, float64 scalar: one over the count, and clipped.
             before_update: to be called once between the two.
             found_inf: whether a gradient is not finite, bool scalar: then nothing is to change. None: not looked for.
         """
-        scale_gradients(self.optimizer_parameters(), scale)
+        scale_gradients(self.store.trainable(), scale)
         before_update()
         if found_inf is None or not bool(found_inf):
-            optimizer.step()
+            self.update(optimizer)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters from gradients that are divided and clipped."""
+        optimizer.step()
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step``: mix, average, gather."""
