@@ -111,7 +111,7 @@ def _model(config: Config) -> str:
     text = f"{name}, {options.num_parameters():,} parameters"
     parallel = config.parallel
     per_rank = getattr(options, "num_parameters_per_rank", None)
-    exact = parallel.pipeline.size == 1 and parallel.zero < 3
+    exact = parallel.pipeline.size == 1 and parallel.zero.stage < 3
     if per_rank is not None and exact:
         return f"{text}, {per_rank(parallel):,} on each rank"
     shards = parallel.tensor.size * parallel.pipeline.size

@@ -4,7 +4,8 @@ from colossus.config.errors import ConfigError
 from colossus.config.loading import load_config
 from colossus.config.plans import model_options, require_available, resolve_sizes
 from colossus.config.resolved import as_dict, as_source
-from colossus.config.schema import Config, Named
+from colossus.config.schema import Config
+from colossus.config.section import Named
 
 __all__ = [
     "Config",

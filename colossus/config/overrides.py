@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from colossus.config.errors import ConfigError, brief, subsection
-from colossus.config.schema import Config, Named, SizedSection
+from colossus.config.schema import Config
+from colossus.config.section import Named, ShortSection, is_number
 
 SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -78,9 +79,8 @@ def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
         section = inner
     key = path[-1]
     _, inner = _field(section, key)
-    size_only = inner is not None and issubclass(inner, SizedSection) and isinstance(value, int)
-    if size_only and not isinstance(value, bool) and isinstance(here.get(key), dict):
-        here[key]["size"] = value  # the mode that the file gives stays
+    if inner is not None and issubclass(inner, ShortSection) and is_number(value) and isinstance(here.get(key), dict):
+        here[key].update(inner.keys_of(value) or {})  # of a size: the mode that the file gives stays
         return
     here[key] = value
 
@@ -98,10 +98,10 @@ def _as_section(held: Any, section: type[BaseModel], where: str, key: str) -> di
         return held
     if isinstance(held, BaseModel):
         return dict(held)
-    if issubclass(section, SizedSection) and isinstance(held, int):
-        return {"size": held}
-    if issubclass(section, Named) and isinstance(held, str):
-        return {"type": held}
+    if issubclass(section, ShortSection) and isinstance(held, int | str):
+        keys = section.keys_of(held)
+        if keys is not None:
+            return dict(keys)
     name = getattr(held, "__qualname__", None) or brief(held)
     raise ConfigError(
         f"{where}.{key}: {where} is given as an object ({name}), which has no keys to override; "

@@ -12,7 +12,8 @@ from colossus import __version__
 from colossus.arithmetic import factors, not_a_multiple
 from colossus.config.errors import ConfigError, explain
 from colossus.config.ranges import range_problems, vocabulary_problems
-from colossus.config.schema import Config, Named, Parallel
+from colossus.config.schema import Config, Parallel
+from colossus.config.section import Named
 from colossus.config.signatures import option_problems
 from colossus.registry import (
     DATASETS,
@@ -125,6 +126,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         fits = nproc is None or total == nproc
         if not fits:
             problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {_processes(nproc)}")
+    if fits:  # otherwise the number of replicas is still open
+        problems += _shard_problems(resolved)
     if options is not None:
         problems += options.check(resolved)
         problems += vocabulary_problems(config, options)
@@ -173,9 +176,9 @@ def require_available(config: Config) -> None:
     tail = f"not available in this version (colossus {version})"
     parallel = config.parallel
     problems = []
-    if parallel.zero:
+    if parallel.zero.stage:
         problems.append(
-            f"parallel.zero = {parallel.zero}: sharding of optimizer state, gradients or parameters is {tail}; "
+            f"parallel.zero = {parallel.zero.stage}: sharding of optimizer state, gradients or parameters is {tail}; "
             f"parallel.data, pipeline, sequence and tensor are"
         )
     checkpoint = config.checkpoint
@@ -218,6 +221,15 @@ def _mode_problems(parallel: Parallel) -> list[str]:
             f"are split already; it is for mode 1d"
         ]
     return []
+
+
+def _shard_problems(parallel: Parallel) -> list[str]:
+    shard, data = parallel.zero.shard, parallel.data or 1
+    if shard is None or data % shard == 0:
+        return []
+    return [
+        f"parallel.zero.shard = {shard} does not divide data {data}: groups of {shard} data ranks hold one copy each"
+    ]
 
 
 def _batch_problems(config: Config, parallel: Parallel) -> list[str]:

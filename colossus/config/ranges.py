@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from colossus.config.errors import brief
-from colossus.config.schema import Config, Named
+from colossus.config.schema import Config
+from colossus.config.section import Named
 from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
 
 #: datasets whose tokens are bytes

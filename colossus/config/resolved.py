@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from colossus.config.plans import model_options
-from colossus.config.schema import Config, Named
+from colossus.config.schema import Config
+from colossus.config.section import Named
 
 WIDTH = 110
 

@@ -10,15 +10,23 @@ import math
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-#: a tuple that may be written as a list
-Counts = Annotated[tuple[Count, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+from colossus.config.section import (
+    Count,
+    CountOrZero,
+    Counts,
+    Fraction,
+    Named,
+    Names,
+    Positive,
+    Section,
+    ShortSection,
+    SizedSection,
+    is_number,
+    require_type,
+)
+from colossus.config.training import Train
 
 #: options of ``data`` that the loader takes, whatever the dataset
 READING_OPTIONS = ("num_workers", "collate_fn", "per_rank")
@@ -32,78 +40,19 @@ LONGEST_NAME = 200
 AXES = ("pipeline", "data", "sequence", "tensor")
 
 
-def drop_none(value: Any, *keys: str) -> Any:
-    """``value`` without those of ``keys`` that are None, so that their defaults apply."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if not (key in keys and item is None)}
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, types are not converted (a string is not a number)."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        arbitrary_types_allowed=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
-
-
-class SizedSection(Section):
-    """A section for which a bare number stands for its size."""
-
-    size: Count = 1
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_number(cls, value: Any) -> Any:
-        return {"size": value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _type(value: Any) -> Any:
-    if callable(value) or (isinstance(value, str) and value):
-        return value
-    raise ValueError(f"must be a registered name or a callable, got {value!r}")
-
-
-class Named(Section):
-    """Something of a registry: ``dict(type=name or callable, **options)``; a bare name or callable will do."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Annotated[Any, AfterValidator(_type)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_type(cls, value: Any) -> Any:
-        return {"type": value} if isinstance(value, str) or callable(value) else value
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keys that the schema does not know: arguments of the component itself."""
-        return dict(self.model_extra or {})
-
-    def spec(self) -> dict[str, Any]:
-        """``dict(type=..., **everything else)`` as ``Registry.build`` takes it."""
-        return {**{key: getattr(self, key) for key in type(self).model_fields}, **self.options}
-
-
 class StrategySection(Named):
     """The data-parallel strategy: what replicas exchange, and when."""
 
-    type: Annotated[Any, AfterValidator(_type)] = "all_reduce"
+    type: Annotated[Any, AfterValidator(require_type)] = "all_reduce"
 
 
 class Optimizer(Named):
-    type: Annotated[Any, AfterValidator(_type)] = "AdamW"
+    type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
     lr: Positive = 3e-4
 
 
 class LRSchedule(Named):
-    type: Annotated[Any, AfterValidator(_type)] = "constant"
+    type: Annotated[Any, AfterValidator(require_type)] = "constant"
     #: steps over which the learning rate rises linearly to ``optimizer.lr``
     warmup_steps: CountOrZero = 0
     #: the learning rate at the end, as a fraction of ``optimizer.lr``
@@ -113,7 +62,7 @@ class LRSchedule(Named):
 class Schedule(Named):
     """The pipeline schedule; without a pipeline its microbatches are gradient accumulation."""
 
-    type: Annotated[Any, AfterValidator(_type)] = "1f1b"
+    type: Annotated[Any, AfterValidator(require_type)] = "1f1b"
     microbatches: Count = 1
 
 
@@ -181,6 +130,28 @@ class SequenceSection(SizedSection):
     pad: bool = False
 
 
+class ZeroSection(ShortSection):
+    """ZeRO (1910.02054): a bare number is the stage."""
+
+    #: 1: optimizer state; 2: and gradients; 3: and parameters; 0: nothing
+    stage: Annotated[int, Field(ge=0, le=3)] = 0
+    #: data ranks that share one copy, replicated over the others (HSDP); None: all of them
+    shard: Count | None = None
+    #: on CUDA, keep what the optimizer updates and its state in the memory of the host; of stage 3 the shards, too
+    offload: bool = False
+
+    @classmethod
+    def keys_of(cls, bare: Any) -> dict[str, Any] | None:
+        return {"stage": bare} if is_number(bare) else None
+
+    @model_validator(mode="after")
+    def _has_a_stage(self) -> ZeroSection:
+        given = [key for key in ("shard", "offload") if getattr(self, key)]
+        if given and not self.stage:
+            raise ValueError(f"{' and '.join(given)}: nothing without a stage; zero = dict(stage=1, 2 or 3, ..)")
+        return self
+
+
 def _permutation(value: tuple[str, ...]) -> tuple[str, ...]:
     if sorted(value) != sorted(AXES):
         given = ", ".join(value) or "nothing"
@@ -194,47 +165,26 @@ class Parallel(Section):
     pipeline: PipelineSection = PipelineSection()
     tensor: TensorSection = TensorSection()
     sequence: SequenceSection = SequenceSection()
-    #: a stage: short for strategy = dict(type="zero", stage=..)
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    #: what data ranks shard; short for strategy = dict(type="zero", ..)
+    zero: ZeroSection = ZeroSection()
     strategy: StrategySection = StrategySection()
     #: outermost first: the last axis has neighbouring ranks
     rank_order: Annotated[Names, AfterValidator(_permutation)] = AXES
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Parallel:
-        if self.zero and "strategy" in self.model_fields_set:
+        if self.zero.stage and "strategy" in self.model_fields_set:
             raise ValueError(
-                f"zero = {self.zero} and strategy = {self.strategy.type!r} both say what data ranks do: give one of "
-                f"them"
+                f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
+                f"of them"
             )
         return self
 
     @property
     def data_strategy(self) -> dict[str, Any]:
         """The strategy as ``Registry.build`` takes it."""
-        return {"type": "zero", "stage": self.zero} if self.zero else self.strategy.spec()
-
-
-class Train(Section):
-    steps: Count = 100
-    #: length of the learning-rate schedule
-    schedule_steps: Count = Field(default_factory=lambda values: values["steps"])
-    #: sequences per step, over all data ranks and microbatches
-    global_batch_size: Count = 32
-    precision: Literal["fp32", "fp64"] = "fp32"
-    clip_grad_norm: Positive | None = None
-    seed: CountOrZero = 0
-    log_every: Count = 10
-    #: steps between evaluations; 0 evaluates never
-    eval_every: CountOrZero = 0
-    eval_batches: Count = 10
-    #: sequences per validation batch, over all data ranks; None: ``global_batch_size``
-    eval_batch_size: Count | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_default(cls, value: Any) -> Any:
-        return drop_none(value, "schedule_steps")
+        zero = self.zero
+        return {"type": "zero", "stage": zero.stage, "offload": zero.offload} if zero.stage else self.strategy.spec()
 
 
 class Comm(Section):
@@ -270,7 +220,7 @@ def _data(value: Any) -> Any:
     if isinstance(value, dict):
         if "type" not in value:
             raise ValueError('needs a type: data = dict(type="PythonStdlib", **options), or a dataset object')
-        _type(value["type"])
+        require_type(value["type"])
         return Named.model_validate(value)
     if isinstance(value, str):
         return Named.model_validate(value)

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from colossus.config.errors import unknown_key
-from colossus.config.schema import READING_OPTIONS, Named
+from colossus.config.schema import READING_OPTIONS
+from colossus.config.section import Named
 from colossus.registry import DATASETS, Registry
 
 

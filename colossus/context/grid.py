@@ -110,7 +110,7 @@ def build_grid(parallel: Any) -> RankGrid:
     sequence = SEQUENCE_MODES.get(parallel.sequence.mode or "ring")
     atomic: dict[str, dict[str, int]] = {
         "pipeline": {"pipeline": parallel.pipeline.size},
-        "data": {"data": parallel.data},
+        "data": _data_axes(parallel.data, parallel.zero.shard),
         "sequence": sequence.axis_sizes(parallel.sequence.size, parallel.sequence.ulysses),
         "tensor": tensor,
     }
@@ -118,3 +118,8 @@ def build_grid(parallel: Any) -> RankGrid:
     for name in parallel.rank_order:
         sizes.update(atomic[name])
     return RankGrid(sizes, {name: tuple(atomic[name]) for name in PUBLIC_NAMES})
+
+
+def _data_axes(size: int, shard: int | None) -> dict[str, int]:
+    """One axis, or two where ZeRO shards in groups of neighbours (``shard``) and replicates between them."""
+    return {"data": size} if shard is None else {"replicate": size // shard, "shard": shard}

@@ -17,6 +17,7 @@ from colossus.arithmetic import factors
 from colossus.context.grid import Axes, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, agree_on_context, fresh_store, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
+from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
 
 _stack: list[ParallelContext] = []
@@ -37,6 +38,7 @@ class ParallelContext:
         timeout_seconds: after which a collective fails.
         backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
         options: of the layers built under this context.
+        precision: of the run; layers built under this context compute in it.
         connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
         on_join: called with the group of all ranks before any other is made: what it raises ends the join. Ranks
             that were started with different plans would make different groups, and wait for each other.
@@ -56,6 +58,7 @@ class ParallelContext:
         timeout_seconds: float = 120.0,
         backend: str | None = None,
         options: LayerOptions | None = None,
+        precision: Precision | None = None,
         connect: bool = True,
         on_join: Callable[[AxisGroup], None] | None = None,
     ) -> None:
@@ -63,6 +66,7 @@ class ParallelContext:
         self.rank = rank
         self.device = torch.device(device)
         self.options = options or LayerOptions()
+        self.precision = precision or Precision()
         self.rng = RngStreams(seed)
         self.coordinates = grid.coordinates(rank)
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -93,6 +97,7 @@ class ParallelContext:
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
             options=LayerOptions.from_config(config.parallel),
+            precision=Precision.from_config(config.train.precision),
             connect=connect,
             on_join=on_join,
         )

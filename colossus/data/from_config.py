@@ -9,7 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from colossus.config.schema import READING_OPTIONS, Named
+from colossus.config.schema import READING_OPTIONS
+from colossus.config.section import Named
 from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.streams import BatchStream, SampleStream
 from colossus.registry import DATASETS, nearest

@@ -35,9 +35,6 @@ from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
 from colossus.schedule.runtime.observer import StepObserver
 
-#: by train.precision
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
 
 def initialize(
     config: Config | Mapping[str, Any] | str | Path,
@@ -94,7 +91,7 @@ def _assemble(
     data: Any,
 ) -> Engine:
     spec = config.model
-    dtype = DTYPES[config.train.precision]
+    dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
     held = data if data is not None else config.data
     loaders = None

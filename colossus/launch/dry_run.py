@@ -30,7 +30,7 @@ def describe(config: Config, model: ModelInfo | None, folder: Path | None, local
         "device": _device(config),
         "parameters": _parameters(model),
         "batch": _batch(config),
-        "steps": f"{train.steps}, {train.precision}, seed {train.seed}",
+        "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
         "run folder": str(folder) if folder is not None else "chosen by rank 0",
     }
     lines = [f"{key:<11} {value}" for key, value in rows.items()]

@@ -52,7 +52,7 @@ class Display(Hook):
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
-            peak = device_peak(engine.device, engine.config.train.precision)
+            peak = device_peak(engine.device, engine.config.train.precision.compute)
             self._peak = peak * engine.context.world_size if peak else None
             flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
             self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0

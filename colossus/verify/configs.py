@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config, load_config
+from colossus.config.training import PRECISIONS, PrecisionSection
 
 NAMES = {True: "reference", False: "plan"}
 """Whether the run is the reference -> name of its config file and run folder."""
@@ -46,7 +47,12 @@ def sections(
     config = load_config(path, overrides, nproc)
     out: dict[str, Any] = {key: getattr(config, key) for key in Config.model_fields}
     out["train"] = config.train.model_copy(
-        update={"precision": "fp64", "steps": steps, "eval_every": 0, "log_every": steps}
+        update={
+            "precision": PrecisionSection(**PRECISIONS["fp64"]),
+            "steps": steps,
+            "eval_every": 0,
+            "log_every": steps,
+        }
     )
     out["hooks"] = [{"type": make_recorder, "folder": records, "by_token": config.parallel.sequence.size > 1}]
     if is_reference:

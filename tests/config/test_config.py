@@ -131,8 +131,7 @@ def test_schedule_steps_follow_steps() -> None:
         (
             dict(train=dict(global_batchsize=8)),
             "train.global_batchsize: no such key; did you mean train.global_batch_size? known keys of train: steps, "
-            "schedule_steps, global_batch_size, precision, clip_grad_norm, seed, log_every, eval_every, eval_batches, "
-            "eval_batch_size",
+            "schedule_steps, global_batch_size, precision, loss_scale, activation_checkpoint, clip_grad_norm, ",
         ),
         (
             dict(parallel=dict(tensor=dict(sise=2))),
@@ -148,14 +147,24 @@ def test_schedule_steps_follow_steps() -> None:
         (dict(train=dict(steps=0)), "train.steps: must be at least 1, got 0"),
         (dict(train=dict(seed=-1)), "train.seed: must be at least 0, got -1"),
         (dict(train=dict(clip_grad_norm=0)), "train.clip_grad_norm: must be greater than 0, got 0"),
-        (dict(train=dict(precision="bf16")), "train.precision: must be 'fp32' or 'fp64', got 'bf16'"),
+        (dict(train=dict(precision="bf8")), "train.precision: must be one of fp32, fp64, bf16, fp16, or dict(params="),
+        (
+            dict(train=dict(precision=dict(compute="fp64"))),
+            "train.precision: params = 'fp32' and compute = 'fp64': fp64 is for both or neither",
+        ),
+        (
+            dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
+            "train.precision: params = 'bf16' and optimizer = 'fp16': the optimizer has the dtype of params, or fp32",
+        ),
+        (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
+        (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
         (dict(train=5), "train: must be a section, dict(...), got 5"),
         (dict(optimizer=dict(lr="fast")), "optimizer.lr: must be a number, got 'fast'"),
         (dict(optimizer=dict(lr=math.inf)), "optimizer.lr: must be a finite number, got inf"),
         (dict(lr_schedule=dict(min_ratio=2)), "lr_schedule.min_ratio: must be at most 1, got 2"),
         (dict(schedule=dict(microbatches=0)), "schedule.microbatches: must be at least 1, got 0"),
         (dict(comm=dict(accounting=1)), "comm.accounting: must be True or False, got 1"),
-        (dict(parallel=dict(zero=4)), "parallel.zero: must be at most 3, got 4"),
+        (dict(parallel=dict(zero=4)), "parallel.zero.stage: must be at most 3, got 4"),
         (
             dict(parallel=dict(zero=1, strategy="all_reduce")),
             "parallel: zero = 1 and strategy = 'all_reduce' both say what data ranks do: give one of them",

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
-from colossus.config.schema import Named
+from colossus.config.section import Named
 from colossus.data import BatchedDataset, Loaders, build_loaders
 from colossus.registry import DATASETS
 

@@ -236,7 +236,7 @@ TABLE: dict[str, Bad] = {
         "train.global_batch: no such key; did you mean train.global_batch_size?", overrides="train.global_batch=3"
     ),
     "steps": bad("train.steps: must be at least 1, got 0", overrides="train.steps=0"),
-    "precision": bad("train.precision: must be 'fp32' or 'fp64', got 'bf16'", overrides="train.precision=bf16"),
+    "precision": bad("train.precision: must be one of fp32, fp64, bf16, fp16", overrides="train.precision=bf8"),
     "an override that is none": bad("'train.steps' has no '='", overrides="train.steps"),
     "a file that raises": bad("NameError: name 'nowhere' is not defined", text="data = nowhere"),
     "a file that exits": bad("SystemExit: the file called exit()", text="raise SystemExit(0)"),
