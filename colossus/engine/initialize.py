@@ -18,9 +18,13 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders, loaders_of
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
+from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, require_no_parameters
+from colossus.engine.loss_scale import LossScaler
+from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
@@ -30,6 +34,7 @@ from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
+from colossus.layout.parameter import full_model_order
 from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
@@ -150,6 +155,13 @@ def _engine(
     params = strategy.optimizer_parameters() or [nn.Parameter(torch.zeros(0))]
     optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
+    train = config.train
+    groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
+    scaler = None
+    if context.precision.scales_loss:
+        scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
+    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
+    watch = GradientWatch(train, context, strategy, norm, full_model_order(model), scaler)
     observers: list[StepObserver] = []
     stages = ModelStages(
         context,
@@ -171,7 +183,8 @@ def _engine(
         optimizer,
         store=store,
         strategy=strategy,
-        reduction=StepReduction(context, norm, strategy, config.train.clip_grad_norm),
+        reduction=reduction,
+        optimizer_step=OptimizerStep(config, optimizer, strategy, reduction, watch, scaler),
         pipeline=pipeline,
         stages=stages,
         executor=pipeline.make_executor(stages, parallel, observers),

@@ -155,9 +155,8 @@ def one_line(record: FailureRecord, folder: Path | None) -> str:
 
 
 def _describe_rank(cause: Cause, grid: RankGrid) -> str:
-    at = [f"{axis} {index}" for axis, index in grid.coordinates(cause.rank).items() if grid.sizes[axis] > 1]
-    host = [f"host {cause.record.host}"] if cause.record is not None else []
-    inside = "; ".join([*host, ", ".join(at)] if at else host)
+    host = f"host {cause.record.host}" if cause.record is not None else ""
+    inside = "; ".join(filter(None, (host, grid.where(cause.rank))))
     return f"rank {cause.rank} ({inside})" if inside else f"rank {cause.rank}"
 
 

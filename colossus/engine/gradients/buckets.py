@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.layout.parameter import spec_of
+
+#: names of parameters whose gradients one collective sums, and the sum of this rank's own numbers before it
+LocalSum = tuple[tuple[str, ...], Tensor]
+
+
+def sum_of_all(flat: Tensor) -> Tensor:
+    """The sum of all numbers of a flat buffer: finite if they are, and are not huge."""
+    return flat.sum(dtype=torch.float32 if flat.dtype.itemsize < 4 else None)
 
 
 class Bucket:
@@ -33,6 +42,7 @@ class Bucket:
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()
         self._pending: Pending | None = None
+        self._own_sum: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -67,6 +77,7 @@ class Bucket:
             if index not in self._present:
                 view.zero_()
                 self.flags[index] = 0.0
+        self._own_sum = sum_of_all(self.flat)
         self._pending = collectives.all_reduce(self.flat, self.group, owned=True)
 
     def finish(self) -> None:
@@ -82,3 +93,9 @@ class Bucket:
                 param.grad = view if flag else None
         self._present.clear()
         self._pending = None
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the last reduction."""
+        if self._own_sum is None:
+            return []
+        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]

@@ -10,7 +10,7 @@ from torch import nn
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import agree_on_axes
-from colossus.engine.gradients.buckets import Bucket
+from colossus.engine.gradients.buckets import Bucket, LocalSum
 from colossus.layout.parameter import spec_of
 
 
@@ -93,6 +93,10 @@ class StageBuckets:
         for bucket in self._buckets or ():
             bucket.reset()
         self._is_settled = False
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the reductions of the last step."""
+        return [one for bucket in self._buckets or () for one in bucket.local_sums()]
 
     def _add_buckets(self) -> None:
         """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""

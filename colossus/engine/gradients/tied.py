@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.buckets import Bucket
+from colossus.engine.gradients.buckets import Bucket, LocalSum
 
 
 class TiedGradients:
@@ -35,6 +35,10 @@ class TiedGradients:
                     bucket.take(param)
             bucket.start()
             bucket.finish()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the last sum: of gradients that are summed over data ranks already."""
+        return [one for bucket in self._buckets for one in bucket.local_sums()]
 
 
 def tied_parameters(

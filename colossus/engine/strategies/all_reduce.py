@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -26,6 +27,9 @@ class AllReduce(Strategy):
 
     def finish(self) -> None:
         self._reduction.finish()
+
+    def local_sums(self) -> list[LocalSum]:
+        return self._reduction.local_sums()
 
     def abandon(self) -> None:
         self._reduction.abandon()
