@@ -48,6 +48,7 @@ class GradientWatch:
         self._train, self._grid, self._strategy, self._norm = train, context.grid, strategy, norm
         self._order, self._scaler = order, scaler
         self._group = context.group(strategy.summed_axes)
+        self._is_late = context.device.type != "cpu"
         self._late_found = LateValue()
         self._evidence: Evidence | None = None
         self._num_in_row = 0
@@ -67,7 +68,7 @@ class GradientWatch:
         Raises:
             NonFiniteGradients: on all ranks.
         """
-        if norm.device.type == "cpu":
+        if not self._is_late:
             if math.isfinite(norm.item()):
                 self._num_in_row = 0
                 return None

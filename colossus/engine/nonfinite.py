@@ -58,25 +58,17 @@ class NonFiniteReport:
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
+        more = f"{self.num_others} more parameter{'s' if self.num_others > 1 else ''}" if self.num_others else ""
         told = f"step {self.step}: "
         if self.loss is not None:
             told += f"the loss of {rank} is {self.loss}"
-            return (
-                told
-                if self.parameter is None
-                else f"{told}, and so are gradients, {self.parameter} first{self._others}"
-            )
+            if self.parameter is None:
+                return told
+            return f"{told}; gradients that are not finite: {self.parameter}{f' and {more}' if more else ''}"
         if self.parameter is None:
             return f"{told}the gradient norm of the global batch is not finite, but no gradient was found that is not"
-        if self.value == "too large":
-            return f"{told}the gradient of {self.parameter} on {rank} is so large that its norm overflows{self._others}"
-        return f"{told}the gradient of {self.parameter} on {rank} is {self.value}{self._others}"
-
-    @property
-    def _others(self) -> str:
-        if not self.num_others:
-            return ""
-        return f" ({self.num_others} more parameter{'s' if self.num_others > 1 else ''} after it)"
+        is_value = "so large that its norm overflows" if self.value == "too large" else self.value
+        return f"{told}the gradient of {self.parameter} on {rank} is {is_value}{f' (also of {more})' if more else ''}"
 
 
 @dataclass(frozen=True)
