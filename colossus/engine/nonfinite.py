@@ -24,11 +24,12 @@ class NonFiniteGradients(FloatingPointError):
     Attributes:
         step: number of the step, from 1.
         report: where they came from.
+        culprit: on which rank.
     """
 
     def __init__(self, message: str, step: int, report: NonFiniteReport) -> None:
         super().__init__(message)
-        self.step, self.report = step, report
+        self.step, self.report, self.culprit = step, report, report.rank
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.step, self.report)
