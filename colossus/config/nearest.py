@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from colossus.config.schema import Config, Parallel
-from colossus.config.sizes import batch_problems, describe_processes, mode_problems, world_size
+from colossus.config.sizes import batch_problems, describe_processes, mode_problems, shard_problems, world_size
 
 Sizes = tuple[int, int, int, int]
 
@@ -63,7 +63,7 @@ def nearest_plans(config: Config, options: ModelOptions | None, nproc: int, most
                 "tensor": parallel.tensor.model_copy(update={"size": tensor}),
             }
         )
-        if mode_problems(candidate) or batch_problems(config, candidate):
+        if mode_problems(candidate) or shard_problems(candidate) or batch_problems(config, candidate):
             continue
         if options is not None and options.check(candidate):
             continue
