@@ -15,6 +15,7 @@ from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.layers.layer import Layer
+from colossus.layers.lookup import look_up
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local, require_sequences
@@ -93,7 +94,7 @@ class Embedding(Layer):
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
-            rows = F.embedding(ids, self.weight, self.padding_idx)
+            rows = look_up(ids, self.weight, self.padding_idx)
             return rows.to(activation_dtype(self.weight, self.context.precision))
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
