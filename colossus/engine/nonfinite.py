@@ -150,7 +150,7 @@ def _finding(evidence: Evidence) -> _Finding:
             is_finite = evidence.grads_are_there and param.grad is not None and bool(param.grad.isfinite().all())
             after[_name(param)] = "too large" if is_finite else "nan" if math.isnan(norm) else "inf"
     summed = {name for names, _ in evidence.local_sums for name in names}
-    own = {name for names, own_sum in evidence.local_sums if not math.isfinite(own_sum.item()) for name in names}
+    own = {name for names, own_sum in evidence.local_sums if not own_sum.isfinite() for name in names}
     own |= after.keys() - summed
     return _Finding(evidence.loss_sum.item(), frozenset(own), after)
 

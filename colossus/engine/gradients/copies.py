@@ -12,6 +12,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import LogicalShard, spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class CopiedGradients:
@@ -28,7 +29,7 @@ class CopiedGradients:
             for shard in spec_of(param).shards if param.requires_grad else ():
                 for axis, count in shard.layout.copies:
                     first = context.coordinates[axis] // count * count
-                    key = axis, tuple(range(first, first + count)), param.dtype
+                    key = axis, tuple(range(first, first + count)), gradient_dtype(param)
                     self._by_group.setdefault(key, []).append((param, shard))
 
     def sum(self) -> None:
@@ -51,7 +52,7 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Ten
     Returns:
         The sum of this rank's own numbers.
     """
-    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=held[0][0].dtype)
+    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=gradient_dtype(held[0][0]))
     flat = torch.cat(
         [*(_rows(param.grad, param, shard).flatten() for param, shard in held), flags.to(held[0][0].device)]
     )
@@ -61,7 +62,7 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Ten
     for (param, shard), used in zip(held, total[-len(held) :].tolist(), strict=True):
         stop = start + _rows(param, param, shard).numel()
         if used and param.grad is None:
-            param.grad = torch.zeros_like(param)
+            param.grad = torch.zeros_like(param, dtype=gradient_dtype(param))
         if param.grad is not None:
             rows = _rows(param.grad, param, shard)
             rows.copy_(total[start:stop].view_as(rows))
@@ -72,4 +73,4 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Ten
 def _rows(buffer: Tensor | None, param: nn.Parameter, shard: LogicalShard) -> Tensor:
     """Of a parameter or its gradient the rows of a shard; zeros where there is no gradient."""
     rows = slice(*shard.rows)
-    return torch.zeros_like(param[rows]) if buffer is None else buffer.detach()[rows]
+    return torch.zeros_like(param[rows], dtype=gradient_dtype(param)) if buffer is None else buffer.detach()[rows]
