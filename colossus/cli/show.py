@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import describe_sizes, name_of, world_size
+from colossus.config.plans import name_of
+from colossus.config.sizes import describe_sizes, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule

@@ -15,6 +15,7 @@ from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, require_available, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
 from colossus.data.loader import Loaders, loaders_of
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
@@ -112,6 +113,9 @@ def _assemble(
     module = build(factory, context, dtype=dtype, prepare=prepare)
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
+    for param in module.parameters():
+        if param.dtype in LOW:
+            param.grad_dtype = context.precision.gradients
     _require_position_wise(module, context)
     seed_outside(context)
     loss = loss_fn or getattr(module, "loss", None)

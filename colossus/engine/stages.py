@@ -61,7 +61,7 @@ class ModelStages:
         self._inputs, self.loss_fn = inputs, loss_fn
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
-        self._rng = ForwardRng(context)
+        self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
         self._input_writes = InputWrites(context, last_stage)
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
@@ -89,7 +89,7 @@ class ModelStages:
             self._store.gather_root()
             self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
-            with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
+            with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
                     self._input_writes.after_forward(stage, microbatch, out, self.step)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from colossus.comm.conjugate import not_a_view
 from colossus.comm.first_order import first_order
 from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
-from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore

@@ -13,7 +13,9 @@ from torch import Tensor
 from colossus.comm.conjugate import not_a_view
 from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
+from colossus.context.precision import LOW, Precision
 from colossus.layers.layer import Layer
+from colossus.layers.lookup import look_up
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local, require_sequences
@@ -23,6 +25,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.route import BoundMove, Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -91,7 +94,8 @@ class Embedding(Layer):
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            rows = look_up(ids, self.weight, self.padding_idx)
+            return rows.to(activation_dtype(self.weight, self.context.precision))
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
         routes = self._routes.get((target, ndim))
@@ -115,6 +119,7 @@ class Embedding(Layer):
             w=Route.of(moves(sharding.weight, sharding.gathered_weight), self.context),
             y=Route.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
             weights=self.parallel.weights,
+            precision=self.context.precision,
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
@@ -153,6 +158,7 @@ class _LookupRoutes:
     Attributes:
         ids, w, y: of the ids, of the table and of the rows looked up.
         weights: gathers the table and reduces its gradient.
+        precision: of the run.
         vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
     """
 
@@ -160,6 +166,7 @@ class _LookupRoutes:
     w: Route
     y: Route
     weights: WeightStore
+    precision: Precision
     vocabulary_shard: int
 
 
@@ -180,7 +187,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, routes: _LookupRoutes) -> Tensor:
-        gathered = routes.weights.gather(weight, routes.w).wait()
+        dtype = activation_dtype(weight, routes.precision)
+        gathered = routes.weights.gather(weight, routes.w, dtype).wait()
         local = ids - routes.vocabulary_shard * gathered.shape[0]
         elsewhere = (local < 0) | (local >= gathered.shape[0])
         local.masked_fill_(elsewhere, 0)
@@ -197,7 +205,8 @@ class _Lookup(torch.autograd.Function):
         local, elsewhere = ctx.saved_tensors
         routes: _LookupRoutes = ctx.routes
         weight: Tensor = ctx.parameter
-        dy = run(routes.y.backward, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        # a word's gradients are added up in the dtype of their sum
+        dy = run(routes.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = routes.weights.reduce(weight, gradient, routes.w)
         return None, dw.wait() if dw else None, None, None
@@ -243,6 +252,7 @@ class PositionEmbedding(Layer):
             self._check_and_record(x, activation)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             rows = self._rows(x.shape[-2], activation, x.device)
+            rows = rows.to(x.dtype) if x.dtype in LOW else rows
         return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:

@@ -23,7 +23,7 @@ from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
-from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.panels import flat, product, wgrad_product
 from colossus.tensor_parallel.route import Route, run
@@ -78,12 +78,12 @@ def matmul_routes(
     )
 
 
-def weight_gradient(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """wgrad before its reduction, [o, i], in the dtype of the weight: the sum over ranks is taken in that.
+def weight_gradient(routes: MatmulRoutes, dy: Tensor, x: Tensor) -> Tensor:
+    """wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
-    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels).to(weight.dtype)
+    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
@@ -115,7 +115,8 @@ class _Matmul(torch.autograd.Function):
     ``WeightStore.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored as it
     is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
 
-    Under `torch.autocast` x comes in its dtype, which y and dy then have; weight and bias are cast where they are used.
+    Under `torch.autocast` x comes in its dtype, which y and dy then have; the weight is cast before it is gathered, and
+    its gradient to that of ``weight.grad`` before it is reduced (`reduce_wgrad`).
     """
 
     @staticmethod
@@ -124,10 +125,10 @@ class _Matmul(torch.autograd.Function):
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
-        w_gathered = routes.weights.gather(weight, routes.w).wait()
-        added = bias if routes.adds_bias else None
-        if product_dtype(x) is not None:
-            w_gathered, added = w_gathered.to(x.dtype), None if added is None else added.to(x.dtype)
+        # x has the dtype of the product under autocast; where a user mixes dtypes without, torch says so
+        dtype = weight.dtype if product_dtype(x) is None else x.dtype
+        w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
+        added = bias.to(dtype) if bias is not None and routes.adds_bias else None
         y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
         x_saved = x if needs_w else None
         w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
@@ -147,18 +148,18 @@ class _Matmul(torch.autograd.Function):
             dy = run(routes.y.backward, dy).wait()
             dx = dw = None
             if needs_x:
-                w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait().to(dy.dtype)
+                w_gathered = w if weights.keeps else weights.gather(weight, routes.w, dy.dtype).wait()
                 dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
             if needs_w and weights.deferral.takes(weight):
                 weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
             elif needs_w:
-                dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+                dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    dw = routes.weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+    dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
         routes.weights.deferral.accumulate(weight, dw.wait())
 

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from colossus.config import ConfigError, as_dict, as_source, load_config, require_available
 from colossus.config.errors import brief
+from colossus.config.nearest import nearest_plans
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.plans import describe_sizes, nearest_plans, world_size
 from colossus.config.signatures import parameters
+from colossus.config.sizes import describe_sizes, world_size
 from colossus.models.options import GPTOptions
 from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
 

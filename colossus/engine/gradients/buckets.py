@@ -8,6 +8,7 @@ from torch import nn
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Bucket:
@@ -17,15 +18,18 @@ class Bucket:
     flags are summed with the gradients, without a collective of their own.
 
     Args:
+        params: whose gradients have one dtype.
         group: the ranks whose gradients are summed.
+        dtype: in which they are summed.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: AxisGroup) -> None:
+    def __init__(self, params: list[nn.Parameter], group: AxisGroup, dtype: torch.dtype) -> None:
         self.params = params
         self.group = group
+        self._is_cast = dtype != gradient_dtype(params[0])
         sizes = [param.numel() for param in params]
         total = sum(sizes)
-        self.flat = torch.zeros(total + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.flat = torch.zeros(total + len(params), dtype=dtype, device=params[0].device)
         self.views = [
             flat.view(param.shape) for flat, param in zip(self.flat[:total].split(sizes), params, strict=True)
         ]
@@ -43,11 +47,13 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on."""
+        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on, if it is of one
+        dtype with it."""
         index = self._position[id(param)]
         assert param.grad is not None
         self.views[index].copy_(param.grad)
-        param.grad = self.views[index]
+        if not self._is_cast:
+            param.grad = self.views[index]
         self._present.add(index)
 
     def reset(self) -> None:
@@ -76,9 +82,9 @@ class Bucket:
         if total is not self.flat:
             self.flat.copy_(total)
         complete = self.is_full
-        if not complete:
-            used = self.flags.tolist()
+        if self._is_cast or not complete:
+            used = [1.0] * len(self.params) if complete else self.flags.tolist()
             for param, view, flag in zip(self.params, self.views, used, strict=True):
-                param.grad = view if flag else None
+                param.grad = view.to(gradient_dtype(param)) if flag else None
         self._present.clear()
         self._pending = None

@@ -11,6 +11,7 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import LogicalShard, spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class CopiedGradients:
@@ -26,7 +27,7 @@ class CopiedGradients:
             for shard in spec_of(param).shards if param.requires_grad else ():
                 for axis, count in shard.layout.copies:
                     first = context.coordinates[axis] // count * count
-                    key = axis, tuple(range(first, first + count)), param.dtype
+                    key = axis, tuple(range(first, first + count)), gradient_dtype(param)
                     self._by_group.setdefault(key, []).append((param, shard))
 
     def sum(self) -> None:
@@ -37,7 +38,7 @@ class CopiedGradients:
 
 def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> None:
     """A parameter that none of the ranks has used keeps ``grad = None``: one flag each goes with the gradients."""
-    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=held[0][0].dtype)
+    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=gradient_dtype(held[0][0]))
     flat = torch.cat(
         [*(_rows(param.grad, param, shard).flatten() for param, shard in held), flags.to(held[0][0].device)]
     )
@@ -46,7 +47,7 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Non
     for (param, shard), used in zip(held, total[-len(held) :].tolist(), strict=True):
         stop = start + _rows(param, param, shard).numel()
         if used and param.grad is None:
-            param.grad = torch.zeros_like(param)
+            param.grad = torch.zeros_like(param, dtype=gradient_dtype(param))
         if param.grad is not None:
             rows = _rows(param.grad, param, shard)
             rows.copy_(total[start:stop].view_as(rows))
@@ -56,4 +57,4 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Non
 def _rows(buffer: Tensor | None, param: nn.Parameter, shard: LogicalShard) -> Tensor:
     """Of a parameter or its gradient the rows of a shard; zeros where there is no gradient."""
     rows = slice(*shard.rows)
-    return torch.zeros_like(param[rows]) if buffer is None else buffer.detach()[rows]
+    return torch.zeros_like(param[rows], dtype=gradient_dtype(param)) if buffer is None else buffer.detach()[rows]

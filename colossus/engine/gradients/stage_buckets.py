@@ -12,6 +12,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import agree_on_axes
 from colossus.engine.gradients.buckets import Bucket
 from colossus.layout.parameter import spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class StageBuckets:
@@ -103,12 +104,13 @@ class StageBuckets:
 
     def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
         buckets = []
-        for group, axes in self._groups(params):
+        for group, axes, gradient in self._groups(params):
+            dtype = self._context.precision.reduce_dtype(gradient)
             limit = self._bucket_bytes
             if group[0].device.type == "cpu":  # a bucket and its flags have to fit a slot of shared memory
-                limit = min(limit, SLOT_BYTES - 4096 * group[0].element_size())
-            for chunk in _chunks(group, limit):
-                buckets.append(Bucket(chunk, self._context.group(axes)))
+                limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
+            for chunk in _chunks(group, limit // dtype.itemsize):
+                buckets.append(Bucket(chunk, self._context.group(axes), dtype))
                 for param in chunk:
                     param.register_post_accumulate_grad_hook(self._on_gradient)
         # sorted by when backward fills them
@@ -116,15 +118,15 @@ class StageBuckets:
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
         return buckets
 
-    def _groups(self, params: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...]]]:
-        """Parameters by axes and dtype; those without axes need no reduction."""
+    def _groups(self, params: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...], torch.dtype]]:
+        """Parameters by axes and dtype of their gradients; those without axes need no reduction."""
         groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
         for param in params:
             axes = self._axes_of(param)
             if axes:
-                groups.setdefault((axes, param.dtype), []).append(param)
-        for (axes, _), held in groups.items():
-            yield held, axes
+                groups.setdefault((axes, gradient_dtype(param)), []).append(param)
+        for (axes, gradient), held in groups.items():
+            yield held, axes, gradient
 
 
 def gradient_in_parts(param: nn.Parameter) -> ValueError:
@@ -141,14 +143,14 @@ def _name(param: nn.Parameter) -> str:
 
 
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of at most ``limit`` bytes together, at least one."""
+    """Consecutive parameters of at most ``limit`` elements together, at least one."""
     chunk: list[nn.Parameter] = []
     size = 0
     for param in params:
-        if chunk and size + param.nbytes > limit:
+        if chunk and size + param.numel() > limit:
             yield chunk
             chunk, size = [], 0
         chunk.append(param)
-        size += param.nbytes
+        size += param.numel()
     if chunk:
         yield chunk

@@ -9,6 +9,7 @@ from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import Bucket
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class TiedGradients:
@@ -22,9 +23,10 @@ class TiedGradients:
         by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for param, ranks in tied:
             if param.requires_grad:
-                by_ranks.setdefault((ranks, param.dtype), []).append(param)
+                by_ranks.setdefault((ranks, gradient_dtype(param)), []).append(param)
         self._buckets = [
-            Bucket(params, context.subgroup("pipeline", sorted(ranks))) for (ranks, _), params in by_ranks.items()
+            Bucket(params, context.subgroup("pipeline", sorted(ranks)), context.precision.reduce_dtype(dtype))
+            for (ranks, dtype), params in by_ranks.items()
         ]
 
     def sum(self) -> None:
