@@ -12,6 +12,7 @@ from colossus.comm import in_parts
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import mark_split
@@ -23,26 +24,28 @@ class Dtypes:
 
     Attributes:
         computed: while it is gathered, and as it travels there.
-        reduced: of its gradient.
+        gradient: in which its gradients are accumulated.
+        reduced: in which they are summed over ranks.
         stored: of the rows that the optimizer updates.
     """
 
     computed: torch.dtype
+    gradient: torch.dtype
     reduced: torch.dtype
     stored: torch.dtype
 
     @classmethod
-    def of(cls, param: nn.Parameter, context: ParallelContext, *, is_product: bool) -> Dtypes:
-        """By the precision of a run; a parameter that has a dtype of its own keeps it.
+    def of(cls, param: nn.Parameter, precision: Precision, *, is_product: bool) -> Dtypes:
+        """By the precision of a run; a parameter that has a wide dtype of its own keeps it.
 
         Args:
-            is_product: whether products are taken of it alone, as autocast would take them in the dtype of compute.
+            is_product: whether products are taken of it and nothing else, in the dtype of compute.
         """
-        precision = context.precision
-        if param.dtype != precision.params:
-            return cls(param.dtype, param.dtype, param.dtype)
-        computed = precision.compute if precision.is_low and is_product else param.dtype
-        return cls(computed, precision.reduce, precision.optimizer)
+        is_usual = param.dtype == precision.params
+        computed = precision.compute if precision.is_low and is_product and is_usual else param.dtype
+        gradient = precision.gradients if computed in LOW else computed
+        stored = precision.optimizer if is_usual or param.dtype in LOW else param.dtype
+        return cls(computed, gradient, precision.reduce_dtype(gradient), stored)
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class FlatRows:
             stored = nn.Parameter(rows.view(shape), requires_grad=param.requires_grad)
             spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
             self.stored[param] = mark_split(attach(stored, spec))
-            if param.requires_grad and param.dtype != dtypes.reduced:
-                param.grad_dtype = dtypes.reduced
+            if param.requires_grad and param.dtype != dtypes.gradient:
+                param.grad_dtype = dtypes.gradient
         self._targets, self._takes = self._prepare_copies()
         #: versions of the stored rows as they were gathered last; None: not since an update
         self._gathered: tuple[int, ...] | None = self._versions()

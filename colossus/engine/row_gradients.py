@@ -100,7 +100,7 @@ class RowGradients:
         size = self.flat.layout.size
         rows = [addend[:size] for addend in addends]
         if self._sums is None:
-            self._sums = rows[0] if len(rows) == 1 else torch.add(rows[0], rows[1])
+            self._sums = (rows[0] if len(rows) == 1 else torch.add(rows[0], rows[1])).to(self.flat.dtypes.gradient)
             rows = rows[2:]
         for one in rows:
             self._sums.add_(one)

@@ -233,7 +233,7 @@ def _travelling_together(
     """Parameters of the same dtypes, on CPU as many as fit a slot of shared memory."""
     kinds: dict[tuple[Dtypes, bool], list[nn.Parameter]] = {}
     for one in held:
-        dtypes = Dtypes.of(one.param, context, is_product=one.is_product)
+        dtypes = Dtypes.of(one.param, context.precision, is_product=one.is_product)
         kinds.setdefault((dtypes, one.param.requires_grad), []).append(one.param)
     for (dtypes, _), params in kinds.items():
         wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
