@@ -155,13 +155,7 @@ def require_available(config: Config) -> None:
     """
     version = ".".join(__version__.split(".")[:2])
     tail = f"not available in this version (colossus {version})"
-    parallel = config.parallel
     problems = []
-    if parallel.zero.stage:
-        problems.append(
-            f"parallel.zero = {parallel.zero.stage}: sharding of optimizer state, gradients or parameters is {tail}; "
-            f"parallel.data, pipeline, sequence and tensor are"
-        )
     checkpoint = config.checkpoint
     for key in type(checkpoint).model_fields:
         value = getattr(checkpoint, key)

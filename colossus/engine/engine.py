@@ -253,11 +253,16 @@ class Engine:
         self._begin_run()
         sums = StepTotals.zeros(self.device)
         try:
+            batches = list(self.inputs.split_evenly(batch, most))
+            self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
             with self.strategy.evaluation():
-                for step_batch, times in self.inputs.split_evenly(batch, most):
+                for step_batch, times in batches:
                     totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
                     sums.loss_sum += totals.loss_sum / times
                     sums.tokens += totals.tokens / times
+        except BaseException:
+            self.store.abandon_step()
+            raise
         finally:
             self.store.release()
         self._counts_of_evaluations = log.counts()

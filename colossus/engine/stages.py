@@ -85,6 +85,7 @@ class ModelStages:
             for observer in self._observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
                 observer.before_forward(stage, microbatch, samples)
+            self._store.begin_action()
             self._store.gather_root()
             self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
@@ -113,6 +114,7 @@ class ModelStages:
     def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
         if kind != "backward_weight":  # the half that recomputes nothing
             self._context.rng.return_to(microbatch)
+        self._store.begin_action()
         self._strategy.before_backward(stage, microbatch, cast(BackwardKind, kind))
 
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:

@@ -723,11 +723,6 @@ def test_nearest_plans_of_many_processes() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            dict(parallel=dict(zero=1)),
-            "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not available in this version "
-            "(colossus 0.1); parallel.data, pipeline, sequence and tensor are",
-        ),
         (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
         (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),
     ],

@@ -64,11 +64,7 @@ class StageBuckets:
             return
         assert self._buckets is not None
         if index < self._next:
-            raise ValueError(
-                f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
-                f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
-                f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
-            )
+            raise gradient_in_parts(param)
         self._buckets[index].take(param)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._buckets[self._next].start()
@@ -135,6 +131,15 @@ class StageBuckets:
                 groups.setdefault((axes, gradient_dtype(param)), []).append(param)
         for (axes, gradient), held in groups.items():
             yield held, axes, gradient
+
+
+def gradient_in_parts(param: nn.Parameter) -> ValueError:
+    """A gradient was added to after it had been given to a collective."""
+    return ValueError(
+        f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
+        f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
+        f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
+    )
 
 
 def _name(param: nn.Parameter) -> str:
