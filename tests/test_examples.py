@@ -30,7 +30,7 @@ from colossus.data.batch import shard_of_batch
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
-GUIDE = ROOT / "docs" / "migration.md"
+GUIDE, TRAINING = ROOT / "docs" / "migration.md", ROOT / "docs" / "training.md"
 BATCH, STEPS, LR = 8, 3, 0.1
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -44,6 +44,12 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """torch's optimizers import it: once here, instead of on every rank."""
+    importlib.import_module("torch._dynamo")
 
 
 # -- the examples ------------------------------------------------------------------------------------------
@@ -255,23 +261,30 @@ def test_images_that_are_no_patches_are_refused(shape: tuple[int, ...], match: s
         layers.PatchEmbedding(3, 8, 0)
 
 
-# -- docs/migration.md -------------------------------------------------------------------------------------
+# -- docs/migration.md and docs/training.md ---------------------------------------------------------------------
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(kind: str, guide: Path = GUIDE) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", guide.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def run_guide(rank: int, tensor: str) -> None:
-    code = "\n".join(blocks("python"))
+def run_guide(rank: int, tensor: str, guide: Path = GUIDE) -> None:
+    code = "\n".join(blocks("python", guide))
     assert code.count("tensor=1") == 1
-    exec(compile(code.replace("tensor=1", f"tensor={tensor}"), str(GUIDE), "exec"), {"__name__": "guide"})
+    exec(compile(code.replace("tensor=1", f"tensor={tensor}"), str(guide), "exec"), {"__name__": "guide"})
 
 
 @pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
 def test_the_guide_runs(world: int, tensor: str) -> None:
     assert len(blocks("python")) > 8
     run_ranks(world, run_guide, tensor, with_context=False)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2")])
+def test_the_guide_to_training_runs(world: int, tensor: str) -> None:
+    assert len(blocks("python", TRAINING)) > 1
+    run_ranks(world, run_guide, tensor, TRAINING, with_context=False)
 
 
 class Up(nn.Module):
@@ -331,12 +344,6 @@ def test_the_traffic_in_the_guide_is_what_is_counted(name: str | None) -> None:
 def run_main(rank: int, name: str, words: list[str]) -> None:
     sys.argv = [f"{name}.py", *words]
     example(name).main()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> None:
-    """torch's optimizers import it: once here, instead of on every rank."""
-    importlib.import_module("torch._dynamo")
 
 
 @pytest.mark.usefixtures("compiler")
