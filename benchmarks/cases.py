@@ -12,6 +12,11 @@ from typing import Any, Protocol
 
 from benchmarks.workload import Workload
 
+REFERENCE, LOW_REFERENCE = "serial", "serial-bf16"
+TOLERANCE = 1e-4
+#: between two orders of summation in bf16, whose numbers are 2^-8 apart; a gradient that is not summed is off by more
+LOW_TOLERANCE = 1e-2
+
 
 class Case(Protocol):
     """A model with its optimizer on one rank."""
@@ -28,6 +33,9 @@ class Kind:
     Attributes:
         world: number of ranks.
         peers: names of the cases it is measured against, besides ``serial``.
+        reference: the case whose losses and norms it must show.
+        tolerance: how far off they may be, relative (below 1: absolute).
+        in_default: whether it runs where no cases are named.
     """
 
     name: str
@@ -36,6 +44,9 @@ class Kind:
     maker: str
     options: tuple[tuple[str, Any], ...] = ()
     peers: tuple[str, ...] = ()
+    reference: str = REFERENCE
+    tolerance: float = TOLERANCE
+    in_default: bool = True
 
     def load(self) -> Callable[..., Case]:
         """The class of the case. Imported on demand, and best before forking: once instead of on every rank."""
@@ -47,19 +58,64 @@ class Kind:
 
 
 def _kinds() -> dict[str, Kind]:
-    kinds = [Kind("serial", 1, "plain", "PlainCase"), Kind("colossus", 1, "ours", "ColossusCase", peers=("serial",))]
+    kinds = [
+        Kind("serial", 1, "plain", "PlainCase"),
+        Kind("colossus", 1, "ours", "ColossusCase", peers=("serial",)),
+        Kind("serial-bf16", 1, "plain", "PlainCase", (("low", True),), tolerance=LOW_TOLERANCE, in_default=False),
+        _low("colossus-bf16", 1, "ours", "ColossusCase", (("precision", "bf16"),), ("serial-bf16",)),
+    ]
     for n in (2, 4):
-        whole_vocabulary = (("split_vocabulary", False),)
-        tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}")
-        kinds += [
-            Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
-            Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
-            Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
-            Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
-            Kind(f"megatron-lean-{n}", n, "megatron", "MegatronCase", whole_vocabulary),
-            Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), tensor_peers),
-        ]
+        kinds += [*_whole(n), *_sharded(n), *_in_bf16(n)]
     return {kind.name: kind for kind in kinds}
+
+
+def _whole(n: int) -> list[Kind]:
+    """What is whole on every data rank, or split by tensor parallelism."""
+    whole_vocabulary = (("split_vocabulary", False),)
+    tensor_peers = (f"megatron-{n}", f"megatron-lean-{n}", f"dtensor-{n}")
+    return [
+        Kind(f"ddp-{n}", n, "ddp", "DDPCase"),
+        Kind(f"colossus-data-{n}", n, "ours", "ColossusCase", (("data", n),), (f"ddp-{n}",)),
+        Kind(f"dtensor-{n}", n, "dtensor", "DTensorCase"),
+        Kind(f"megatron-{n}", n, "megatron", "MegatronCase"),
+        Kind(f"megatron-lean-{n}", n, "megatron", "MegatronCase", whole_vocabulary),
+        Kind(f"colossus-tensor-{n}", n, "ours", "ColossusCase", (("tensor", n),), tensor_peers),
+    ]
+
+
+def _sharded(n: int) -> list[Kind]:
+    """ZeRO and its peers; ``keep``: weights gathered in forward are kept to backward."""
+
+    def ours(name: str, peer: str, stage: int, weights: str = "matmul") -> Kind:
+        options = (("data", n), ("zero", stage), ("weights", weights))
+        return Kind(f"{name}-{n}", n, "ours", "ColossusCase", options, (f"{peer}-{n}",), in_default=False)
+
+    return [
+        Kind(f"zero-redundancy-{n}", n, "zero_redundancy", "ZeroRedundancyCase", in_default=False),
+        ours("colossus-zero1", "zero-redundancy", 1),
+        ours("colossus-zero2", "fsdp-keep", 2),
+        Kind(f"fsdp-{n}", n, "fsdp", "FSDPCase", in_default=False),
+        ours("colossus-zero3", "fsdp", 3),
+        Kind(f"fsdp-keep-{n}", n, "fsdp", "FSDPCase", (("reshard", False),), in_default=False),
+        ours("colossus-zero3-keep", "fsdp-keep", 3, "microbatch"),
+    ]
+
+
+def _in_bf16(n: int) -> list[Kind]:
+    low, ours = (("low", True),), (("precision", "bf16"), ("data", n))
+    zero_1, zero_3 = (*ours, ("zero", 1)), (*ours, ("zero", 3))
+    return [
+        _low(f"ddp-bf16-{n}", n, "ddp", "DDPCase", low),
+        _low(f"colossus-data-bf16-{n}", n, "ours", "ColossusCase", ours, (f"ddp-bf16-{n}",)),
+        _low(f"zero-redundancy-bf16-{n}", n, "zero_redundancy", "ZeroRedundancyCase", low),
+        _low(f"colossus-zero1-bf16-{n}", n, "ours", "ColossusCase", zero_1, (f"zero-redundancy-bf16-{n}",)),
+        _low(f"fsdp-bf16-{n}", n, "fsdp", "FSDPCase", low),
+        _low(f"colossus-zero3-bf16-{n}", n, "ours", "ColossusCase", zero_3, (f"fsdp-bf16-{n}",)),
+    ]
+
+
+def _low(name: str, world: int, module: str, maker: str, options: Any, peers: tuple[str, ...] = ()) -> Kind:
+    return Kind(name, world, module, maker, options, peers, LOW_REFERENCE, LOW_TOLERANCE, in_default=False)
 
 
 KINDS = _kinds()

@@ -19,17 +19,15 @@ from functools import partial
 from typing import Any
 
 from benchmarks import common, memory
-from benchmarks.cases import KINDS, Case, Kind
+from benchmarks.cases import KINDS, REFERENCE, TOLERANCE, Case, Kind
 from benchmarks.common import Series, Spread
 from benchmarks.memory import Memory
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
 
-REFERENCE = "serial"
-DEFAULT_CASES = (REFERENCE, *KINDS)
+DEFAULT_CASES = (REFERENCE, *(name for name, kind in KINDS.items() if kind.in_default))
 SMOKE_CASES = tuple(name for name in DEFAULT_CASES if KINDS[name].world <= 2)
 CHECKED_STEPS = 4
-TOLERANCE = 1e-4
 
 #: per step (loss, gradient norm)
 Trajectory = list[tuple[float, float]]
@@ -86,19 +84,21 @@ def check(trajectories: Mapping[str, Trajectory]) -> None:
     """That all cases compute the same thing.
 
     Raises:
-        RuntimeError: naming the first case and step that differ from the serial one.
+        RuntimeError: naming the first case and step that differ from the serial one of the same precision.
     """
     for name, trajectory in trajectories.items():
-        for step, (ours, reference) in enumerate(zip(trajectory, trajectories[REFERENCE], strict=True), 1):
+        kind = KINDS.get(name.removesuffix(common.AGAIN))
+        against, tolerance = (kind.reference, kind.tolerance) if kind is not None else (REFERENCE, TOLERANCE)
+        for step, (ours, reference) in enumerate(zip(trajectory, trajectories[against], strict=True), 1):
             for what, a, b in zip(("loss", "gradient norm"), ours, reference, strict=True):
-                if not abs(a - b) <= TOLERANCE * max(1.0, abs(b)):
-                    raise RuntimeError(f"{name}: {what} {a:.6f} at step {step}, but {REFERENCE} has {b:.6f}")
+                if not abs(a - b) <= tolerance * max(1.0, abs(b)):
+                    raise RuntimeError(f"{name}: {what} {a:.6f} at step {step}, but {against} has {b:.6f}")
 
 
 def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *, with_memory: bool = True) -> Result:
-    """Run the named cases (the serial one always) at one size."""
-    if REFERENCE not in names:
-        names = (REFERENCE, *names)
+    """Run the named cases (the serial one always, and that of their precision) at one size."""
+    references = dict.fromkeys((REFERENCE, *(KINDS[name].reference for name in names)))
+    names = (*(name for name in references if name not in names), *names)
     labels = common.unique(names)
     memories: dict[str, Memory] = {}
     with ExitStack() as stack:

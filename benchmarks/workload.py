@@ -16,7 +16,11 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of the model and of the global batch. The head is not tied to the embedding, biases are everywhere."""
+    """Sizes of the model and of the global batch. The head is not tied to the embedding, biases are everywhere.
+
+    Attributes:
+        device: of the cases of one process.
+    """
 
     hidden: int = 512
     layers: int = 4
@@ -25,6 +29,7 @@ class Workload:
     batch: int = 16
     vocab: int = 256
     seed: int = 0
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return (

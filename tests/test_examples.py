@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.examples import ROOT, example
 from helpers.ranks import run_ranks
 from helpers.training import Trace, relative
 from torch import Tensor, nn
@@ -27,8 +30,7 @@ from colossus.data.batch import shard_of_batch
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 
-ROOT = Path(colossus.__file__).parent.parent
-GUIDE = ROOT / "docs" / "migration.md"
+GUIDE, TRAINING = ROOT / "docs" / "migration.md", ROOT / "docs" / "training.md"
 BATCH, STEPS, LR = 8, 3, 0.1
 
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -44,17 +46,13 @@ def close(found: Tensor, wanted: Tensor, what: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
 
 
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """torch's optimizers import it: once here, instead of on every rank."""
+    importlib.import_module("torch._dynamo")
+
+
 # -- the examples ------------------------------------------------------------------------------------------
-
-
-@cache
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def batches(name: str) -> list[tuple[Tensor, Tensor]]:
@@ -263,23 +261,30 @@ def test_images_that_are_no_patches_are_refused(shape: tuple[int, ...], match: s
         layers.PatchEmbedding(3, 8, 0)
 
 
-# -- docs/migration.md -------------------------------------------------------------------------------------
+# -- docs/migration.md and docs/training.md ---------------------------------------------------------------------
 
 
-def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE.read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(kind: str, guide: Path = GUIDE) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", guide.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def run_guide(rank: int, tensor: str) -> None:
-    code = "\n".join(blocks("python"))
+def run_guide(rank: int, tensor: str, guide: Path = GUIDE) -> None:
+    code = "\n".join(blocks("python", guide))
     assert code.count("tensor=1") == 1
-    exec(compile(code.replace("tensor=1", f"tensor={tensor}"), str(GUIDE), "exec"), {"__name__": "guide"})
+    exec(compile(code.replace("tensor=1", f"tensor={tensor}"), str(guide), "exec"), {"__name__": "guide"})
 
 
 @pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2"), (4, "dict(mode='2d', size=4)")])
 def test_the_guide_runs(world: int, tensor: str) -> None:
     assert len(blocks("python")) > 8
     run_ranks(world, run_guide, tensor, with_context=False)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize(("world", "tensor"), [(1, "1"), (2, "2")])
+def test_the_guide_to_training_runs(world: int, tensor: str) -> None:
+    assert len(blocks("python", TRAINING)) > 1
+    run_ranks(world, run_guide, tensor, TRAINING, with_context=False)
 
 
 class Up(nn.Module):
@@ -331,3 +336,43 @@ def test_the_traffic_in_the_guide_is_what_is_counted(name: str | None) -> None:
         assert set(rows) <= set(lines)
     else:
         assert [line.split(" | ")[2] for line in lines if line.startswith(f"| {name} |")] == rows
+
+
+# -- loops of one's own --------------------------------------------------------------------------------------
+
+
+def run_main(rank: int, name: str, words: list[str]) -> None:
+    sys.argv = [f"{name}.py", *words]
+    example(name).main()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_loop_of_ones_own_is_the_same_under_a_plan(tmp_path: Path) -> None:
+    logs = []
+    for world, plan in ((1, []), (4, ["parallel.pipeline=2", "parallel.tensor=2", "schedule.microbatches=4"])):
+        log = tmp_path / f"{world}.jsonl"
+        run_ranks(world, run_main, "own_loop", [*plan, "train.steps=20", f"log={log}"], with_context=False)
+        logs.append([json.loads(line) for line in log.read_text().splitlines()])
+    alone, planned = logs
+    assert [row["step"] for row in planned] == list(range(1, 21))
+    assert alone[-1]["loss"] < 0.5 * alone[0]["loss"]
+    assert {"validation"} == alone[-1].keys() - alone[0].keys()
+    for mine, other in zip(planned, alone, strict=True):
+        for key in other.keys() - {"seconds"}:
+            assert mine[key] == pytest.approx(other[key], rel=1e-4), (key, other["step"])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_fine_tuning_saves_the_same_adapters_under_a_plan(tmp_path: Path) -> None:
+    saved = []
+    for world, plan in ((1, []), (2, ["parallel.tensor=2"])):
+        path = tmp_path / f"{world}.pt"
+        run_ranks(world, run_main, "finetune", [*plan, "train.steps=8", f"save={path}"], with_context=False)
+        saved.append(torch.load(path))
+    alone, planned = saved
+    assert list(planned) == list(alone)
+    assert all(example("finetune").is_adapter(name) for name in alone)
+    assert len(alone) == 2 * (4 + 2 + 2 + 2)  # of two layers; query, key and value have one `first`
+    for name, value in alone.items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(planned[name], value, rtol=1e-3, atol=1e-4, msg=name)

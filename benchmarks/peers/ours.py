@@ -10,10 +10,28 @@ from colossus.checkpoint import load_full_state_dict
 
 
 class ColossusCase:
-    def __init__(self, workload: Workload, rank: int, world: int, *, data: int = 1, tensor: int = 1) -> None:
+    """
+    Args:
+        zero: stage of ZeRO over the data ranks.
+        weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
+        precision: ``train.precision``.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        world: int,
+        *,
+        data: int = 1,
+        tensor: int = 1,
+        zero: int = 0,
+        weights: str = "matmul",
+        precision: str = "fp32",
+    ) -> None:
         w = workload
         config: dict[str, Any] = {
-            "parallel": {"data": data, "tensor": {"mode": "1d", "size": tensor}},
+            "parallel": {"data": data, "tensor": {"mode": "1d", "size": tensor, "weights": weights}, "zero": zero},
             "model": {
                 "type": "GPT",
                 "num_layers": w.layers,
@@ -24,12 +42,14 @@ class ColossusCase:
                 "tie_embeddings": False,
             },
             "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
-            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM},
+            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM, "precision": precision},
+            "device": w.device,
         }
         self.engine = colossus.initialize(config)
         load_full_state_dict(self.engine.model, w.state(), self.engine.context)
         pairs = w.batches(part=self.engine.context.index("data"), parts=data)
-        self.batches = [{"inputs": ids, "labels": labels} for ids, labels in pairs]
+        device = self.engine.device
+        self.batches = [{"inputs": ids.to(device), "labels": labels.to(device)} for ids, labels in pairs]
 
     def step(self, index: int) -> tuple[float, float]:
         result = self.engine.train_step(self.batches[index % len(self.batches)])

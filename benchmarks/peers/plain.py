@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -86,20 +88,31 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class PlainCase:
-    """One process, no parallelism: forward, backward, clip, fused AdamW, loss read."""
+def autocast(device: str, low: bool) -> AbstractContextManager[None]:
+    """`torch.autocast` to bf16, or nothing."""
+    return torch.autocast(device, torch.bfloat16) if low else nullcontext()
 
-    def __init__(self, workload: Workload, rank: int, world: int) -> None:
-        self.model = PlainGPT(workload)
+
+class PlainCase:
+    """One process, no parallelism: forward, backward, clip, fused AdamW, loss read.
+
+    Args:
+        low: forward under autocast to bf16.
+    """
+
+    def __init__(self, workload: Workload, rank: int, world: int, *, low: bool = False) -> None:
+        self.low, self.device = low, workload.device
+        self.model = PlainGPT(workload).to(self.device)
         self.model.load_state_dict(fuse_qkv(workload.state()))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)
-        self.batches = workload.batches()
+        self.batches = [(ids.to(self.device), labels.to(self.device)) for ids, labels in workload.batches()]
 
     def step(self, index: int) -> tuple[float, float]:
         ids, labels = self.batches[index % len(self.batches)]
         self.optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(self.model(ids), labels)
+        with autocast(self.device, self.low):
+            loss = loss_of(self.model(ids), labels)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.params, CLIP_NORM)
         self.optimizer.step()

@@ -50,8 +50,9 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
     options = named.options
     if registry is OPTIMIZERS:
         problems = []
-        if "params" in options:
-            problems.append(f"{key}.params: the parameters are those of the model; leave it out")
+        for option in ("params", "named_parameters"):
+            if option in options:
+                problems.append(f"{key}.{option}: the parameters are those of the model; leave it out")
         if named.type in ("AdamW", "SGD"):
             for option, (right, words) in _OPTIMIZER.items():
                 if option in options and not right(options[option]):

@@ -17,6 +17,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.data.loader import Loaders, loaders_of
+from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradient_watch import GradientWatch
@@ -36,7 +37,7 @@ from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import full_model_order
-from colossus.registry import MODELS, OPTIMIZERS, STRATEGIES
+from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
 from colossus.schedule.runtime.observer import StepObserver
@@ -48,6 +49,7 @@ def initialize(
     loss_fn: LossFunction | None = None,
     data: Any = None,
     *,
+    optimizer: OptimizerFactory | None = None,
     overrides: Sequence[str] = (),
 ) -> Engine:
     """Join the other ranks, build this rank's shard of the model, its optimizer and its data.
@@ -57,6 +59,9 @@ def initialize(
         model: a class or function without arguments that builds the model; by default the config's.
         loss_fn: (outputs, batch) -> (sum, count), in the user layout; by default the model's own ``loss``.
         data: takes the place of the config's ``data``.
+        optimizer: makes the optimizer of this rank, in the place of the config's ``optimizer`` section: a function of
+            the (full name, parameter) pairs that the rank trains, as it stores them, which returns a
+            ``torch.optim.Optimizer`` over them. Called once, after the model is built; not on a rank without any.
         overrides: ``section.key=value``, laid over a file or a dict (``sys.argv[1:]`` of a script, say).
 
     Raises:
@@ -76,14 +81,16 @@ def initialize(
         )
     if loss_fn is not None:
         require_no_parameters(loss_fn)
+    if optimizer is not None:
+        require_factory(optimizer, config)
     log.resize(config.comm.log_size)
     shared_memory.enable(config.comm.shared_memory)
-    own_code = {"the model": model, "loss_fn": loss_fn}
+    own_code = {"the model": model, "loss_fn": loss_fn, "the optimizer": optimizer}
     context = ParallelContext.from_config(
         config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
     )
     try:
-        return _assemble(config, context, model, loss_fn, data)
+        return _assemble(config, context, model, loss_fn, data, optimizer)
     except BaseException:
         context.close()
         raise
@@ -95,6 +102,7 @@ def _assemble(
     model: Callable[[], nn.Module] | None,
     loss_fn: LossFunction | None,
     data: Any,
+    optimizer: OptimizerFactory | None,
 ) -> Engine:
     spec = config.model
     dtype = context.precision.params
@@ -131,7 +139,7 @@ def _assemble(
         )
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    return _engine(config, context, module, loss, pipeline, inputs, loaders)
+    return _engine(config, context, module, loss, pipeline, inputs, loaders, optimizer)
 
 
 def _engine(
@@ -142,6 +150,7 @@ def _engine(
     pipeline: PipelineRuntime,
     inputs: Inputs,
     loaders: Loaders | None,
+    optimizer_factory: OptimizerFactory | None,
 ) -> Engine:
     """The parts of an engine, in the order in which they need each other."""
     parallel = model_parallel_of(context)
@@ -155,9 +164,7 @@ def _engine(
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     strategy.setup(store, parts)
-    # a stage without parameters has nothing to step, but torch's optimizers insist on something
-    params = strategy.optimizer_parameters() or [nn.Parameter(torch.zeros(0))]
-    optimizer = OPTIMIZERS.build(config.optimizer.spec(), params=params)
+    optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
     train = config.train
     groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None

@@ -13,6 +13,7 @@ _NAMES = {
     "LMHead": "head",
     "LayerNorm": "norm",
     "Linear": "linear",
+    "LoRALinear": "lora",
     "MLP": "mlp",
     "PatchEmbedding": "patch",
     "PipelineBlock": "pipeline_block",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from colossus.layers.head import Classifier, LMHead
     from colossus.layers.heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.linear import Linear
+    from colossus.layers.lora import LoRALinear
     from colossus.layers.loss.accuracy import accuracy
     from colossus.layers.loss.cross_entropy import cross_entropy
     from colossus.layers.mlp import MLP, GatedMLP
@@ -61,6 +63,7 @@ __all__ = [
     "LMHead",
     "LayerNorm",
     "Linear",
+    "LoRALinear",
     "PatchEmbedding",
     "PipelineBlock",
     "PositionEmbedding",

@@ -1,0 +1,80 @@
+"""LoRA (2106.09685): a frozen linear with a trained product of two thin matrices beside it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, nn
+
+from colossus.construct.init import Constant
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.layers.sharded import move, to_user, unwrap, wrap
+from colossus.layers.token_dim import tokens_of
+from colossus.refusal import refusal
+
+
+class LoRALinear(Layer):
+    """base(x) + alpha / rank * second(first(x)), with ``base`` frozen.
+
+    Takes and gives what ``base`` does, one tensor or several, and leaves split what is split between a pair: around a
+    column linear ``second`` is split by output as ``base`` is, around a row linear ``first`` is split by input. In 1D
+    the ranks exchange tokens x rank numbers for it. ``second`` starts as zeros, so that training starts from the base.
+
+    Args:
+        base: of the model that is adapted; its parameters get no gradient from now on.
+        rank: inner size of the product; between a pair it divides as the features of the mode do.
+        alpha: by default ``rank``: the product is added as it is.
+
+    Shape:
+        as of ``base``. ``first`` is [rank, in_features], ``second`` [out_features, rank], each output its own.
+
+    Raises:
+        ValueError: when ``base`` is no `Linear`, or the rank does not divide where it is split.
+    """
+
+    def __init__(self, base: Linear, rank: int, alpha: float | None = None) -> None:
+        super().__init__()
+        if not isinstance(base, Linear):
+            raise refusal(
+                f"LoRALinear around a {type(base).__name__}: it takes a colossus.layers.Linear; around other modules "
+                f"plain torch is right, outside of a pair"
+            )
+        self.base, self.rank = base.requires_grad_(False), operator.index(rank)
+        self.scale = 1.0 if alpha is None else alpha / self.rank
+        self.is_fused = base.is_fused
+        outputs: Any = base.outputs if base.is_fused else base.out_features
+        self.first: nn.Module
+        self.second: nn.Module
+        if base.split == "row":
+            self.first = Linear(base.in_features, self.rank, bias=False, split="row")
+        else:
+            self.first = nn.Linear(base.in_features, self.rank, bias=False)
+        if base.split == "column" or base.is_fused:
+            self.second = Linear(
+                self.rank, outputs, bias=False, split=base.split, copies=base.copies, init=Constant(0.0)
+            )
+        else:
+            self.second = nn.Linear(self.rank, outputs, bias=False)
+            nn.init.zeros_(self.second.weight)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.base(x)
+        thin = to_user(self.first(x if isinstance(self.first, Linear) else to_user(x)))
+        added = self.second(thin if self.scale == 1.0 else thin * self.scale)
+        if self.is_fused:
+            return tuple(self._sum(one, other) for one, other in zip(y, added, strict=True))
+        return self._sum(y, added)
+
+    def _sum(self, y: Tensor, added: Tensor) -> Tensor:
+        """In the layout of y."""
+        local, target, output_layout = unwrap(y, self.parallel)
+        other, source, _ = unwrap(added, self.parallel)
+        if source == target:
+            return y + added
+        moved = move(other, source, target, self.context)
+        return wrap(local + moved, target, output_layout, self.parallel, token_dim=tokens_of(y))
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scale={self.scale}"

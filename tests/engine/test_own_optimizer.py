@@ -1,0 +1,294 @@
+"""`initialize(optimizer=...)`: what the function gets, which learning rates follow, and what is refused in words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import RankError, run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus.config import as_dict
+from colossus.config.schema import Config
+from colossus.layers import PipelineBlock
+
+WIDTH = 4
+
+
+class Net(nn.Module):
+    """Blocks of which the second has no parameters, and the third a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.act, self.out = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        self.out.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.act(self.hidden(x)))
+
+    def pipeline_blocks(self) -> list[Any]:
+        return [PipelineBlock(self.hidden, self.hidden), PipelineBlock(self.act, self.act), self.out]
+
+
+NAMES = ["hidden.weight", "hidden.bias", "out.weight"]
+
+
+def square(outputs: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return outputs.square().sum(), len(batch)
+
+
+def numbers(step: int = 0) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return dict(train=dict(global_batch_size=8, precision="fp64", steps=4), device="cpu") | more
+
+
+def engine_of(optimizer: Any, **more: Any) -> Any:
+    return colossus.initialize(settings(**more), model=Net, loss_fn=square, optimizer=optimizer)
+
+
+def sgd(named: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=lr)
+
+
+# -- what it gets ---------------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_the_trainable_parameters_with_their_names() -> None:
+    seen: list[Any] = []
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        seen.extend(named)
+        return torch.optim.AdamW(named, lr=1e-3)
+
+    engine = engine_of(make)
+    assert [name for name, _ in seen] == NAMES
+    assert all(param is dict(engine.model.named_parameters())[name] for name, param in seen)
+    assert type(engine.optimizer) is torch.optim.AdamW
+    assert engine.optimizer.param_groups[0]["param_names"] == NAMES
+    assert engine.train_step(numbers()).lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        lambda named: torch.optim.SGD([{"params": [p for _, p in named]}], lr=0.1, momentum=0.9),
+    ],
+)
+def test_a_partial_and_groups_follow_plain_torch(optimizer: Callable[..., Any]) -> None:
+    engine = engine_of(optimizer, lr_schedule=dict(type="linear", warmup_steps=1))
+    twin = Net().double()
+    twin.load_state_dict(engine.model.state_dict())
+    plain = torch.optim.SGD([p for p in twin.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for step in range(4):
+        plain.param_groups[0]["lr"] = engine.lr_at(step)
+        assert engine.train_step(numbers(step)).lr == engine.lr_at(step)
+        plain.zero_grad()
+        (twin(numbers(step).double()).square().sum() / 8).backward()
+        plain.step()
+    assert engine.lr_at(1) == 0.1  # the peak is the optimizer's own
+    assert engine.lr_at(3) < 0.1
+    for mine, other in zip(engine.model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+def test_the_first_group_that_learns_is_the_peak_and_the_others_keep_their_share() -> None:
+    def make(named: Any) -> torch.optim.Optimizer:
+        groups = [{"params": named[:1], "lr": 0.0}, {"params": named[1:2]}, {"params": named[2:], "lr": 0.02}]
+        return torch.optim.SGD(groups, lr=0.2)
+
+    engine = engine_of(make, lr_schedule=dict(type="linear"))
+    for step in range(4):
+        assert engine.train_step(numbers(step)).lr == pytest.approx(0.2 * (1 - step / 4))
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        assert rates == pytest.approx([0.0, 0.2 * (1 - step / 4), 0.02 * (1 - step / 4)])
+
+
+def test_the_config_says_whose_optimizer_it_is() -> None:
+    engine = engine_of(sgd)
+    assert engine.config.optimizer.type is sgd
+    assert engine.config.optimizer.lr == 0.1
+    assert "sgd" in str(as_dict(engine.config)["optimizer"]["type"])
+
+
+def by_name(named_parameters: Any, lr: float, slow: float) -> torch.optim.Optimizer:
+    fast = [(name, param) for name, param in named_parameters if name.startswith("out")]
+    others = [(name, param) for name, param in named_parameters if not name.startswith("out")]
+    return torch.optim.SGD([{"params": fast}, {"params": others, "lr": slow}], lr=lr)
+
+
+def test_a_function_in_the_config_may_take_the_names_too() -> None:
+    config = settings(optimizer=dict(type=by_name, lr=0.3, slow=0.1))
+    engine = colossus.initialize(config, model=Net, loss_fn=square)
+    assert [group["param_names"] for group in engine.optimizer.param_groups] == [["out.weight"], NAMES[:2]]
+    engine.train_step(numbers())
+    assert [group["lr"] for group in engine.optimizer.param_groups] == pytest.approx([0.3, 0.1])
+    config["optimizer"]["named_parameters"] = []
+    with pytest.raises(ValueError, match=r"optimizer.named_parameters: the parameters are those of the model"):
+        colossus.initialize(config, model=Net, loss_fn=square)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+def of_the_model(named: Any) -> torch.optim.Optimizer:
+    """Holds other parameters, two of them frozen."""
+    return torch.optim.SGD(Net().requires_grad_(False).parameters(), lr=0.1)
+
+
+def twice(named: Any) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        return torch.optim.SGD([param for _, param in named + named[:1]], lr=0.1)
+
+
+def in_two_groups(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": named}, {"params": named[:1]}], lr=0.1)
+
+
+def without_rate(named: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(named, lr=0.1)
+    made.param_groups[0]["lr"] = None
+    return made
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda named: None, r"optimizer=: the function returned None; it must return a torch.optim.Optimizer"),
+    "parameters": (lambda named: named, r"optimizer=: the function returned a list"),
+    "others": (of_the_model, r"it holds 4 parameter\(s\) that were not given to it: one of shape \(4, 4\) \(frozen\)"),
+    "frozen": (
+        lambda named: torch.optim.SGD(frozen_too(named), lr=0.1),
+        r"it holds 1 parameter\(s\) that were not given to it: one of shape \(3,\). Make it of the parameters in the",
+    ),
+    "twice": (twice, r"it holds hidden.weight more than once"),
+    "two groups": (in_two_groups, r"some parameters appear in more than one parameter group"),
+    "no rate": (without_rate, r"its parameter group 0 has lr = None; make it with a number"),
+    "closure": (lambda named: torch.optim.LBFGS([p for _, p in named]), r"LBFGS.step needs a closure"),
+    "an optimizer": (sgd([nn.Parameter(torch.zeros(1))]), r"optimizer= is a SGD; pass a function of the list"),
+    "a name": ("AdamW", r"optimizer= is a str; pass a function"),
+    "empty": (lambda named: sgd([]), r"no parameter on any rank"),
+}  # fmt: skip
+
+
+def frozen_too(named: Any) -> list[Any]:
+    return [*(param for _, param in named), nn.Parameter(torch.zeros(3))]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_optimizer_of_these_parameters_is_refused(case: str) -> None:
+    factory, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        engine_of(factory)
+
+
+def test_a_function_in_the_config_is_checked_alike() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.type: the function returned None"):
+        colossus.initialize(settings(optimizer=lambda params, lr: None), model=Net, loss_fn=square)
+
+
+@pytest.mark.parametrize("section", [dict(lr=0.1), "AdamW"])
+def test_two_words_about_the_optimizer_are_one_too_many(section: Any) -> None:
+    for config in (settings(optimizer=section), Config(optimizer=section)):
+        with pytest.raises(ValueError, match="the config has a section `optimizer`, and optimizer= was passed"):
+            colossus.initialize(config, model=Net, loss_fn=square, optimizer=sgd)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        colossus.initialize(settings(), model=Net, loss_fn=square, optimizer=sgd, overrides=["optimizer.lr=0.5"])
+
+
+def test_what_is_left_out_is_said_once_and_keeps_its_values() -> None:
+    with pytest.warns(
+        UserWarning, match=r"leaves out 2 of 3 trainable parameters \(hidden.weight, hidden.bias\)"
+    ) as told:
+        engine = engine_of(lambda named: sgd([pair for pair in named if pair[0].startswith("out")]))
+    assert len(told) == 1
+    before = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    engine.train_step(numbers())
+    after = engine.model.state_dict()
+    assert [name for name in after if not torch.equal(after[name], before[name])] == ["out.weight"]
+
+
+# -- stages and shards -----------------------------------------------------------------------------------------
+
+
+def stages(rank: int, factory: Any) -> tuple[list[list[str]], list[float], float, int]:
+    """Of a pipeline whose middle stage has no parameters."""
+    plan = dict(parallel=dict(pipeline=dict(size=3, split=[1, 1, 1])), schedule=dict(microbatches=2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine = engine_of(factory, **plan, lr_schedule=dict(type="linear", warmup_steps=2))
+    result = engine.train_step(numbers())
+    groups = engine.optimizer.param_groups
+    engine.close()
+    names = [group.get("param_names", []) for group in groups]
+    about = [each for each in told if "the optimizer leaves out" in str(each.message)]
+    return names, [group["lr"] for group in groups], result.lr, len(about)
+
+
+def of_matrices(named: Any) -> torch.optim.Optimizer:
+    """Nothing of it is on the first stage; on the last there is an empty group."""
+    chosen = [param for name, param in named if name == "out.weight"]
+    assert named
+    return torch.optim.SGD([{"params": chosen}, {"params": [], "lr": 0.05}] if chosen else [], lr=0.2)
+
+
+def test_a_stage_without_parameters_steps_with_the_others() -> None:
+    found = run_ranks(3, stages, partial(torch.optim.SGD, lr=0.2), with_context=False)
+    assert [names for names, *_ in found] == [[NAMES[:2]], [[]], [["out.weight"]]]
+    assert {lr for _, _, lr, _ in found} == {0.1}
+    # a stage of which nothing is chosen is as one without parameters, and is named
+    found = run_ranks(3, stages, of_matrices, with_context=False)
+    assert [said for *_, said in found] == [1, 0, 0]
+    assert [rates for _, rates, *_ in found] == [pytest.approx([0.1, 0.025])] * 3
+    assert {lr for _, _, lr, _ in found} == {0.1}
+
+
+def test_all_ranks_are_told_what_is_wrong_on_one() -> None:
+    def make(named: Any) -> Any:
+        return sgd(named) if named[0][0].startswith("hidden") else None
+
+    with pytest.raises(RankError) as error:
+        run_ranks(3, stages, make, with_context=False)
+    assert str(error.value).count("the function returned None; it must return a torch.optim.Optimizer") == 3
+    assert "(rank 2)" in str(error.value)
+
+
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = colossus.layers.Linear(WIDTH, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.up(x))
+
+
+def muon(rank: int) -> list[str]:
+    """Told of a matrix of which the rank holds a shard; one that it has whole is fine."""
+    told = []
+    for count in (2, 1):
+        try:
+            engine = colossus.initialize(
+                settings(parallel=dict(tensor=2)), model=Split, loss_fn=square,
+                optimizer=lambda named, count=count: torch.optim.Muon(named[2 - count :], lr=0.1),
+            )  # fmt: skip
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            engine.train_step(numbers())
+            engine.close()
+            told.append("trained")
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer leaves out")
+def test_an_optimizer_of_whole_matrices_is_refused_on_shards() -> None:
+    for told in run_ranks(2, muon, with_context=False):
+        assert "Muon computes with whole matrices, but this rank holds a shard of up.weight" in told[0]
+        assert told[1] == "trained"

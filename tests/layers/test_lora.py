@@ -1,0 +1,144 @@
+"""Adapters beside frozen linears, alone and in pairs, with one output and several: the numbers of plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.compared import Case, compare_all, numbers, prepare
+from helpers.modes import BATCH, MODES
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.comm import accounting
+from colossus.construct.init import Normal
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.parameter import spec_of
+
+TOKENS, HIDDEN, WIDE, RANK, ALPHA = 6, 12, 24, 12, 9.0
+
+
+class PlainLoRA(nn.Module):
+    def __init__(self, base: nn.Module, inputs: int, outputs: int | dict[str, int]) -> None:
+        super().__init__()
+        self.base, self.first = base.requires_grad_(False), nn.Linear(inputs, RANK, bias=False)
+        self.second: nn.Module
+        if isinstance(outputs, int):
+            self.second = nn.Linear(RANK, outputs, bias=False)
+        else:
+            self.second = nn.ModuleDict({name: nn.Linear(RANK, size, bias=False) for name, size in outputs.items()})
+
+    def forward(self, x: Tensor) -> Any:
+        thin = self.first(x) * (ALPHA / RANK)
+        if isinstance(self.second, nn.ModuleDict):
+            return tuple(self.base[name](x) + self.second[name](thin) for name in self.second)
+        return self.base(x) + self.second(thin)
+
+
+def plain(inputs: int, outputs: int | dict[str, int], split: str | None = None) -> nn.Module:
+    if isinstance(outputs, int):
+        return PlainLoRA(nn.Linear(inputs, outputs), inputs, outputs)
+    base = nn.ModuleDict({name: nn.Linear(inputs, size) for name, size in outputs.items()})
+    return PlainLoRA(base, inputs, outputs)
+
+
+def ours(inputs: int, outputs: int | dict[str, int], split: str | None = None) -> nn.Module:
+    made = layers.LoRALinear(layers.Linear(inputs, outputs, split=split), RANK, ALPHA)
+    if isinstance(made.second, layers.Linear):
+        # else what `second` should add is not seen: it starts as zeros
+        for shard in spec_of(made.second.weight).shards:
+            object.__setattr__(shard, "init", Normal(0.5))
+    else:
+        nn.init.normal_(made.second.weight, generator=torch.Generator().manual_seed(5))
+    return made
+
+
+class Net(nn.Module):
+    """A pair, a pair with two outputs, and a lone linear; ``outer``: on activations as they are between blocks."""
+
+    def __init__(self, make: Any, outer: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = make(HIDDEN, WIDE, "column"), make(WIDE, HIDDEN, "row")
+        self.gate = make(HIDDEN, dict(gate=WIDE, value=WIDE), "column")
+        self.out, self.lone = make(WIDE, HIDDEN, "row"), make(HIDDEN, HIDDEN)
+        self.outer = outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.outer:
+            x = layers.to_outer(x)
+        x = x + self.down(F.gelu(self.up(x)))
+        gate, value = self.gate(x)
+        return self.lone(x + self.out(gate.sigmoid() * value))
+
+
+LONG = ("2d", "2.5d_depth2", "3d_1x2x3")
+CASES = [
+    Case("adapters", lambda: Net(ours), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN),)),
+    Case("between blocks", lambda: Net(ours, True), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN, seed=1),)),
+]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["1d", "1d_sequence", "2d_2x3", "3d", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+)
+def test_adapters_are_those_of_plain_torch(mode: str) -> None:
+    prepare(CASES, [torch.float64])
+    for found in MODES[mode].run(lambda context: compare_all(context, CASES, [torch.float64])):
+        assert found == []
+
+
+def test_training_starts_from_the_base() -> None:
+    base = layers.Linear(HIDDEN, WIDE, split="column")
+    adapted = layers.LoRALinear(base, RANK, ALPHA)
+    x = torch.randn(3, HIDDEN)
+    assert torch.equal(adapted(x), base(x))
+    assert not any(param.requires_grad for param in base.parameters())
+    adapted(x).sum().backward()
+    assert adapted.second.weight.grad.abs().max() > 0
+    assert adapted.first.weight.grad.abs().max() == 0
+
+
+def traffic(context: ParallelContext) -> list[list[tuple[str, int]]]:
+    """Calls and bytes of a transformer block forward and backward, without and with adapters on its four linears."""
+    found = []
+    for adapts in (False, True):
+
+        def factory(adapts: bool = adapts) -> nn.Module:
+            block = layers.TransformerBlock(HIDDEN, 3, None, WIDE).requires_grad_(False)
+            if adapts:
+                for owner, name in (
+                    (block.attention, "qkv"),
+                    (block.attention, "out"),
+                    (block.mlp, "up"),
+                    (block.mlp, "down"),
+                ):
+                    setattr(owner, name, layers.LoRALinear(getattr(owner, name), RANK))
+            return block
+
+        block = colossus.build(factory, context)
+        x = torch.randn(2, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with accounting.count() as moved:
+            block(x).sum().backward()
+        found.append((moved.calls(), moved.bytes()))
+    return found
+
+
+def test_what_adapters_send_is_thin() -> None:
+    """In 1D: for a column linear the gradient of the product's middle, for a row linear that middle itself."""
+    for (calls, sent), (adapted_calls, adapted_sent) in run_ranks(3, traffic, plan=None):
+        assert adapted_calls == calls + 4
+        thin = 2 * TOKENS * RANK * 4  # bytes in fp32
+        assert adapted_sent == sent + 4 * thin * 2 * (3 - 1) // 3
+
+
+@pytest.mark.parametrize("base", [nn.Linear(4, 4), nn.Identity()])
+def test_around_something_else_it_is_refused(base: Any) -> None:
+    with pytest.raises(
+        ValueError, match=f"LoRALinear around a {type(base).__name__}: it takes a colossus.layers.Linear"
+    ):
+        layers.LoRALinear(base, 2)
