@@ -112,6 +112,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
     options = model_options(config)
+    _require_one_checkpointing(config, options)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     parallel, problems = _with_sequence_mode(parallel, options)
     problems += _mode_problems(parallel)
@@ -230,6 +231,17 @@ def _shard_problems(parallel: Parallel) -> list[str]:
     return [
         f"parallel.zero.shard = {shard} does not divide data {data}: groups of {shard} data ranks hold one copy each"
     ]
+
+
+def _require_one_checkpointing(config: Config, options: ModelOptions | None) -> None:
+    """Activation checkpointing is told to the model or to the training, not to both."""
+    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
+    if "none" not in (of_model, wanted):
+        raise ConfigError(
+            f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}: keep one of "
+            f"the two",
+            config.source,
+        )
 
 
 def _batch_problems(config: Config, parallel: Parallel) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
@@ -120,25 +121,26 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
-        needs_x, needs_w = x.requires_grad, weight.requires_grad
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
-        w_gathered = routes.weights.gather(weight, routes.w).wait()
-        added = bias if routes.adds_bias else None
-        if product_dtype(x) is not None:
-            w_gathered, added = w_gathered.to(x.dtype), None if added is None else added.to(x.dtype)
-        y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
-        x_saved = x if needs_w else None
-        w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
-        ctx.save_for_backward(x_saved, w_saved)
+        w_gathered: Tensor | None = None
+        if routes.weights.keeps:
+            w_gathered = _as_multiplied(routes.weights.gather(weight, routes.w).wait(), x)
+        # before the rest: a recomputation ends here where no later one needs y
+        x_saved = x if ctx.needs_input_grad[1] else None
+        w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
+        save_for_backward(ctx, x_saved, w_saved)
         ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
-        return not_a_view(y)
+        if w_gathered is None:
+            w_gathered = _as_multiplied(routes.weights.gather(weight, routes.w).wait(), x)
+        added = None if bias is None or not routes.adds_bias else _as_multiplied(bias, x)
+        return not_a_view(product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors  # first: under checkpointing this runs a user's forward
+        x, w = saved_tensors(ctx)  # first: under checkpointing this runs a user's forward
         with torch._C.DisableTorchFunctionSubclass():
             routes: MatmulRoutes = ctx.routes
             weights = routes.weights
@@ -155,6 +157,11 @@ class _Matmul(torch.autograd.Function):
                 dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
+
+
+def _as_multiplied(parameter: Tensor, x: Tensor) -> Tensor:
+    """A weight or bias in the dtype that `torch.autocast` has given x."""
+    return parameter if product_dtype(x) is None else parameter.to(x.dtype)
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
