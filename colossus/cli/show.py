@@ -98,6 +98,8 @@ def _head(config: Config, grid: RankGrid) -> str:
         f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
+    if config.train.activation_checkpoint.type != "none":
+        lines.append(f"recomputed  {config.train.activation_checkpoint}")
     return "\n".join([str(config.name), *lines])
 
 

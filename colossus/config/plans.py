@@ -104,6 +104,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
     options = model_options(config)
+    _require_one_checkpointing(config, options)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     parallel, problems = _with_sequence_mode(parallel, options)
     problems += mode_problems(parallel)
@@ -179,3 +180,14 @@ def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tup
     except ValueError as error:
         return parallel, [str(error)]
     return parallel, []
+
+
+def _require_one_checkpointing(config: Config, options: ModelOptions | None) -> None:
+    """Activation checkpointing is told to the model or to the training, not to both."""
+    of_model, wanted = getattr(options, "activation_checkpoint", "none"), config.train.activation_checkpoint.type
+    if "none" not in (of_model, wanted):
+        raise ConfigError(
+            f"model.activation_checkpoint = {of_model!r} and train.activation_checkpoint = {wanted!r}: keep one of "
+            f"the two",
+            config.source,
+        )

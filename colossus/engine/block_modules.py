@@ -50,7 +50,7 @@ def by_block(
         chain: the blocks of this rank; None for a model that is no chain.
         takes: which parameters are asked for.
     """
-    modules = list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
+    modules = modules_of_blocks(model, chain)
     block_of: dict[int, set[int]] = {}
     for number, module in enumerate(modules):
         for inner in module.modules():
@@ -63,6 +63,11 @@ def by_block(
         users = {number for module, _ in held.places for number in block_of.get(id(module), {-1})}
         (of_block[users.pop()] if len(users) == 1 and -1 not in users else root).append(held)
     return [(module, params) for module, params in zip(modules, of_block, strict=True) if params], root
+
+
+def modules_of_blocks(model: nn.Module, chain: Sequence[NamedBlock] | None) -> list[nn.Module]:
+    """The module of each block, as `by_block` takes them, those without parameters too."""
+    return list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
 
 
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:

@@ -18,6 +18,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.data.loader import Loaders, loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradient_watch import GradientWatch
@@ -107,6 +108,7 @@ def _assemble(
     spec = config.model
     dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
     held = data if data is not None else config.data
     loaders = None
     if held is not None:

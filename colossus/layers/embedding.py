@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
@@ -195,14 +196,14 @@ class _Lookup(torch.autograd.Function):
         out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
-        ctx.save_for_backward(local, elsewhere)
+        save_for_backward(ctx, local, elsewhere)
         ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
         return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        local, elsewhere = ctx.saved_tensors
+        local, elsewhere = saved_tensors(ctx)
         routes: _LookupRoutes = ctx.routes
         weight: Tensor = ctx.parameter
         # a word's gradients are added up in the dtype of their sum

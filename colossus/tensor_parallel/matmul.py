@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
@@ -121,25 +122,26 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
-        needs_x, needs_w = x.requires_grad, weight.requires_grad
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
         # x has the dtype of the product under autocast; where a user mixes dtypes without, torch says so
         dtype = weight.dtype if product_dtype(x) is None else x.dtype
-        w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
-        added = bias.to(dtype) if bias is not None and routes.adds_bias else None
-        y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
-        x_saved = x if needs_w else None
-        w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
-        ctx.save_for_backward(x_saved, w_saved)
+        w_gathered = routes.weights.gather(weight, routes.w, dtype).wait() if routes.weights.keeps else None
+        # before the rest: a recomputation ends here where no later one needs y
+        x_saved = x if ctx.needs_input_grad[1] else None
+        w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
+        save_for_backward(ctx, x_saved, w_saved)
         ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
-        return not_a_view(y)
+        if w_gathered is None:
+            w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
+        added = bias.to(dtype) if bias is not None and routes.adds_bias else None
+        return not_a_view(product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors  # first: under checkpointing this runs a user's forward
+        x, w = saved_tensors(ctx)  # first: under checkpointing this runs a user's forward
         with torch._C.DisableTorchFunctionSubclass():
             routes: MatmulRoutes = ctx.routes
             weights = routes.weights
