@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -66,10 +64,6 @@ class Zero(Strategy):
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
-
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        super().update(optimizer)
-        self.store.mark_changed()
 
     def abandon(self) -> None:
         self._scatter.abandon()
