@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from colossus.engine.gradients.buckets import LocalSum, first_of_each
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -67,8 +66,10 @@ class Zero(Strategy):
         self._rest.finish()
         self.store.accept_gradients()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        super().update(optimizer)
+    def local_sums(self) -> list[LocalSum]:
+        return first_of_each([*self._scatter.local_sums(), *self._rest.local_sums()])
+
+    def after_step(self, step: int) -> None:
         self.store.mark_changed()
 
     def abandon(self) -> None:
