@@ -106,6 +106,10 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
         *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.weight")]),
         *("blocks.0.attention.qkv.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
     ),
+    "zero": (
+        *(2, dict(data=2, zero=3), "1f1b", [(1, "blocks.0.mlp.up.weight")]),
+        *("blocks.0.mlp.up.weight on rank 1 (data 1) is nan", {}),
+    ),
     "one process": (1, {}, "1f1b", [(0, TIED)], f"{TIED} on rank 0 is nan", {}),
 }
 
