@@ -148,7 +148,13 @@ OPTIMIZERS = Registry(
 )
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
-STRATEGIES = Registry("data-parallel strategy", {"all_reduce": "colossus.engine.strategies.all_reduce:AllReduce"})
+STRATEGIES = Registry(
+    "data-parallel strategy",
+    {
+        "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "zero": "colossus.engine.strategies.zero:Zero",
+    },
+)
 NORMS = Registry("norm", {"layernorm": "colossus.layers.kinds:LAYERNORM", "rmsnorm": "colossus.layers.kinds:RMSNORM"})
 MLPS = Registry("MLP", {"gelu": "colossus.layers.kinds:GELU", "swiglu": "colossus.layers.kinds:SWIGLU"})
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

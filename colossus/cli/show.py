@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import describe_sizes, name_of, world_size
+from colossus.config.plans import name_of
+from colossus.config.sizes import describe_sizes, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
@@ -97,6 +98,8 @@ def _head(config: Config, grid: RankGrid) -> str:
         f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
+    if config.train.activation_checkpoint.type != "none":
+        lines.append(f"recomputed  {config.train.activation_checkpoint}")
     return "\n".join([str(config.name), *lines])
 
 

@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.refusal import refusal
 
 Consume = Callable[[list[Tensor]], Tensor]
+Fill = Callable[[Tensor], object]
 
 _HEADER = struct.Struct("<QQQ")  # sequence number, bytes, dtype
 
@@ -37,9 +38,9 @@ class _Operation:
         self._channel, self._header, self._turn = channel, header, turn
         self._unread = dict(channel.peers)
 
-    def publish(self, x: Tensor) -> None:
-        """Fill this rank's slot and notify all peers."""
-        self.view(self._channel.index, x.shape).copy_(x.detach())
+    def publish(self, shape: torch.Size, fill: Fill) -> None:
+        """Fill this rank's slot, as a tensor of this shape, and notify all peers."""
+        fill(self.view(self._channel.index, shape))
         for rank in self._channel.peers:
             self.notify(rank)
 
@@ -80,11 +81,19 @@ class _Operation:
 class _Collective(_Operation):
     """One function consumes the tensors of all ranks at once."""
 
-    def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, x: Tensor, consume: Consume) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        header: tuple[int, int, int],
+        turn: int,
+        shape: torch.Size,
+        fill: Fill,
+        consume: Consume,
+    ) -> None:
         super().__init__(channel, header, turn)
-        self._shape, self._consume = x.shape, consume
+        self._shape, self._consume = shape, consume
         self._result: Tensor | None = None
-        self.publish(x)
+        self.publish(shape, fill)
 
     def finish(self) -> None:
         if self._result is None:
@@ -105,7 +114,7 @@ class Gathering(_Operation):
         super().__init__(channel, header, turn)
         self._shape = x.shape
         self._copies: list[Tensor] | None = None
-        self.publish(x)
+        self.publish(x.shape, lambda slot: slot.copy_(x.detach()))
 
     def shard(self, rank: int) -> Tensor:
         if self._copies is not None:
@@ -161,7 +170,12 @@ class Channel:
             x: at most ``slot_bytes``; the same shape and dtype on every rank.
             consume: takes the tensors of all ranks in group order, which are valid only during the call.
         """
-        operation = _Collective(self, *self._next(x.nbytes, x.dtype), x, consume)
+        return self.start_filled(x.shape, x.dtype, lambda slot: slot.copy_(x.detach()), consume)
+
+    def start_filled(self, shape: torch.Size, dtype: torch.dtype, fill: Fill, consume: Consume) -> Callable[[], Tensor]:
+        """`start` of a tensor that exists nowhere else: ``fill`` writes it to this rank's slot."""
+        size = math.prod(shape) * dtype.itemsize
+        operation = _Collective(self, *self._next(size, dtype), shape, fill, consume)
         self._open = operation
         return operation.wait
 

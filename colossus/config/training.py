@@ -97,6 +97,26 @@ class ActivationCheckpoint(ShortSection):
     def keys_of(cls, bare: Any) -> dict[str, Any] | None:
         return {"type": bare} if isinstance(bare, str) else None
 
+    @model_validator(mode="after")
+    def _is_meant(self) -> ActivationCheckpoint:
+        given = [f"{key} = {getattr(self, key)!r}" for key in ("every", "modules", "offload") if self._is_changed(key)]
+        if self.type == "none" and given:
+            raise ValueError(f"{', '.join(given)}, but type is 'none': say type='full' or type='selective'")
+        if self.modules is not None and not self.modules:
+            raise ValueError("modules names none: leave it out for the blocks of the model, or take type='none'")
+        return self
+
+    def _is_changed(self, key: str) -> bool:
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+    def __str__(self) -> str:
+        """``full, every 2nd block, on the host``, say."""
+        which = f"modules {', '.join(self.modules)}" if self.modules is not None else "blocks"
+        number = {1: "", 2: "every 2nd of the ", 3: "every 3rd of the "}.get(
+            self.every, f"every {self.every}th of the "
+        )
+        return f"{self.type}, {number}{which}" + (", kept on the host" if self.offload else "")
+
 
 class Train(Section):
     steps: Count = 100

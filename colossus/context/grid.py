@@ -95,6 +95,10 @@ class RankGrid:
             index = index * self.sizes[axis] + at[axis]
         return index
 
+    def where(self, rank: int) -> str:
+        """Where ``rank`` is along the axes of more than one rank, as messages say it (``pipeline 0, data 1``)."""
+        return ", ".join(f"{axis} {at}" for axis, at in self.coordinates(rank).items() if self.sizes[axis] > 1)
+
     def group(self, rank: int, axes: Axes) -> list[int]:
         """Ranks that share every coordinate of ``rank`` but those on ``axes``, ordered by ``axes``."""
         at = self.coordinates(rank)

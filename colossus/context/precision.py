@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,19 @@ class Precision:
     def of(cls, dtype: torch.dtype) -> Precision:
         """Everything in one dtype."""
         return cls(dtype, dtype, dtype, dtype)
+
+    @property
+    def gradients(self) -> torch.dtype:
+        """In which gradients are accumulated over microbatches: that of the optimizer where parameters are narrower."""
+        return self.optimizer
+
+    def reduce_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        """In which gradients that are accumulated in this dtype are summed over ranks."""
+        return gradient if gradient == torch.float64 or gradient.is_complex else self.reduce
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Around what a model computes; may be entered any number of times."""
+        return torch.autocast(device.type, self.compute) if self.is_low else nullcontext()
 
     @property
     def is_low(self) -> bool:

@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from colossus.engine.engine import Engine
     from colossus.engine.fit import FitSummary
     from colossus.engine.hooks import Hook
+    from colossus.engine.nonfinite import NonFiniteGradients
     from colossus.engine.results import EvalResult, EvalSummary, StepResult
 
-__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "StepResult"]
+__all__ = ["Engine", "EvalResult", "EvalSummary", "FitSummary", "Hook", "NonFiniteGradients", "StepResult"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -20,6 +21,7 @@ __getattr__, __dir__ = lazy_names(
         "EvalSummary": "results",
         "FitSummary": "fit",
         "Hook": "hooks",
+        "NonFiniteGradients": "nonfinite",
         "StepResult": "results",
     },
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import HeldParameter, Place, ShardedBlock
+from colossus.layers import Classifier, Embedding, Linear, LMHead
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.nest import tensors
 
@@ -21,11 +23,23 @@ def held_parameters(model: nn.Module) -> list[HeldParameter]:
         for leaf, param in module._parameters.items():
             if param is not None and param.dim():
                 found.setdefault(id(param), (param, []))[1].append((module, leaf))
-    return [HeldParameter(param, tuple(places)) for param, places in found.values()]
+    return [
+        HeldParameter(param, tuple(places), all(_takes_product(*place) for place in places))
+        for param, places in found.values()
+    ]
+
+
+#: whose forward takes nothing but products of ``weight`` and ``bias``, or gives rows of ``weight``
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
+
+
+def _takes_product(module: nn.Module, leaf: str) -> bool:
+    forward = type(module).forward
+    return leaf in ("weight", "bias") and any(forward is product.forward for product in _PRODUCTS)
 
 
 def by_block(
-    model: nn.Module, chain: Sequence[NamedBlock] | None
+    model: nn.Module, chain: Sequence[NamedBlock] | None, takes: Callable[[nn.Parameter], bool] = lambda param: True
 ) -> tuple[list[tuple[nn.Module, list[HeldParameter]]], list[HeldParameter]]:
     """The parameters of each block of a model, with the module that uses them, and those of the root block.
 
@@ -34,8 +48,9 @@ def by_block(
 
     Args:
         chain: the blocks of this rank; None for a model that is no chain.
+        takes: which parameters are asked for.
     """
-    modules = list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
+    modules = modules_of_blocks(model, chain)
     block_of: dict[int, set[int]] = {}
     for number, module in enumerate(modules):
         for inner in module.modules():
@@ -43,9 +58,16 @@ def by_block(
     of_block: list[list[HeldParameter]] = [[] for _ in modules]
     root: list[HeldParameter] = []
     for held in held_parameters(model):
+        if not takes(held.param):
+            continue
         users = {number for module, _ in held.places for number in block_of.get(id(module), {-1})}
         (of_block[users.pop()] if len(users) == 1 and -1 not in users else root).append(held)
     return [(module, params) for module, params in zip(modules, of_block, strict=True) if params], root
+
+
+def modules_of_blocks(model: nn.Module, chain: Sequence[NamedBlock] | None) -> list[nn.Module]:
+    """The module of each block, as `by_block` takes them, those without parameters too."""
+    return list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
 
 
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:
@@ -65,11 +87,14 @@ def _of_containers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _of_containers(child)
 
 
-def run_around(module: nn.Module, block: ShardedBlock) -> None:
-    """Gather a block before its module's forward and before its backward, and let it go after each."""
+def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
+    """Gather a block before its module's forward and, where it is freed in between, before its backward."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        block.gather()
+        runs.gather(block)
+
+    def before_transient(_: nn.Module, args: Any, kwargs: Any) -> None:
+        runs.gather(block)
         if torch.is_grad_enabled() and not block.in_backward:
             nodes = _nodes((args, kwargs))
             # what made an input runs its backward when all gradients of this input are there
@@ -79,19 +104,31 @@ def run_around(module: nn.Module, block: ShardedBlock) -> None:
                 nonlocal left
                 left -= 1
                 if not left:
-                    block.leave_backward()
+                    runs.leave_backward(block)
 
             for node in nodes:
                 node.register_prehook(input_done)
+            block.is_left_by_input = bool(nodes)
 
-    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after_transient(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for node in _nodes(output):
-                node.register_prehook(lambda _: block.enter_backward())
-        block.after_forward()
+            is_left_by_input = block.is_left_by_input
 
-    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    module.register_forward_hook(after, with_kwargs=True)
+            def enter(_: Any) -> None:
+                runs.enter_backward(block)
+                if not is_left_by_input:  # at the end of this backward, which may be inside of another
+                    torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block))
+
+            for node in _nodes(output):
+                node.register_prehook(enter)
+        block.after_forward()
+        runs.after_release()
+
+    if block.is_transient:
+        module.register_forward_pre_hook(before_transient, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after_transient, with_kwargs=True)
+    else:
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
 
 def _nodes(nest: Any) -> list[Node]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.comm import log
 from colossus.config import Config
@@ -16,9 +16,9 @@ from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.inputs import Inputs, StepBatch
-from colossus.engine.late_value import LateValue
 from colossus.engine.loss_function import LossFunction
-from colossus.engine.optimizers import keep_lr_scales
+from colossus.engine.loss_scale import LossScaler
+from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
@@ -29,7 +29,6 @@ from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
 from colossus.refusal import add_place
-from colossus.registry import LR_SCHEDULES
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
 from colossus.schedule.runtime.observer import StepObserver
@@ -62,6 +61,7 @@ class Engine:
         store: ParameterStore,
         strategy: Strategy,
         reduction: StepReduction,
+        optimizer_step: OptimizerStep,
         pipeline: PipelineRuntime,
         stages: ModelStages,
         executor: Executor,
@@ -72,23 +72,20 @@ class Engine:
         self.config, self.context, self.model, self.optimizer = config, context, model, optimizer
         self.store, self.strategy, self._reduction = store, strategy, reduction
         self.pipeline, self._stages, self.executor, self.observers = pipeline, stages, executor, observers
+        self._optimizer_step = optimizer_step
         self.inputs, self.loaders = inputs, loaders
         self.device = context.device
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None
-        self._late_stops = LateValue()
         self._broken = self._closed = False
         #: this rank's request to stop, see `addend`
         self._stop = 0.0
         #: number of the run (step or evaluation) that failed last, until the ranks have agreed that it did
         self._failed_run: int | None = None
-        self._num_runs = self._num_groups = 0
+        self._num_runs = 0
         #: collectives up to the last evaluation, in which data ranks may have had unequal numbers of samples
         self._counts_of_evaluations: dict[str, int] = {}
-        self._keep_lr_scales()
-        shape = config.lr_schedule.type
-        self._lr_shape = shape if callable(shape) else LR_SCHEDULES.get(shape)
         self._batch_scope = model_parallel_of(context).batch_scope
         self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, reduction)
 
@@ -100,6 +97,11 @@ class Engine:
     @loss_fn.setter
     def loss_fn(self, loss_fn: LossFunction) -> None:
         self._stages.loss_fn = loss_fn
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """Of fp16, else None."""
+        return self._optimizer_step.loss_scaler
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class Engine:
         Raises:
             ValueError: when the batch does not divide, ranks that share a batch were given different ones, the loss
                 function does not return (sum, count), or gradients are turned off.
+            NonFiniteGradients: on all ranks, see ``train.on_nonfinite``.
         """
         if not torch.is_grad_enabled():
             mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
@@ -142,18 +145,15 @@ class Engine:
         # before the model can write to the batch
         mark = check.mark(batch, step_batch.fingerprint) if check.is_needed else None
         totals = self.accumulate_gradients(step_batch)
-        with as_shards():
-            numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, self._stop, mark)
-            lr = self._set_lr()
-            self.strategy.step(self.optimizer, scale, self._before_update)
-            self.strategy.after_step(self.completed_steps)
-            numbers = self.strategy.reduce_scalars(numbers)
-        self.completed_steps += 1
-        stops = self._late_stops.push(numbers[3])
-        return StepResult(self.completed_steps, lr, numbers, stops or 0.0, check.require_zero)
+        result = self._optimizer_step.run(self.completed_steps, totals, self._stop, mark, self._before_update)
+        self.completed_steps = result.step
+        return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:
-        """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped."""
+        """Forward and backward of a step, and the reduction of its gradients: sums, neither divided nor clipped.
+
+        Under fp16 they are of the scaled loss (`LossScaler.factor`).
+        """
         if not self.model.training:  # asked first: a submodule that a user has put into eval mode stays there
             self.model.train()
         self._stages.step = self.completed_steps
@@ -162,7 +162,8 @@ class Engine:
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
-            totals = self._run(self.pipeline.actions, batch)
+            factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
+            totals = self._run(self.pipeline.actions, batch, factor)
             with as_shards():
                 self.store.end_step()
                 self.strategy.finish()
@@ -181,31 +182,9 @@ class Engine:
     def _observers_compare(self) -> bool:
         return any(observer.compares_batches for observer in self.observers)
 
-    def _set_lr(self) -> float:
-        lr = self.lr_at(self.completed_steps)
-        self._keep_lr_scales()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        return lr
-
-    def _keep_lr_scales(self) -> None:
-        """Of parameter groups that are new. Others have theirs, or were loaded from a state that knows none."""
-        groups = self.optimizer.param_groups
-        keep_lr_scales(groups[self._num_groups :], self.config.optimizer.lr)
-        self._num_groups = len(groups)
-
     def lr_at(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape.
-
-        A parameter group with an ``lr`` of its own, or an ``lr_scale``, has that share of it.
-        """
-        schedule, train = self.config.lr_schedule, self.config.train
-        peak = self.config.optimizer.lr
-        if step < schedule.warmup_steps:
-            return peak * (step + 1) / schedule.warmup_steps
-        length = max(1, train.schedule_steps - schedule.warmup_steps)
-        progress = min(1.0, (step - schedule.warmup_steps) / length)
-        return peak * self._lr_shape(progress, schedule.min_ratio, **schedule.options)
+        """Learning rate of step ``step`` (from 0): linear warm-up, then the schedule's shape."""
+        return self._optimizer_step.learning_rate.at(step)
 
     def _begin_run(self) -> None:
         """A step, or the forward of an evaluation's batch, begins: on all ranks alike, also on one without samples.
@@ -225,7 +204,7 @@ class Engine:
             self._failed_run = None
         self._num_runs += 1
 
-    def _run(self, actions: Sequence[Action], batch: StepBatch) -> StepTotals:
+    def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:
         """Run the stages of this rank."""
         torch.clear_autocast_cache()  # a block around several steps keeps casts of the weights from before a step
         try:
@@ -233,7 +212,7 @@ class Engine:
             is_identified = self.pipeline.partition is not None and not self._observers_compare
             step_id = (self._num_runs, batch.fingerprint) if is_identified else None
             with self._batch_scope.enter(batch.info):
-                return self.executor.run(actions, batch.microbatches, step_id)
+                return self.executor.run(actions, batch.microbatches, step_id, loss_scale)
         except BaseException as error:
             self._broken = self.context.size("pipeline") > 1
             self._mark_failed()
@@ -274,11 +253,16 @@ class Engine:
         self._begin_run()
         sums = StepTotals.zeros(self.device)
         try:
+            batches = list(self.inputs.split_evenly(batch, most))
+            self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
             with self.strategy.evaluation():
-                for step_batch, times in self.inputs.split_evenly(batch, most):
+                for step_batch, times in batches:
                     totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
                     sums.loss_sum += totals.loss_sum / times
                     sums.tokens += totals.tokens / times
+        except BaseException:
+            self.store.abandon_step()
+            raise
         finally:
             self.store.release()
         self._counts_of_evaluations = log.counts()

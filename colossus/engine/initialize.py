@@ -15,13 +15,19 @@ from colossus.comm import log, shared_memory
 from colossus.config import Config, load_config, require_available, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
 from colossus.data.loader import Loaders, loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
+from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine
 from colossus.engine.forward_rng import seed_outside
+from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.inputs import Inputs, model_input
 from colossus.engine.loss_function import LossFunction, require_no_parameters
+from colossus.engine.loss_scale import LossScaler
+from colossus.engine.optimizer_step import OptimizerStep
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
@@ -31,6 +37,7 @@ from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
+from colossus.layout.parameter import full_model_order
 from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
@@ -101,6 +108,7 @@ def _assemble(
     spec = config.model
     dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
+    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
     held = data if data is not None else config.data
     loaders = None
     if held is not None:
@@ -120,6 +128,11 @@ def _assemble(
     module = build(factory, context, dtype=dtype, prepare=prepare)
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
+    for param in module.parameters():
+        if param.dtype in LOW and not param.dim():  # beside a tensor it is one number, whatever its dtype
+            param.data = param.data.to(context.precision.optimizer)
+        if param.dtype in LOW:
+            param.grad_dtype = context.precision.gradients
     _require_position_wise(module, context)
     seed_outside(context)
     loss = loss_fn or getattr(module, "loss", None)
@@ -157,6 +170,13 @@ def _engine(
     strategy.setup(store, parts)
     optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
+    train = config.train
+    groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None
+    scaler = None
+    if context.precision.scales_loss:
+        scaler = LossScaler(train.loss_scale, context, train.global_batch_size)
+    reduction = StepReduction(context, norm, strategy, train.clip_grad_norm, groups)
+    watch = GradientWatch(train, context, strategy, norm, full_model_order(model), scaler)
     observers: list[StepObserver] = []
     stages = ModelStages(
         context,
@@ -178,7 +198,8 @@ def _engine(
         optimizer,
         store=store,
         strategy=strategy,
-        reduction=StepReduction(context, norm, strategy, config.train.clip_grad_norm),
+        reduction=reduction,
+        optimizer_step=OptimizerStep(config, optimizer, strategy, reduction, watch, scaler),
         pipeline=pipeline,
         stages=stages,
         executor=pipeline.make_executor(stages, parallel, observers),

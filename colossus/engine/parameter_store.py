@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.block_modules import by_block, run_around
+from colossus.engine.flat_rows import Storage
+from colossus.engine.gradients.scatter import GradientScatter
+from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -37,11 +43,14 @@ class ParameterStore:
     ) -> None:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
+        #: in the order of the model, the root block last
         self._blocks: list[ShardedBlock] = []
         self._root: ShardedBlock | None = None
+        self._runs = BlockRuns()
+        self._group: AxisGroup | None = None
         self._block_of: dict[int, ShardedBlock] = {}
-        #: ids of parameters whose gradients are complete in this step
-        self._complete: set[int] = set()
+        #: between the begin and the end of a step or of an evaluation
+        self._is_running = False
         self._stored = list(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -57,36 +66,106 @@ class ParameterStore:
         block = self._block_of.get(id(param))
         return param if block is None else block.stored(param)
 
-    def shard(self, axes: Iterable[str]) -> None:
+    def summed(self, param: nn.Parameter) -> nn.Parameter:
+        """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
+        block = self._block_of.get(id(param))
+        return param if block is None else block.summed(param)
+
+    def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
         """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are.
 
-        The gradient of a parameter that compute sees is then summed on each rank over the step: `start_scatter` and
-        `finish_scatter` make that of the stored parameter from it. Collective, as are all forwards from then on.
+        Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
+        are all forwards from then on, and those of evaluations. Gradients come by `scatter`.
+
+        Args:
+            stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
+                once after each update; parameters that get no gradient are not cut. 1: so are whole gradients, until
+                the step ends.
+            offload: the rows, which the optimizer updates, are in the memory of the host.
         """
         assert not self._blocks, "the parameters are sharded already"
-        group = self._context.group(tuple(axes))
+        context = self._context
+        group = context.group(tuple(axis for axis in context.grid.axes(axes) if context.grid.sizes[axis] > 1))
         if group.size == 1:
-            return
-        blocks, root = by_block(self._model, self._chain())
+            if context.precision.params == context.precision.optimizer and not offload:
+                return
+            stage = min(stage, 2)
+        storage = Storage(keeps_whole=stage < 3, keeps_gradients=stage < 2, offload=offload)
+        self._group = group
+        blocks, root = by_block(self._model, self._chain(), lambda param: stage == 3 or param.requires_grad)
         for module, held in blocks:
-            block = ShardedBlock(held, group, self._context, self.weights.scope)
-            run_around(module, block)
+            block = ShardedBlock(held, group, context, self.weights.scope, storage)
+            run_around(module, block, self._runs)
             self._blocks.append(block)
         if root:
-            self._root = ShardedBlock(root, group, self._context, "step")
+            self._root = ShardedBlock(root, group, context, "step", storage)
             self._blocks.append(self._root)
-            self._model.register_forward_pre_hook(lambda *_: self.gather_root(), prepend=True)
+        self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
+        self._model.register_forward_hook(lambda *_: self._after_model())
         self._block_of = {id(param): block for block in self._blocks for param in block.params}
         self._stored = list(self._model.parameters())
+
+    def scatter(self, parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]) -> GradientScatter:
+        """What makes the gradients of stored parameters from those of the parameters that compute sees."""
+        return GradientScatter(self._blocks, self._runs, parameters_by_stage, self._context, self.weights)
+
+    def accept_gradients(self) -> None:
+        """The sums are complete: the stored parameters get them, also those on the host."""
+        for block in self._blocks:
+            for gradients in block.gradients:
+                gradients.give_to_host()
+
+    def accept_whole_gradients(self) -> None:
+        """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        for block in self._blocks:
+            for gradients in block.gradients:
+                gradients.give_whole()
+
+    def mark_changed(self) -> None:
+        """The stored parameters have been updated: what is kept whole is out of date."""
+        for block in self._blocks:
+            block.mark_changed()
 
     # -- a step or an evaluation --------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Drop the gradients of the step before, also those of parameters that the engine's optimizer does not have."""
-        self.release()
+        self._begin_run()
         for param in self._stored:
             param.grad = None
+        for block in self._blocks:
+            block.begin_step()
         self.weights.begin_step()
+
+    def begin_evaluation(self, num_forwards: int) -> None:
+        """Before the forwards of an evaluation, of which data ranks may have unequal numbers.
+
+        Then none may gather in the midst of them: all is made whole before.
+        """
+        self._begin_run()
+        if self._group is None:
+            return
+        is_uneven = False
+        if any(block.is_transient for block in self._blocks):
+            counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
+            most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
+            is_uneven = most != -least
+        for block in self._blocks:
+            if is_uneven or not block.is_transient:
+                block.gather()
+                block.is_held = is_uneven
+
+    def _begin_run(self) -> None:
+        self.release()
+        self._is_running = True
+        for block in self._blocks:
+            block.settle()
+            block.look_for_changes()
+
+    def begin_action(self) -> None:
+        """A forward or a backward of a stage begins."""
+        if self._blocks:
+            self._runs.begin()
 
     def gather_root(self) -> None:
         """Before a stage runs: what its blocks do not gather themselves."""
@@ -95,37 +174,39 @@ class ParameterStore:
 
     def after_backward(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""
-        for block in self._blocks:
-            block.leave_backward()
-
-    def start_scatter(self, params: Iterable[nn.Parameter]) -> None:
-        """Sum and scatter the gradients of the blocks that are complete with these parameters, as compute sees them."""
-        params = [param for param in params if id(param) in self._block_of]
-        self._complete.update(map(id, params))
-        for block in dict.fromkeys(self._block_of[id(param)] for param in params):
-            if all(id(param) in self._complete for param in block.params):
-                block.start_scatter()
-
-    def finish_scatter(self) -> None:
-        """Wait for what `start_scatter` has started."""
-        self._complete.clear()
-        for block in self._blocks:
-            block.finish_scatter()
+        self._runs.leave_all()
 
     def end_step(self) -> None:
         """All backwards are done: reduce the gradients that are left in layers, and free what is gathered."""
         self.weights.end_step()
-        for block in self._blocks:
-            block.end_step()
+        self.release()
 
     def abandon_step(self) -> None:
         """Forget a step that failed, without a collective."""
         self.weights.abandon_step()
-        self._complete.clear()
         for block in self._blocks:
             block.abandon()
+        self._end_run()
 
     def release(self) -> None:
-        """Free what is gathered."""
+        """Free what is gathered, and wait for what was gathered ahead."""
         for block in self._blocks:
-            block.release()
+            block.end_step()
+        self._end_run()
+
+    def _end_run(self) -> None:
+        self._runs.reset()
+        self._is_running = False
+
+    # -- a model that is called outside of a step -----------------------------------------------------------
+
+    def _before_model(self) -> None:
+        if not self._is_running:
+            for block in self._blocks:
+                block.look_for_changes()
+            self._runs.begin()
+        self.gather_root()
+
+    def _after_model(self) -> None:
+        if not self._is_running and not torch.is_grad_enabled():
+            self.release()

@@ -10,6 +10,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.batch_check import BatchCheck
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.loss_function import check_totals
 from colossus.engine.results import EvalResult
 from colossus.engine.strategies.strategy import Strategy
@@ -31,12 +32,19 @@ class StepReduction:
         norm: of the gradients of this rank.
         strategy: sums the numbers.
         clip_grad_norm: largest norm of the gradient of the mean loss; None does not clip.
+        groups: the parameter groups whose norms are wanted.
     """
 
     def __init__(
-        self, context: ParallelContext, norm: GradientNorm, strategy: Strategy, clip_grad_norm: float | None
+        self,
+        context: ParallelContext,
+        norm: GradientNorm,
+        strategy: Strategy,
+        clip_grad_norm: float | None,
+        groups: GroupNorms | None = None,
     ) -> None:
         self._context, self._norm, self._strategy, self._clip_grad_norm = context, norm, strategy, clip_grad_norm
+        self._groups = groups
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
         loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
         all_axes, coordinates = set(context.grid.names), context.coordinates
@@ -45,13 +53,25 @@ class StepReduction:
         self._world = self._group_over(all_axes)
         self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - loss_axes)
         self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(norm.axes))
+        #: norms of groups are summed over the replicas of an inexact strategy to be their mean, as the norm is
+        self._share = 1.0 if strategy.exact else 1.0 / context.size("data")
         self.batch_check = BatchCheck(context, self._group_over(summed_axes))
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
 
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Of the parameter groups whose norms end a step's numbers."""
+        return () if self._groups is None else self._groups.names
+
     def finish_step(
-        self, loss_sum: Tensor, tokens: Tensor, stop: float, mark: Tensor | None = None
+        self,
+        loss_sum: Tensor,
+        tokens: Tensor,
+        stop: float,
+        mark: Tensor | None = None,
+        loss_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The step's numbers, once all gradients are summed, and what the gradients are to be multiplied by.
 
@@ -59,37 +79,50 @@ class StepReduction:
             loss_sum, tokens: float64 scalars of this rank.
             stop: this rank's request to end training (`stop_request.addend`).
             mark: of the batch, where ranks share one (`BatchCheck.mark`).
+            loss_scale: what losses were multiplied by before backward, if they were.
 
         Returns:
-            [4] of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
-            clipping, requests to stop; and the total of the marks where there are any.
-            The factor, a float64 scalar: one over the tokens, and what clips the gradient of the mean loss.
+            Of the global batch (under an inexact strategy of the replica's): loss sum, tokens, gradient norm before
+            clipping, requests to stop; then the total of the marks where there are any, and the norms of the groups
+            that are wanted. The norm is not finite where a gradient of any rank is not.
+            The factor, a float64 scalar: one over the tokens and the scale, and what clips the gradient of the mean
+            loss.
 
         Raises:
             ValueError: on all ranks alike, when the losses cannot be divided by their number, or ranks that share a
                 batch were given different ones; see `BatchCheck.check`.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        square = self._norm.local_square(self._context.device)
+        squares = self._norm.local_squares(self._context.device)
+        if not self._counts_norm:  # another rank counts the same; what is not finite here stays so
+            squares = squares * 0.0
         addends = [
             loss_sum if self._counts_loss else zero,
             tokens if self._counts_loss else zero,
-            square if self._counts_norm else zero,
+            squares.sum(),
             zero + stop,
         ]
         if mark is not None:
             addends.append(mark)
-        numbers = self._strategy.replica_scalars(torch.stack(addends))
+        num_single = len(addends)
+        numbers = torch.stack(addends)
+        if self._groups is not None:
+            numbers = torch.cat((numbers, self._groups.sum_squares(squares)))
+        numbers = self._strategy.replica_scalars(numbers)
         if mark is not None:
             self.batch_check.check(numbers[4], mark)
         if numbers.device.type == "cpu":  # elsewhere it would wait for the device
             check_totals(*numbers[:2].tolist())
         count = torch.where(numbers[1] == 0, 1.0, numbers[1])
-        norm = numbers[2].sqrt() / count
-        scale = 1.0 / count
+        divisor = count if loss_scale is None else count * loss_scale
+        norm = numbers[2].sqrt() / divisor
+        scale = 1.0 / divisor
         if self._clip_grad_norm is not None:
             scale = scale * (self._clip_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        return torch.stack([numbers[0], numbers[1], norm, *numbers[3:]]), scale
+        singles = torch.stack([numbers[0], numbers[1], norm, *numbers[3:num_single]])
+        if self._groups is None:
+            return singles, scale
+        return torch.cat((singles, numbers[num_single:].sqrt() * (self._share / divisor))), scale
 
     def evaluation(self, loss_sum: Tensor, tokens: Tensor, has_ended: bool = False) -> EvalResult:
         """Sums over all ranks, from float64 scalars of each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +25,12 @@ class StepResult:
     Args:
         numbers: of `StepReduction.finish_step`.
         stops: requests to stop of all ranks, summed (`stop_request.addend`).
-        require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read.
+        require_zero: raises unless the total of the batches' marks is 0; called when the numbers are read. None where
+            the numbers have no such total.
+        groups: names of the parameter groups whose norms the numbers end with.
+        skipped: whether the step changed nothing.
+        num_skipped: steps that did not, so far.
+        loss_scale: of the mean loss in this step.
     """
 
     def __init__(
@@ -35,11 +40,17 @@ class StepResult:
         numbers: Tensor,
         stops: float = 0.0,
         require_zero: Callable[[float], None] | None = None,
+        *,
+        groups: Sequence[str] = (),
+        skipped: Tensor | bool = False,
+        num_skipped: Tensor | int = 0,
+        loss_scale: Tensor | None = None,
     ) -> None:
         self.step, self.lr = step, lr
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
-        self._require_zero = require_zero
+        self._require_zero, self._groups = require_zero, groups
+        self._skipped, self._num_skipped, self._loss_scale = skipped, num_skipped, loss_scale
         self._read: list[float] | None = None
 
     @property
@@ -66,6 +77,27 @@ class StepResult:
     def grad_norm(self) -> float:
         """Global gradient norm before clipping, each element counted once."""
         return self._numbers[2]
+
+    @property
+    def grad_norms(self) -> dict[str, float]:
+        """The same of each parameter group of the optimizer, by its name or number: of ``train.grad_norm_by_group``."""
+        norms = self._numbers[len(self._numbers) - len(self._groups) :]
+        return dict(zip(self._groups, norms, strict=True))
+
+    @property
+    def skipped(self) -> bool:
+        """Whether gradients were not finite, and the step changed neither parameters nor the optimizer's state."""
+        return bool(self._skipped)
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps skipped so far, this one included."""
+        return int(self._num_skipped)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the mean loss was scaled by in this step; None unless ``train.precision`` is fp16."""
+        return None if self._loss_scale is None else float(self._loss_scale)
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"

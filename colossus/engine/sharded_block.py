@@ -1,20 +1,24 @@
-"""The parameters of one block of a model, of which a rank stores some rows, gathered and scattered together."""
+"""The parameters of one block of a model, of which a rank stores some rows: whole while the block runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from colossus.comm import collectives
-from colossus.comm.collectives import Pending
+from colossus.comm.collectives import is_recorded
+from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import StoredSpec, attach, spec_of
-from colossus.layout.split_parameter import as_shards, mark_split
+from colossus.engine.flat_rows import Dtypes, FlatRows, Storage, Transfer
+from colossus.engine.row_gradients import RowGradients
+from colossus.layout.parameter import spec_of
+from colossus.layout.split_parameter import as_shards
 
 #: (module, name in it) under which a module holds a parameter
 Place = tuple[nn.Module, str]
@@ -22,18 +26,23 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter with all places where the modules of a model hold it."""
+    """A parameter with all places where the modules of a model hold it.
+
+    Attributes:
+        is_product: whether all of them take products of it, and nothing else.
+    """
 
     param: nn.Parameter
     places: tuple[Place, ...]
+    is_product: bool = False
 
 
 class ShardedBlock:
-    """Parameters that are gathered, and whose gradients are scattered, together.
+    """Parameters that are gathered, and whose gradients are reduced, together.
 
-    While the block is gathered its modules hold the parameters that compute uses, else the stored ones. The former are
-    always the same objects, and their memory is there while they are gathered only, so that what autograd has saved of
-    them is right again when backward has gathered them.
+    In a step or an evaluation the modules of a block that has been gathered hold the parameters that compute uses, else
+    the stored ones. The former are always the same objects. Their memory is there while they are gathered only, or
+    (`Storage.keeps_whole`) always: then a block is gathered once after each update.
 
     Args:
         held: parameters with at least one dim, their values whole on each rank of the group.
@@ -43,52 +52,113 @@ class ShardedBlock:
 
     Attributes:
         in_backward: whether the backward of a forward has begun.
+        is_left_by_input: whether the end of the backward of the forward that runs is seen by its inputs' gradients.
+        is_held: whether the block is not freed before the end of an evaluation.
+        is_whole: whether the parameters that compute uses have the values of the stored ones.
+        gradients: those that travel in one collective, for each such.
     """
 
     def __init__(
-        self, held: Sequence[HeldParameter], group: AxisGroup, context: ParallelContext, scope: str = "matmul"
+        self,
+        held: Sequence[HeldParameter],
+        group: AxisGroup,
+        context: ParallelContext,
+        scope: str = "matmul",
+        storage: Storage | None = None,
     ) -> None:
         self.params = [one.param for one in held]
         self._held, self._scope = held, scope
-        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
-        for param in self.params:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append(param)
+        self._keeps = storage is not None and storage.keeps_whole
         with as_shards():
-            self._flats = [_FlatRows(params, group, context) for params in kinds.values()]
+            self._flats = [
+                FlatRows(params, group, context, dtypes, storage or Storage())
+                for params, dtypes in _travelling_together(held, group, context)
+            ]
         self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
-        self._is_gathered, self.in_backward = True, False
+        self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
+        self._summed = self._stored | {id(param): own for each in self.gradients for param, own in each.summed.items()}
+        self.in_backward = self.is_held = self.is_left_by_input = False
+        self.is_whole = self._is_placed = True
         #: forwards whose backward has not run
         self._num_awaited = 0
+        self._gathers: list[Transfer] = []
+        #: of a step that failed: waited for before the next, when the ranks have agreed to go on
+        self._abandoned: list[Transfer] = []
         self.release()
 
     def stored(self, param: nn.Parameter) -> nn.Parameter:
         """The rank's rows of a parameter of this block."""
         return self._stored[id(param)]
 
+    def summed(self, param: nn.Parameter) -> nn.Parameter:
+        """What has the gradient of these rows; see `RowGradients`."""
+        return self._summed[id(param)]
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the block is freed, and its gradients reduced, within a step."""
+        return not self._keeps and self._scope != "step"
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return not self._keeps and self._scope == "matmul"
+
     # -- gathering ----------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Make the parameters whole, where they are not."""
-        if self._is_gathered:
+    def start_gather(self) -> None:
+        """Start to make the parameters whole, where they are not."""
+        if self.is_whole or self._gathers:
             return
-        with as_shards():
-            pending = [flat.start_gather() for flat in self._flats]
-            for flat, rows in zip(self._flats, pending, strict=True):
-                flat.finish_gather(rows.wait())
-        for one in self._held:
-            _put(one.places, one.param)
-        self._is_gathered = True
+        with as_shards(), _unrecorded():
+            self._gathers = [flat.start_gather() for flat in self._flats]
+
+    def gather(self) -> None:
+        """Make the parameters whole, and let the modules hold them."""
+        if not self.is_whole:
+            self.start_gather()
+            with as_shards(), _unrecorded():
+                self._wait_for_gathers()
+            self.is_whole = True
+        self._place()
+
+    def _wait_for_gathers(self) -> None:
+        transfers, self._gathers = self._gathers, []
+        for transfer in transfers:
+            transfer.wait()
+
+    def drop_gather(self) -> None:
+        """A gather that was started is not wanted any more: wait for it."""
+        for transfer in self._gathers:
+            transfer.is_wanted = False
+        self._wait_for_gathers()
 
     def release(self) -> None:
-        """Free the gathered parameters."""
-        if not self._is_gathered:
-            return
-        with as_shards():
-            for flat in self._flats:
-                flat.release()
-        for one in self._held:
-            _put(one.places, self._stored[id(one.param)])
-        self._is_gathered = False
+        """Let the modules hold the stored parameters, and free the gathered ones."""
+        if self._is_placed:
+            for one in self._held:
+                _put(one.places, self._stored[id(one.param)])
+            self._is_placed = False
+        if self.is_whole and not self._keeps:
+            with as_shards():
+                for flat in self._flats:
+                    flat.release()
+            self.is_whole = False
+
+    def _place(self) -> None:
+        if not self._is_placed:
+            for one in self._held:
+                _put(one.places, one.param)
+            self._is_placed = True
+
+    def look_for_changes(self) -> None:
+        """Between steps: what was kept whole is out of date where somebody has written to the stored rows."""
+        self.is_whole = self.is_whole and not any(flat.is_changed for flat in self._flats)
+
+    def mark_changed(self) -> None:
+        """An update has changed the stored rows."""
+        for flat in self._flats:
+            if flat.is_trainable:
+                flat.mark_changed()
 
     def after_forward(self) -> None:
         """A forward that a backward may follow is over."""
@@ -101,157 +171,81 @@ class ShardedBlock:
     def enter_backward(self) -> None:
         """The backward of one forward begins."""
         self.in_backward = True
-        self.gather()
 
     def leave_backward(self) -> None:
-        """The backward that has begun, if any, is over."""
-        if not self.in_backward:
-            return
-        self.in_backward = False
+        """The backward that has begun is over."""
+        self.in_backward = self.is_held = self.is_left_by_input = False
         self._num_awaited -= 1
         self._release_by_scope()
 
     def _release_by_scope(self) -> None:
-        if self._scope == "matmul" or (self._scope == "microbatch" and not self._num_awaited):
+        if self.is_transient and not self.is_held and (self.frees_after_forward or not self._num_awaited):
             self.release()
 
-    # -- gradients ----------------------------------------------------------------------------------------
+    # -- a step -------------------------------------------------------------------------------------------
 
-    def start_scatter(self) -> None:
-        """Start to sum the gradients over the group; each rank gets those of its rows."""
-        for flat in self._flats:
-            flat.start_scatter()
+    def begin_step(self) -> None:
+        self.settle()
+        with as_shards():
+            for gradients in self.gradients:
+                gradients.begin_step()
 
-    def finish_scatter(self) -> None:
-        """Wait for the sums. A stored parameter that no rank of the group used has no gradient."""
-        for flat in self._flats:
-            flat.finish_scatter()
+    def settle(self) -> None:
+        """Before a step or an evaluation: wait for what one that failed has left."""
+        abandoned, self._abandoned = self._abandoned, []
+        for transfer in abandoned:
+            transfer.wait()
 
     def end_step(self) -> None:
-        """All backwards of a step are over."""
-        self.in_backward, self._num_awaited = False, 0
+        """All backwards of a step, or all forwards of an evaluation, are over."""
+        self.in_backward = self.is_held = False
+        self._num_awaited = 0
+        if self._gathers:
+            self.drop_gather()
         self.release()
 
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""
+        self._abandoned += self._gathers
+        for gather in self._gathers:
+            gather.is_wanted = False
+        self._gathers = []
+        with as_shards():
+            self._abandoned += [left for each in self.gradients if (left := each.abandon()) is not None]
+        for flat in self._flats:  # ranks may have come to different blocks
+            flat.mark_changed()
         self.end_step()
-        for flat in self._flats:
-            flat.abandon()
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One logical shard of a parameter: rows start to stop of it, chunk of which each rank stores.
-
-    Attributes:
-        offset, width: of these within a rank's flat row.
-    """
-
-    param: nn.Parameter
-    start: int
-    stop: int
-    offset: int
-    width: int
-
-
-class _FlatRows:
-    """Parameters of one dtype, the stored rows of each rank in one flat tensor."""
-
-    def __init__(self, params: Sequence[nn.Parameter], group: AxisGroup, context: ParallelContext) -> None:
-        self._params, self._group = params, group
-        self._trainable = params[0].requires_grad
-        self._pieces: list[_Piece] = []
-        self.stored: dict[nn.Parameter, nn.Parameter] = {}
-        spans: dict[nn.Parameter, tuple[int, int]] = {}
-        size = 0
-        for param in params:
-            storage = param.untyped_storage()
-            if storage.nbytes() != param.nbytes or not storage.resizable():  # it is freed and taken back whole
-                param.data = param.detach().clone()
-            begin, row = size, math.prod(param.shape[1:])
-            for shard in spec_of(param).shards:
-                start, stop = shard.rows
-                width = -(-(stop - start) // group.size) * row
-                self._pieces.append(_Piece(param, start, stop, size, width))
-                size += width
-            spans[param] = begin, size
-        self._flat = torch.zeros(size, dtype=params[0].dtype, device=params[0].device)
-        for piece in self._pieces:
-            rows = self._rank_major(piece, piece.param.detach())
-            self._flat[piece.offset : piece.offset + piece.width] = rows[group.index]
-        for param, (begin, end) in spans.items():
-            shape = (-1, *param.shape[1:]) if end > begin else (0, *param.shape[1:])
-            stored = nn.Parameter(self._flat[begin:end].view(shape), requires_grad=param.requires_grad)
-            self.stored[param] = mark_split(attach(stored, StoredSpec(spec_of(param), group.axes, context.grid.sizes)))
-        self._present: list[bool] = []
-        self._pending: Pending | None = None
-        #: of a step that failed: waited for before the next, when the ranks have agreed to go on
-        self._abandoned: Pending | None = None
-
-    def _rank_major(self, piece: _Piece, rows: Tensor) -> Tensor:
-        """Rows of a whole parameter or gradient as [rank, width], zeros behind the last."""
-        part = rows[piece.start : piece.stop].reshape(-1)
-        out = part.new_zeros(self._group.size * piece.width)
-        out[: part.numel()] = part
-        return out.view(self._group.size, piece.width)
-
-    def start_gather(self) -> Pending:
-        return collectives.all_gather(self._flat, self._group)
-
-    def finish_gather(self, rows: Tensor) -> None:
-        """Fill the parameters from the rows of all ranks, [rank x size]."""
-        by_rank = rows.view(self._group.size, -1)
-        for param in self._params:
-            param.untyped_storage().resize_(param.numel() * param.element_size())
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._params)):
-            for piece in self._pieces:
-                part = piece.param[piece.start : piece.stop]
-                values = by_rank[:, piece.offset : piece.offset + piece.width].reshape(-1)
-                part.copy_(values[: part.numel()].view(part.shape))
-
-    def release(self) -> None:
-        for param in self._params:
-            param.untyped_storage().resize_(0)
-
-    def start_scatter(self) -> None:
-        if not self._trainable:
-            return
-        if self._abandoned is not None:
-            self._abandoned.wait()
-            self._abandoned = None
-        for param in self._params:
-            axes = spec_of(param).gradient_axes
-            assert axes is None or set(self._group.axes) <= set(axes), "each rank has a part of the sum"
-        size, ranks = len(self._flat), self._group.size
-        rows = self._flat.new_zeros(ranks, size + len(self._params))
-        self._present = [param.grad is not None for param in self._params]
-        for piece in self._pieces:
-            if piece.param.grad is not None:
-                span = slice(piece.offset, piece.offset + piece.width)
-                rows[:, span] = self._rank_major(piece, piece.param.grad)
-        # behind the gradients one flag for each parameter: how many ranks used it
-        rows[:, size:] = torch.tensor(self._present, dtype=rows.dtype, device=rows.device)
-        for param in self._params:
-            param.grad = None
-        self._pending = collectives.reduce_scatter(rows, self._group)
-
-    def finish_scatter(self) -> None:
-        if self._pending is None:
-            return
-        total, self._pending = self._pending.wait().view(-1), None
-        used = [True] * len(self._params) if all(self._present) else total[len(self._flat) :].tolist()
-        begin = 0
-        for param, flag in zip(self._params, used, strict=True):
-            stored = self.stored[param]
-            stored.grad = total[begin : begin + stored.numel()].view(stored.shape) if flag else None
-            begin += stored.numel()
-
-    def abandon(self) -> None:
-        for param in self._params:
-            param.grad = None
-        self._abandoned, self._pending = self._pending, None
-
-
-def _put(places: Sequence[Place], param: nn.Parameter) -> None:
+def _put(places: Iterable[Place], param: nn.Parameter) -> None:
     for module, leaf in places:
         module._parameters[leaf] = param
+
+
+def _unrecorded() -> AbstractContextManager[object]:
+    """What moves parameters is no part of what a recorder (of selective activation checkpointing, say) is to see."""
+    return _disable_current_modes() if is_recorded() else nullcontext()
+
+
+def _travelling_together(
+    held: Iterable[HeldParameter], group: AxisGroup, context: ParallelContext
+) -> Iterator[tuple[list[nn.Parameter], Dtypes]]:
+    """Parameters of the same dtypes, on CPU as many as fit a slot of shared memory."""
+    kinds: dict[tuple[Dtypes, bool], list[nn.Parameter]] = {}
+    for one in held:
+        dtypes = Dtypes.of(one.param, context.precision, is_product=one.is_product)
+        kinds.setdefault((dtypes, one.param.requires_grad), []).append(one.param)
+    for (dtypes, _), params in kinds.items():
+        wide = max(dtypes.computed.itemsize, dtypes.reduced.itemsize)
+        chunk: list[nn.Parameter] = []
+        size = 0
+        for param in params:
+            # with the padding of each rank's last rows, and a flag
+            padding = len(spec_of(param).shards) * math.prod(param.shape[1:])
+            nbytes = (param.numel() + group.size * (padding + 1)) * wide
+            if chunk and param.device.type == "cpu" and size + nbytes > SLOT_BYTES:
+                yield chunk, dtypes
+                chunk, size = [], 0
+            chunk.append(param)
+            size += nbytes
+        yield chunk, dtypes

@@ -61,7 +61,7 @@ class ModelStages:
         self._inputs, self.loss_fn = inputs, loss_fn
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
-        self._rng = ForwardRng(context)
+        self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
         self._input_writes = InputWrites(context, last_stage)
         self._ids = {stage: {id(param) for param in params} for stage, params in parameters_by_stage.items()}
         #: stages that have not run yet: the guard is slow, and what a stage uses does not change
@@ -85,10 +85,11 @@ class ModelStages:
             for observer in self._observers:
                 samples = self._inputs.local_samples(batch) if observer.needs_samples else None
                 observer.before_forward(stage, microbatch, samples)
+            self._store.begin_action()
             self._store.gather_root()
             self._strategy.before_forward(stage, microbatch)
             rng = self._rng.at(stage, microbatch, training=self.step is not None)
-            with rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
+            with self._autocast, rng, MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
                 try:
                     out = self._forwards[stage](value)
                     self._input_writes.after_forward(stage, microbatch, out, self.step)
@@ -113,6 +114,7 @@ class ModelStages:
     def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
         if kind != "backward_weight":  # the half that recomputes nothing
             self._context.rng.return_to(microbatch)
+        self._store.begin_action()
         self._strategy.before_backward(stage, microbatch, cast(BackwardKind, kind))
 
     def after_backward(self, stage: int, microbatch: int, kind: str) -> None:

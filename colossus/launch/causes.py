@@ -55,8 +55,9 @@ class Cause:
 def rank_causes(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> list[Cause]:
     """Every rank that failed, the most likely culprit first.
 
-    Own exceptions come first (earliest first), then processes that died by themselves (signals, exits without
-    a record), then ranks that had to be ended by force, then communication errors.
+    Own exceptions come first (those that blame another rank last, else the earliest first), then processes that died
+    by themselves (signals, exits without a record), then ranks that had to be ended by force, then communication
+    errors.
     """
     by_rank = {record.rank: record for record in records}
     causes = []
@@ -86,9 +87,10 @@ def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | N
     return "death"
 
 
-def _urgency(cause: Cause) -> tuple[int, float, int]:
-    time = cause.record.time if cause.record is not None else 0.0
-    return _ORDER.index(cause.kind), time, cause.rank
+def _urgency(cause: Cause) -> tuple[int, bool, float, int]:
+    record = cause.record
+    blames_another = record is not None and record.culprit not in (None, cause.rank)
+    return _ORDER.index(cause.kind), blames_another, record.time if record is not None else 0.0, cause.rank
 
 
 def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> int | None:
@@ -155,9 +157,8 @@ def one_line(record: FailureRecord, folder: Path | None) -> str:
 
 
 def _describe_rank(cause: Cause, grid: RankGrid) -> str:
-    at = [f"{axis} {index}" for axis, index in grid.coordinates(cause.rank).items() if grid.sizes[axis] > 1]
-    host = [f"host {cause.record.host}"] if cause.record is not None else []
-    inside = "; ".join([*host, ", ".join(at)] if at else host)
+    host = f"host {cause.record.host}" if cause.record is not None else ""
+    inside = "; ".join(filter(None, (host, grid.where(cause.rank))))
     return f"rank {cause.rank} ({inside})" if inside else f"rank {cause.rank}"
 
 

@@ -31,6 +31,7 @@ def describe(config: Config, model: ModelInfo | None, folder: Path | None, local
         "parameters": _parameters(model),
         "batch": _batch(config),
         "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
+        **({"recomputed": str(train.activation_checkpoint)} if train.activation_checkpoint.type != "none" else {}),
         "run folder": str(folder) if folder is not None else "chosen by rank 0",
     }
     lines = [f"{key:<11} {value}" for key, value in rows.items()]

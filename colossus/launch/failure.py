@@ -59,6 +59,7 @@ class FailureRecord:
         step: the step that was running, counted from 1; None before training.
         coordinates: axis name -> coordinate of the rank.
         collectives: the rank's last collectives, oldest first.
+        culprit: the rank that an error names which all ranks raise; None where they know of none.
         after_signal: number of the stop signal that came before the failure, if any.
         time: seconds since the epoch.
     """
@@ -72,6 +73,7 @@ class FailureRecord:
     host: str = field(default_factory=socket.gethostname)
     coordinates: Mapping[str, int] = field(default_factory=dict)
     collectives: Sequence[str] = ()
+    culprit: int | None = None
     after_signal: int | None = None
     time: float = field(default_factory=time.time)
 
@@ -97,7 +99,9 @@ def kind_of(error: BaseException) -> Kind:
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
     """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
-    return FailureRecord(rank, kind_of(error), type(error).__name__, str(error), _users_traceback(error), **details)
+    culprit = getattr(error, "culprit", None)
+    what = type(error).__name__, str(error), _users_traceback(error)
+    return FailureRecord(rank, kind_of(error), *what, culprit=culprit, **details)
 
 
 def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:

@@ -62,6 +62,7 @@ def check_model(config: Config) -> ModelInfo | None:
     # torch is imported here, once the config is known to be right in itself: it takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext
+    from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.pipeline import PipelineRuntime
     from colossus.layout.parameter import num_parameters
 
@@ -78,7 +79,10 @@ def check_model(config: Config) -> ModelInfo | None:
             total = num_parameters(model)  # type: ignore[arg-type]
             pipeline.split(model)  # type: ignore[arg-type]
 
-        model = build(lambda: MODELS.build(spec), context, materialize=False, prepare=cut)
+        factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
+        model = build(factory, context, materialize=False, prepare=cut)
+    except ConfigError as error:
+        raise ConfigError(error.problems, config.source) from None
     except ValueError as error:
         raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
     except Exception:

@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.host_memory import OffloadedInputs, goes_to_host
+from colossus.layers.selective_checkpoint import selective_contexts
+from colossus.layers.sharded import SplitTensor
+from colossus.layers.tokens import SplitTokens, local, with_tokens
+from colossus.random import GlobalRng
 from colossus.refusal import refusal
-from colossus.sequence_parallel.ring import RING_ATTENTION
 
-_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
-
-#: operations whose results ``selective`` keeps: matmuls, attention and collectives
-SAVED = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _c10d.all_reduce.default,
-    _c10d.all_gather_into_tensor.default,
-    _c10d.reduce_scatter_tensor.default,
-    _c10d.all_to_all_single.default,
-    _c10d.wait_tensor.default,
-    RING_ATTENTION,
-}
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+KINDS = ("full", "selective")
 
 
 def checkpoint(
@@ -45,33 +30,125 @@ def checkpoint(
     context: ParallelContext,
     kind: str = "full",
     preserve_rng_state: bool = True,
+    offload: bool = False,
+    title: str = "",
+    **kwargs: Any,
 ) -> Any:
-    """``function(*args)`` whose activations are computed again in backward instead of kept.
+    """``function(*args, **kwargs)`` whose activations are computed again in backward instead of kept.
+
+    A recomputation ends as soon as it has made all that backward needs: products and collectives behind that are not
+    repeated.
 
     Args:
-        function: of plain local tensors.
+        function: its arguments are nests of anything; tensors in them that torch's pytree finds are saved for backward.
         context: its random streams are set back for the recomputation.
         kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
-        preserve_rng_state: whether torch's own generators are restored for the recomputation. False is faster, and
-            right for a function that draws from the context's streams alone.
+        preserve_rng_state: whether the global generators of torch, Python and numpy are set back, too. False is faster,
+            and right for a function that draws from the context's streams alone.
+        offload: what is kept waits in the memory of the host.
+        title: how errors name the function.
 
     Raises:
-        ValueError: for another kind.
+        ValueError: for another kind, and for a function that changes its inputs in place.
     """
-    if kind not in ("full", "selective"):
+    if kind not in KINDS:
         raise refusal(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
-    rng = context.rng
-    position = rng.snapshot()
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    inputs = _Inputs((args, kwargs))
+    versions = inputs.versions()
+    repeated = _Repeated(context, kind, preserve_rng_state)
+    first: list[Any] = [args, kwargs]
 
-    def run(*inputs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
-            return function(*inputs)
-        # ``selective`` keeps the result of every collective: the recomputation reads it and sends nothing
-        counting = accounting.paused() if kind == "selective" else contextlib.nullcontext()
-        with rng.replay(position), counting:
-            return function(*inputs)
+    def run(*tensors: Tensor) -> Any:
+        if first:
+            given, named = first
+            first.clear()  # from here on they are in what is saved only, which may be on the host
+            return function(*given, **named)
+        given, named = inputs.rebuild(tensors)
+        with repeated.again():
+            return function(*given, **named)
 
     options: dict[str, Any] = {}
     if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return torch_checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **options)
+        options["context_fn"] = partial(selective_contexts, offload=offload)
+    tensors = inputs.take()
+    with OffloadedInputs() if offload else nullcontext():
+        out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, **options)
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version and not (offload and goes_to_host(tensor)):
+            raise refusal(
+                f"{title or 'a function under activation checkpointing'} changes its input of shape "
+                f"{tuple(tensor.shape)} in place, so that it cannot be computed again from it: let it begin with "
+                f"something that makes a new tensor (nn.ReLU(), not nn.ReLU(inplace=True)), or leave it out"
+            )
+    return out
+
+
+class _Inputs:
+    """The arguments of a function, with their tensors taken out: each once, plain and local."""
+
+    def __init__(self, nest: Any) -> None:
+        leaves, self._tree = tree_flatten(nest)
+        self._tensors: list[Tensor] = []
+        #: of each leaf: the number of its tensor and what marks that again, or the leaf itself
+        self._leaves: list[tuple[int, Any]] = []
+        known: dict[int, tuple[int, Any]] = {}
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                self._leaves.append((-1, leaf))
+                continue
+            if id(leaf) not in known:
+                plain, mark = take_apart(leaf)
+                known[id(leaf)] = len(self._tensors), mark
+                self._tensors.append(plain)
+            self._leaves.append(known[id(leaf)])
+
+    def versions(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]
+
+    def take(self) -> list[Tensor]:
+        """The tensors, which are not held from here on."""
+        tensors, self._tensors = self._tensors, []
+        return tensors
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The nest with these tensors in the place of what was taken out."""
+        made: dict[int, Any] = {}
+        leaves = []
+        for number, leaf in self._leaves:
+            if number >= 0 and number not in made:
+                made[number] = tensors[number] if leaf is None else leaf(tensors[number])
+            leaves.append(made[number] if number >= 0 else leaf)
+        return tree_unflatten(leaves, self._tree)
+
+
+def take_apart(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """A tensor as a plain local one, and what makes one like it of that; None where it is plain."""
+    if isinstance(x, SplitTensor):
+        return x.take_apart()
+    if isinstance(x, SplitTokens):
+        return local(x), partial(with_tokens, token_dim=x.token_dim, num_ranks=x.num_ranks)
+    return x, None
+
+
+class _Repeated:
+    """What a first pass began with that is no argument: random streams and generators."""
+
+    def __init__(self, context: ParallelContext, kind: str, generators: bool) -> None:
+        self._rng, self._kind = context.rng, kind
+        self._position = context.rng.snapshot()
+        self._generators = GlobalRng(tuple({torch.device("cpu"), context.device})) if generators else None
+        self._state = self._generators.get_state() if self._generators is not None else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the recomputation."""
+        with ExitStack() as stack:
+            stack.enter_context(self._rng.replay(self._position))
+            if self._generators is not None and self._state is not None:
+                stack.enter_context(self._generators.preserved())
+                self._generators.set_state(self._state)
+            if self._kind == "selective":  # the result of every collective is kept: nothing is sent
+                stack.enter_context(accounting.paused())
+            yield

@@ -26,7 +26,7 @@ from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.refusal import refusal
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.tensor_parallel.autocast import to_product_dtype
+from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.route import Route, run
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossus.layers.activation_checkpoint import checkpoint
 from colossus.layers.attention import Attention
+from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.kinds import MLPKind, NormKind
@@ -31,8 +31,8 @@ class TransformerBlock(Layer):
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`; what they stand for is in `colossus.layers.kinds`.
         norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
         rotary, rotary_base, rotary_scaling: as of `Attention`.
-        activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective``
-            (keep matmuls, attention and collectives, recompute the rest).
+        activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
+            attention and collectives, recompute the rest); ``train.activation_checkpoint`` says it for any model.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class TransformerBlock(Layer):
     ) -> None:
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
-        self.activation_checkpoint = activation_checkpoint
         norm_kind: NormKind = NORMS.get(norm)
         mlp_kind: MLPKind = MLPS.get(mlp)
         self.attention_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
@@ -72,24 +71,14 @@ class TransformerBlock(Layer):
         self.mlp: nn.Module = mlp_kind.make(hidden_size, ffn_size, bias, **inits)
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
+        if activation_checkpoint != "none":
+            checkpoint_module(self, activation_checkpoint, self.context)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         token_dim = require_sequences(x, self.title)
         shard, activation, output_layout = unwrap(x, self.parallel)
         documents = None if documents is None else local(documents)
-        if self.activation_checkpoint != "none" and self.training:
-            shard = checkpoint(
-                self.apply_local,
-                shard,
-                activation,
-                mask,
-                documents,
-                context=self.context,
-                kind=self.activation_checkpoint,
-                preserve_rng_state=False,
-            )
-        else:
-            shard = self.apply_local(shard, activation, mask, documents)
+        shard = self.apply_local(shard, activation, mask, documents)
         return wrap(shard, activation, output_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from colossus.layers.checkpointed_forward import is_checkpointed
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.sharded import move, to_user, unwrap, wrap
@@ -32,17 +33,19 @@ def computes_as_ours(module: nn.Module) -> bool:
 
     Such a layer understands split activations; anything else is right on activations in the user layout.
     """
-    if not isinstance(module, Layer) or "forward" in module.__dict__:
+    if not isinstance(module, Layer) or ("forward" in module.__dict__ and not is_checkpointed(module)):
         return False
     kind = type(module)
     return kind.forward is kind.own_forward and kind.__call__ is _CALL
 
 
 def is_listened_to(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its ``forward``: hooks, its own or global, or a compiled one."""
+    """Whether a call of the module runs more than its own ``forward``: hooks of it or global ones, something compiled,
+    or activation checkpointing."""
     own = module.__dict__
     return bool(
-        own["_forward_hooks"]
+        "forward" in own
+        or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]

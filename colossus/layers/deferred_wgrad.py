@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
-from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        save_for_backward(ctx, x, weight)
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
         if product_dtype(x) is not None:  # not left to autocast, which would keep a cast that has no gradient
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -73,7 +74,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = saved_tensors(ctx)
         needs_x, _, needs_b, _ = ctx.needs_input_grad
         dx = dy @ weight.to(dy.dtype) if needs_x else None
         db = bias_gradient(dy) if needs_b else None
@@ -86,4 +87,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return (flat(dy).t() @ flat(x)).to(weight.dtype)
+    return (flat(dy).t() @ flat(x)).to(gradient_dtype(weight))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from colossus.comm.early_save import is_hooked
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
 from colossus.layers.token_dim import tokens_of
@@ -39,10 +43,11 @@ class Dropout(Layer):
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        # contiguous, not in the strides of x: the same numbers would fall on other elements
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        mask.bernoulli_(1.0 - self.p, generator=self.generator(x.device, activation))
-        return x * mask * (1.0 / (1.0 - self.p))
+        generator, keep = self.generator(x.device, activation), 1.0 - self.p
+        if x.requires_grad and not torch.compiler.is_compiling() and torch.is_grad_enabled() and is_hooked():
+            out: Tensor = _WithoutSavedMask.apply(x, generator, keep)
+            return out
+        return x * _draw(x, generator, keep) * (1.0 / keep)
 
     def generator(self, device: torch.device, activation: Activation) -> torch.Generator:
         rng = self.context.rng
@@ -53,3 +58,49 @@ class Dropout(Layer):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def _draw(x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
+    # contiguous, not in the strides of x: the same numbers would fall on other elements
+    mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    return mask.bernoulli_(keep, generator=generator)
+
+
+class _WithoutSavedMask(torch.autograd.Function):
+    """Dropout for where activations are recomputed: its mask follows from its seed, so that it is not saved.
+
+    A mask that is saved behind a collective would make the recomputation repeat that for the mask alone. A
+    recomputation that comes by hands its mask to the first pass, whose backward needs it; else backward draws it again.
+    """
+
+    #: masks that a backward waits for
+    awaited: weakref.WeakValueDictionary[Any, _AwaitedMask] = weakref.WeakValueDictionary()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
+        mask = _draw(x, generator, keep)
+        key = generator.initial_seed(), keep, x.shape, x.device
+        awaited = _WithoutSavedMask.awaited
+        ctx.awaited = awaited.get(key)
+        if torch._C._current_graph_task_id() != -1 and ctx.awaited is not None:
+            ctx.awaited.mask = mask
+        else:
+            ctx.awaited = awaited[key] = _AwaitedMask()
+        ctx.generator, ctx.keep = generator, keep
+        return x * mask * (1.0 / keep)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mask, ctx.awaited.mask = ctx.awaited.mask, None
+        if mask is None:
+            mask = _draw(grads[0], ctx.generator.manual_seed(ctx.generator.initial_seed()), ctx.keep)
+        return grads[0] * (1.0 / ctx.keep) * mask, None, None
+
+
+class _AwaitedMask:
+    """The place of a mask between a recomputation and the backward that follows."""
+
+    __slots__ = ("__weakref__", "mask")
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None

@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
+from colossus.context.precision import LOW, Precision
 from colossus.layers.layer import Layer
+from colossus.layers.lookup import look_up
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local, require_sequences
@@ -23,6 +26,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.route import BoundMove, Route, run
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -91,7 +95,8 @@ class Embedding(Layer):
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
-            return F.embedding(ids, self.weight, self.padding_idx)
+            rows = look_up(ids, self.weight, self.padding_idx)
+            return rows.to(activation_dtype(self.weight, self.context.precision))
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
         routes = self._routes.get((target, ndim))
@@ -115,6 +120,7 @@ class Embedding(Layer):
             w=Route.of(moves(sharding.weight, sharding.gathered_weight), self.context),
             y=Route.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
             weights=self.parallel.weights,
+            precision=self.context.precision,
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
         )
 
@@ -153,6 +159,7 @@ class _LookupRoutes:
     Attributes:
         ids, w, y: of the ids, of the table and of the rows looked up.
         weights: gathers the table and reduces its gradient.
+        precision: of the run.
         vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
     """
 
@@ -160,6 +167,7 @@ class _LookupRoutes:
     w: Route
     y: Route
     weights: WeightStore
+    precision: Precision
     vocabulary_shard: int
 
 
@@ -180,24 +188,26 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, routes: _LookupRoutes) -> Tensor:
-        gathered = routes.weights.gather(weight, routes.w).wait()
+        dtype = activation_dtype(weight, routes.precision)
+        gathered = routes.weights.gather(weight, routes.w, dtype).wait()
         local = ids - routes.vocabulary_shard * gathered.shape[0]
         elsewhere = (local < 0) | (local >= gathered.shape[0])
         local.masked_fill_(elsewhere, 0)
         out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
-        ctx.save_for_backward(local, elsewhere)
+        save_for_backward(ctx, local, elsewhere)
         ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
         return not_a_view(run(routes.y.forward, out, owned=True).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        local, elsewhere = ctx.saved_tensors
+        local, elsewhere = saved_tensors(ctx)
         routes: _LookupRoutes = ctx.routes
         weight: Tensor = ctx.parameter
-        dy = run(routes.y.backward, dy).wait().masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        # a word's gradients are added up in the dtype of their sum
+        dy = run(routes.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
         dw = routes.weights.reduce(weight, gradient, routes.w)
         return None, dw.wait() if dw else None, None, None
@@ -243,6 +253,7 @@ class PositionEmbedding(Layer):
             self._check_and_record(x, activation)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             rows = self._rows(x.shape[-2], activation, x.device)
+            rows = rows.to(x.dtype) if x.dtype in LOW else rows
         return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:

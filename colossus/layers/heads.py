@@ -59,6 +59,11 @@ class SplitHeads(SplitTensor):
                 return first._like(name, out)
             return type(out)(first._like(name, each) for each in out)
 
+    def take_apart(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        how = self.activation, self.output_layout, self.parallel, self.num_heads
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor), lambda x: _mark(x, *how)
+
     def _like(self, name: str, x: Tensor) -> Tensor:
         if x.shape[:-2] != self.shape[:-2]:
             raise refusal(self._refusal(name))

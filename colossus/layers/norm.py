@@ -19,6 +19,7 @@ from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
+from colossus.context.precision import LOW
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import require_features_last
@@ -26,7 +27,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.refusal import refusal
-from colossus.tensor_parallel.autocast import to_wide_dtype
+from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
 class _Norm(Layer):
@@ -120,7 +121,9 @@ class LayerNorm(_Norm):
         self.bias = self._parameter(0.0, bias_init, dtype) if elementwise_affine and bias else None
 
     def _normalize(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0)
+        # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
+        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0)
+        return y.to(x.dtype) if x.dtype in LOW else y
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
         weight, bias = self._shard(self.weight, group), self._shard(self.bias, group)
@@ -144,6 +147,9 @@ class RMSNorm(_Norm):
         self.weight = self._parameter(1.0, init, dtype) if elementwise_affine else None
 
     def _normalize(self, x: Tensor) -> Tensor:
+        if x.dtype in LOW:  # torch's own kernel wants one dtype, and rounds to it before the weight
+            weight = None if self.weight is None else self.weight.float()
+            return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
@@ -162,9 +168,8 @@ def split_norm(
         x: [.., *dims, features / n], of n ranks.
         weight, bias: the rank's shard of the parameters, [*dims, features / n], or None.
     """
-    y: Tensor = _SplitNorm.apply(to_wide_dtype(x), weight, bias, group, num_dims, eps, centred)
-    # as torch's own norms: under autocast they return float32, but on CPU
-    return y.to(x.dtype) if x.device.type == "cpu" else y
+    y: Tensor = _SplitNorm.apply(x, weight, bias, group, num_dims, eps, centred)
+    return y
 
 
 def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -187,6 +192,8 @@ class _SplitNorm(torch.autograd.Function):
                  no communication: a rank's shard meets the features of that rank only
 
     RMSNorm has no mean: forward all-reduces the mean square, dgrad mean(dn * normal), 1 [r, 1] each.
+
+    Of low precision x, y, dy and dx have that, and everything in between is of float32.
     """
 
     @staticmethod
@@ -201,6 +208,7 @@ class _SplitNorm(torch.autograd.Function):
         centred: bool,
     ) -> Tensor:
         dims = tuple(range(-num_dims, 0))
+        narrow, x = x, to_wide_dtype(x)
         if centred:
             own_mean = x.mean(dims, keepdim=True)
             y = x - own_mean  # torch.var_mean takes ten times as long
@@ -220,14 +228,15 @@ class _SplitNorm(torch.autograd.Function):
             y.mul_(weight)
         if bias is not None:
             y.add_(bias)
-        ctx.save_for_backward(x, mean, scale, weight)
+        ctx.save_for_backward(narrow, mean, scale, weight)
         ctx.group, ctx.dims, ctx.has_bias = group, dims, bias is not None
-        return y
+        return y.to(narrow.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, scale, weight = ctx.saved_tensors
+        narrow, mean, scale, weight = ctx.saved_tensors
+        x, dy = to_wide_dtype(narrow), to_wide_dtype(dy)
         normal = (x if mean is None else x - mean) * scale
         dnormal = dy if weight is None else dy * weight
         inner = (dnormal * normal).mean(ctx.dims, keepdim=True)
@@ -244,4 +253,4 @@ class _SplitNorm(torch.autograd.Function):
             dx = (dnormal - normal * sums).mul_(scale)
         else:
             dx = (dnormal - sums[1]).sub_(normal.mul_(sums[0])).mul_(scale)
-        return dx, dweight, dbias, None, None, None, None
+        return dx.to(narrow.dtype), dweight, dbias, None, None, None, None

@@ -53,6 +53,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
-        cos, sin = self._cos_sin_of(x.shape[-2], x.dtype, x.device, positions)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
         low, high = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-high, low), dim=-1) * sin
+        return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

@@ -24,6 +24,10 @@ from colossus.refusal import refusal
 class SplitTensor(Tensor):
     """Base of what is a rank's part of a tensor: no layer takes one for a whole tensor."""
 
+    def take_apart(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The plain local tensor, and what makes one like this of such a tensor."""
+        raise NotImplementedError
+
 
 class ShardedActivation(SplitTensor):
     """A rank's shard of an activation whose tokens or features are split over tensor ranks.
@@ -90,6 +94,9 @@ class ShardedActivation(SplitTensor):
         """`_like`, without holding this tensor: a hook of its own would keep it alive."""
         how = self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim
         return lambda x: wrap(x, *how)
+
+    def take_apart(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        return unwrap(self, self.parallel)[0], self._like_of()
 
     def _like(self, x: Tensor) -> Tensor:
         return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim)

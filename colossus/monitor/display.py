@@ -120,6 +120,8 @@ class Display(Hook):
             f"memory {gigabytes(self.memory)}",
             f"MFU {self.mfu}",
         ]
+        if self.result.num_skipped:
+            out.append(f"skipped {self.result.num_skipped}")
         return out
 
     @property
@@ -140,6 +142,8 @@ class Display(Hook):
         out.append(f"loss {self.result.loss:.4f}")
         if self.validation_loss is not None:
             out.append(f"validation loss {self.validation_loss:.4f}")
+        if self.result.num_skipped:
+            out.append(f"{self.result.num_skipped} skipped")
         return f"{', '.join(out)}; run folder {self.folder}"
 
 

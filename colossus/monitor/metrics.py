@@ -53,6 +53,10 @@ class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
     memory_bytes, time, and validation_loss where an evaluation followed.
 
+    With ``train.grad_norm_by_group`` a row has ``grad_norms``: parameter group of the optimizer -> norm. Where steps
+    can be skipped (``train.on_nonfinite = "skip"``, fp16) it has ``skipped``, how many were so far, and under fp16
+    ``loss_scale``.
+
     With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
     it in the step, without evaluations, as `colossus.comm.accounting` counts them.
 
@@ -103,6 +107,13 @@ class Metrics(Hook):
             "time": time.time(),
             **engine.strategy.report(),
         }
+        train = engine.config.train
+        if train.grad_norm_by_group:
+            self._row["grad_norms"] = result.grad_norms
+        if result.loss_scale is not None:
+            self._row["loss_scale"] = result.loss_scale
+        if result.loss_scale is not None or train.on_nonfinite == "skip":
+            self._row["skipped"] = result.num_skipped
         if self._moved is not None:
             self._row["comm"] = by_axis(self._moved)
         if not evaluation_due(engine, result.step):

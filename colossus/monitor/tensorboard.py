@@ -33,6 +33,10 @@ class TensorBoard(Hook):
         if self._writer is not None:
             for name in ("loss", "grad_norm", "lr", "tokens"):
                 self._writer.add_scalar(f"train/{name}", getattr(result, name), result.step)
+            if result.loss_scale is not None:
+                self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
+            for name, norm in result.grad_norms.items():
+                self._writer.add_scalar(f"train/grad_norm/{name}", norm, result.step)
 
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:

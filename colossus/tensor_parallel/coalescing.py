@@ -6,7 +6,8 @@ from collections.abc import Callable, Container
 
 from torch import Tensor
 
-from colossus.tensor_parallel.route import run
+from colossus.context.precision import Precision
+from colossus.tensor_parallel.route import reduce_wgrad
 from colossus.tensor_parallel.weight_group import GroupedWeight, WeightGroup
 
 
@@ -18,8 +19,8 @@ class Coalescing:
         accumulate: adds a gradient to that of a weight.
     """
 
-    def __init__(self, is_wanted: bool, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        self.is_wanted, self._accumulate = is_wanted, accumulate
+    def __init__(self, is_wanted: bool, accumulate: Callable[[Tensor, Tensor], None], precision: Precision) -> None:
+        self.is_wanted, self._accumulate, self._precision = is_wanted, accumulate, precision
         self._groups: dict[int, WeightGroup] = {}
         self._asked: set[int] = set()
 
@@ -34,7 +35,7 @@ class Coalescing:
             groups = {member.route.forward[0].group for member in members}
             dtypes = {member.weight.dtype for member in members}
             if len(groups) == len(dtypes) == 1:
-                group = WeightGroup(members)
+                group = WeightGroup(members, self._precision)
                 self._groups.update({id(member.weight): group for member in members})
 
     def group_of(self, weight: Tensor) -> WeightGroup | None:
@@ -49,7 +50,8 @@ class Coalescing:
                 if only is None or id(member.weight) in only:
                     gradient = group.gradients.pop(id(member.weight), None)
                     if gradient is not None:
-                        self._accumulate(member.weight, run(member.route.backward, gradient, owned=True).wait())
+                        total = reduce_wgrad(member.weight, gradient, member.route, self._precision).wait()
+                        self._accumulate(member.weight, total)
 
     def clear(self) -> None:
         """Free what is gathered, without reducing what is left."""

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
+from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
-from colossus.tensor_parallel.autocast import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.panels import flat, product, wgrad_product
 from colossus.tensor_parallel.route import Route, run
@@ -78,12 +79,12 @@ def matmul_routes(
     )
 
 
-def weight_gradient(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """wgrad before its reduction, [o, i], in the dtype of the weight: the sum over ranks is taken in that.
+def weight_gradient(routes: MatmulRoutes, dy: Tensor, x: Tensor) -> Tensor:
+    """wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
-    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels).to(weight.dtype)
+    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
 
 
 def bias_gradient(dy: Tensor) -> Tensor:
@@ -115,30 +116,32 @@ class _Matmul(torch.autograd.Function):
     ``WeightStore.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored as it
     is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
 
-    Under `torch.autocast` x comes in its dtype, which y and dy then have; weight and bias are cast where they are used.
+    Under `torch.autocast` x comes in its dtype, which y and dy then have; the weight is cast before it is gathered, and
+    its gradient to that of ``weight.grad`` before it is reduced (`reduce_wgrad`).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
-        needs_x, needs_w = x.requires_grad, weight.requires_grad
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
-        w_gathered = routes.weights.gather(weight, routes.w).wait()
-        added = bias if routes.adds_bias else None
-        if product_dtype(x) is not None:
-            w_gathered, added = w_gathered.to(x.dtype), None if added is None else added.to(x.dtype)
-        y = product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait()
-        x_saved = x if needs_w else None
-        w_saved = (w_gathered if routes.weights.keeps else weight) if needs_x else None
-        ctx.save_for_backward(x_saved, w_saved)
+        # x has the dtype of the product under autocast; where a user mixes dtypes without, torch says so
+        dtype = weight.dtype if product_dtype(x) is None else x.dtype
+        w_gathered = routes.weights.gather(weight, routes.w, dtype).wait() if routes.weights.keeps else None
+        # before the rest: a recomputation ends here where no later one needs y
+        x_saved = x if ctx.needs_input_grad[1] else None
+        w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
+        save_for_backward(ctx, x_saved, w_saved)
         ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
-        return not_a_view(y)
+        if w_gathered is None:
+            w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
+        added = bias.to(dtype) if bias is not None and routes.adds_bias else None
+        return not_a_view(product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w = ctx.saved_tensors  # first: under checkpointing this runs a user's forward
+        x, w = saved_tensors(ctx)  # first: under checkpointing this runs a user's forward
         with torch._C.DisableTorchFunctionSubclass():
             routes: MatmulRoutes = ctx.routes
             weights = routes.weights
@@ -147,18 +150,18 @@ class _Matmul(torch.autograd.Function):
             dy = run(routes.y.backward, dy).wait()
             dx = dw = None
             if needs_x:
-                w_gathered = w if weights.keeps else weights.gather(weight, routes.w).wait().to(dy.dtype)
+                w_gathered = w if weights.keeps else weights.gather(weight, routes.w, dy.dtype).wait()
                 dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
             if needs_w and weights.deferral.takes(weight):
                 weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
             elif needs_w:
-                dw = weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+                dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
 def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    dw = routes.weights.reduce(weight, weight_gradient(routes, weight, dy, x), routes.w)
+    dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
         routes.weights.deferral.accumulate(weight, dw.wait())
 

@@ -13,7 +13,9 @@ from colossus.comm.collectives import Pending, Ready
 from colossus.comm.conjugate import start
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import Precision
 from colossus.layout.moves import Move
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,18 @@ class Route:
             if move.dim == 0 and move.forward == "gather":
                 local_rows = tuple(count * n for count in local_rows)
         return cls(tuple(forward), tuple(backward))
+
+
+def reduce_wgrad(weight: Tensor, gradient: Tensor, route: Route, precision: Precision) -> Pending:
+    """The rank's shard of a weight's gradient, from its share of the sum, which may be overwritten.
+
+    The sum over ranks is taken in the precision's dtype of reduction; the shard has that of ``weight.grad``.
+    """
+    dtype = gradient_dtype(weight)
+    if not route.backward:
+        return Ready(gradient.to(dtype))
+    total = run(route.backward, gradient.to(precision.reduce_dtype(dtype)), owned=True)
+    return total if precision.reduce_dtype(dtype) == dtype else total.then(lambda shard: shard.to(dtype))
 
 
 def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:

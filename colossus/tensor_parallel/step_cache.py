@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from colossus.comm.collectives import Pending
-from colossus.tensor_parallel.route import Route, run
+from colossus.context.precision import Precision
+from colossus.tensor_parallel.dtypes import gradient_dtype
+from colossus.tensor_parallel.route import Route, reduce_wgrad, run
 
 
 @dataclass
@@ -21,7 +24,7 @@ class _GatheredWeight:
 
     weight: Tensor
     route: Route
-    state: tuple[int, int]
+    state: tuple[int, int, torch.dtype]
     gathered: Tensor
     gradient: Tensor | None = None
 
@@ -33,16 +36,16 @@ class StepCache:
         accumulate: adds a gradient to that of a weight.
     """
 
-    def __init__(self, accumulate: Callable[[Tensor, Tensor], None]) -> None:
-        self._accumulate = accumulate
+    def __init__(self, accumulate: Callable[[Tensor, Tensor], None], precision: Precision) -> None:
+        self._accumulate, self._precision = accumulate, precision
         self._held: dict[int, _GatheredWeight] = {}
         #: whether backwards are those of a step's last microbatch
         self.is_last = False
 
-    def gather(self, weight: Tensor, route: Route) -> Tensor:
-        held, state = self._held.get(id(weight)), (weight._version, weight.data_ptr())
+    def gather(self, weight: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
+        held, state = self._held.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
         if held is None or held.state != state:
-            gathered = run(route.forward, weight.detach()).wait()
+            gathered = run(route.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
             gradient = None if held is None else held.gradient
             held = self._held[id(weight)] = _GatheredWeight(weight, route, state, gathered, gradient)
         return held.gathered
@@ -53,18 +56,20 @@ class StepCache:
     def reduce(self, weight: Tensor, gradient: Tensor) -> Pending | None:
         """The reduced sum of a held weight's gradients with the last microbatch, None before."""
         held = self._held[id(weight)]
+        gradient = gradient.to(gradient_dtype(weight))
         held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
         if not self.is_last:
             return None
         total, held.gradient = held.gradient, None
-        return run(held.route.backward, total, owned=True)
+        return reduce_wgrad(weight, total, held.route, self._precision)
 
     def flush(self, only: Container[int] | None) -> None:
         """Reduce what no backward has; free the weights. Of those in ``only``, by id; None: all."""
         for key in [key for key in self._held if only is None or key in only]:
             held = self._held.pop(key)
             if held.gradient is not None:
-                self._accumulate(held.weight, run(held.route.backward, held.gradient, owned=True).wait())
+                total = reduce_wgrad(held.weight, held.gradient, held.route, self._precision).wait()
+                self._accumulate(held.weight, total)
 
     def clear(self) -> None:
         """Free all, without reducing what is left."""

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.context.precision import Precision
+from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.route import Route, to_output_major, to_rank_major
 
 
@@ -37,6 +39,7 @@ class WeightGroup:
     """
 
     members: Sequence[GroupedWeight]
+    precision: Precision
     gathered: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
@@ -49,12 +52,12 @@ class WeightGroup:
         """Whether a hook waits for the gradient of one of them."""
         return any(member.weight._backward_hooks for member in self.members)
 
-    def gather(self, weight: Tensor) -> Tensor:
-        """The gathered weight; asking for the first one gathers all."""
+    def gather(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gathered weight in ``dtype``; asking for the first one gathers all."""
         version, gathered = self.gathered.pop(id(weight), (None, None))
-        if gathered is not None and version == weight._version:
+        if gathered is not None and version == weight._version and gathered.dtype == dtype:
             return gathered
-        flat = torch.cat([member.weight.detach().reshape(-1) for member in self.members])
+        flat = torch.cat([member.weight.detach().to(dtype).reshape(-1) for member in self.members])
         shards = collectives.all_gather(flat, self.group).wait().view(self.group.size, -1)
         by_member = shards.split([member.weight.numel() for member in self.members], dim=1)
         for member, stacked in zip(self.members, by_member, strict=True):
@@ -69,16 +72,17 @@ class WeightGroup:
 
         The shards of the other members are then given to ``accumulate_grad(weight, shard)``.
         """
-        earlier = self.gradients.get(id(weight))
+        dtype = gradient_dtype(weight)
+        gradient, earlier = gradient.to(dtype), self.gradients.get(id(weight))
         self.gradients[id(weight)] = gradient if earlier is None else earlier.add_(gradient)
         wanted = [member for member in self.members if member.weight.requires_grad]
         if any(id(member.weight) not in self.gradients for member in wanted):
             return None
         stacked = [_stack(member, self.gradients.pop(id(member.weight)), self.group.size) for member in wanted]
-        flat = torch.cat([shards.flatten(1) for shards in stacked], dim=1)
+        flat = torch.cat([shards.flatten(1) for shards in stacked], dim=1).to(self.precision.reduce_dtype(dtype))
 
         def accumulate_others(reduced: Tensor) -> Tensor:
-            own = None
+            own, reduced = None, reduced.to(dtype)
             for member, values in zip(wanted, reduced[0].split([m.weight.numel() for m in wanted]), strict=True):
                 shard = values.view(member.weight.shape)
                 if member.weight is weight:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import torch
 from torch import Tensor
 
 from colossus.comm.collectives import Pending, Ready, is_recorded
+from colossus.context.precision import Precision
 from colossus.tensor_parallel.coalescing import Coalescing
-from colossus.tensor_parallel.route import Route, run
+from colossus.tensor_parallel.route import Route, reduce_wgrad, run
 from colossus.tensor_parallel.step_cache import StepCache
 from colossus.tensor_parallel.weight_group import WeightGroup
 from colossus.tensor_parallel.wgrad_deferral import WgradDeferral
@@ -35,13 +37,14 @@ class WeightStore:
         deferral: of wgrad, to a later action of the schedule.
     """
 
-    def __init__(self, scope: str = "matmul", *, coalesce: bool = False) -> None:
+    def __init__(self, scope: str = "matmul", *, coalesce: bool = False, precision: Precision | None = None) -> None:
         if scope not in SCOPES:
             raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
         self.scope = scope
         self.deferral = WgradDeferral()
-        self.coalescing = Coalescing(coalesce and scope != "step", self.deferral.accumulate)
-        self._cache = StepCache(self.deferral.accumulate)
+        self._precision = precision or Precision()
+        self.coalescing = Coalescing(coalesce and scope != "step", self.deferral.accumulate, self._precision)
+        self._cache = StepCache(self.deferral.accumulate, self._precision)
         self._in_step = False
 
     @property
@@ -49,24 +52,28 @@ class WeightStore:
         """Whether backward uses the weight that forward gathered."""
         return self.scope != "matmul"
 
-    def gather(self, weight: Tensor, route: Route) -> Pending:
-        """The weight as it is multiplied: its shard moved by ``route.forward``, or what was kept of that."""
+    def gather(self, weight: Tensor, route: Route, dtype: torch.dtype) -> Pending:
+        """The weight as it is multiplied: its shard, cast and moved by ``route.forward``, or what was kept of that."""
         group = self._group_of(weight)
         if group is not None:
-            return Ready(group.gather(weight))
+            return Ready(group.gather(weight, dtype))
+        changes = bool(route.forward) or dtype != weight.dtype
         # under selective checkpointing the recorder keeps the gathered weight, and gives it back
-        if not (self._in_step and self.scope == "step" and route.forward) or is_recorded():
-            return run(route.forward, weight)
-        return Ready(self._cache.gather(weight, route))
+        if not (self._in_step and self.scope == "step" and changes) or is_recorded():
+            return run(route.forward, weight.to(dtype), owned=dtype != weight.dtype)
+        return Ready(self._cache.gather(weight, route, dtype))
 
     def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
-        """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later."""
+        """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later.
+
+        The sum over ranks is taken in the precision's dtype of reduction.
+        """
         group = self._group_of(weight)
         if group is not None:
             return group.reduce(weight, gradient, self.deferral.accumulate)
         # hooks on the weight are called at each backward
         if not self._cache.holds(weight) or is_recorded() or weight._backward_hooks:
-            return run(route.backward, gradient, owned=True)
+            return reduce_wgrad(weight, gradient, route, self._precision)
         return self._cache.reduce(weight, gradient)
 
     def _group_of(self, weight: Tensor) -> WeightGroup | None:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from colossus.config import Config, ConfigError, load_config, require_available
-from colossus.config.plans import describe_plan, world_size
+from colossus.config.plans import describe_plan
+from colossus.config.sizes import world_size
 from colossus.context.grid import build_grid
 from colossus.launch import command
 from colossus.launch.model_check import check_model

@@ -52,6 +52,8 @@ def sections(
             "steps": steps,
             "eval_every": 0,
             "log_every": steps,
+            "on_nonfinite": "skip",  # what is not a number is compared, too
+            "max_skips": steps,
         }
     )
     out["hooks"] = [{"type": make_recorder, "folder": records, "by_token": config.parallel.sequence.size > 1}]

@@ -96,7 +96,7 @@ def _sizes(factor: float, info: ParameterInfo, grid: RankGrid) -> str:
 
 def describe_rank(rank: int, grid: RankGrid) -> str:
     """``rank 1 (data 0, tensor 1)``."""
-    at = ", ".join(f"{axis} {index}" for axis, index in grid.coordinates(rank).items() if grid.sizes[axis] > 1)
+    at = grid.where(rank)
     return f"rank {rank} ({at})"
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 
 from colossus.config import Config
-from colossus.config.plans import describe_plan, name_of, world_size
+from colossus.config.plans import describe_plan, name_of
+from colossus.config.sizes import world_size
 from colossus.context.grid import RankGrid
 from colossus.verify import diagnosis
 from colossus.verify.checks import KINDS, Check, Verdict, place_of

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 
 from colossus.config import ConfigError, as_dict, as_source, load_config, require_available
 from colossus.config.errors import brief
+from colossus.config.nearest import nearest_plans
 from colossus.config.overrides import apply_overrides, parse_override
-from colossus.config.plans import describe_sizes, nearest_plans, world_size
 from colossus.config.signatures import parameters
+from colossus.config.sizes import describe_sizes, world_size
 from colossus.models.options import GPTOptions
 from colossus.registry import DATASETS, LR_SCHEDULES, MODEL_OPTIONS, MODELS, OPTIMIZERS, SCHEDULES
 
@@ -722,11 +723,6 @@ def test_nearest_plans_of_many_processes() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (
-            dict(parallel=dict(zero=1)),
-            "parallel.zero = 1: sharding of optimizer state, gradients or parameters is not available in this version "
-            "(colossus 0.1); parallel.data, pipeline, sequence and tensor are",
-        ),
         (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
         (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),
     ],

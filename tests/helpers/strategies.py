@@ -1,18 +1,14 @@
-"""Four small data-parallel strategies, none of them all-reduce, that stand on what the engine offers to all."""
+"""Three small data-parallel strategies, none of them all-reduce, that stand on what the engine offers to all."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
-from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.strategy import Strategy
 
 
 class LocalSteps(AllReduce):
@@ -74,35 +70,3 @@ class OwnSGD(AllReduce):
     def after_step(self, step: int) -> None:
         for param, owner in self._owner.items():
             param.copy_(collectives.broadcast(param.clone(), self._data, owner))
-
-
-class Sharded(Strategy):
-    """Stores rows of every parameter on each rank along ``axes``; blocks gather theirs while they run."""
-
-    def __init__(self, axes: tuple[str, ...] = ("data",)) -> None:
-        self._axes = axes
-
-    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
-        store.shard(self._axes)
-        super().setup(store, parts)
-        stored = replace(
-            parts,
-            parameters_by_stage={
-                stage: [store.stored(param) for param in params] for stage, params in parts.parameters_by_stage.items()
-            },
-            tied=[(store.stored(param), ranks) for param, ranks in parts.tied],
-        )
-        self._rest = GradientReduction(stored, self.summed_axes)
-
-    def reduce(self, stage: int) -> None:
-        self.store.start_scatter(self.parts.parameters_by_stage[stage])
-
-    def finish(self) -> None:
-        self.store.finish_scatter()
-        for stage in self.parts.parameters_by_stage:
-            self._rest.arm(stage)
-            self._rest.start(stage)
-        self._rest.finish()
-
-    def abandon(self) -> None:
-        self._rest.abandon()

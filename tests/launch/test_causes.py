@@ -48,6 +48,13 @@ def test_of_two_own_errors_the_earlier_one_comes_first() -> None:
     assert causes.rank_causes(records, {})[0].rank == 3
 
 
+def test_of_an_error_that_all_ranks_raise_the_rank_that_it_blames_comes_first() -> None:
+    error = FloatingPointError("the gradient on rank 2 is nan")
+    error.culprit = 2  # type: ignore[attr-defined]
+    records = [record(rank, error, time=float(rank)) for rank in range(4)]
+    assert [cause.rank for cause in causes.rank_causes(records, {})] == [2, 0, 1, 3]
+
+
 def test_a_killed_rank_is_named_from_its_exit_code() -> None:
     records = [record(rank, RuntimeError(PEER)) for rank in (0, 1, 3)]
     exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL), 3: RankExit(1)}

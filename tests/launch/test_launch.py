@@ -256,6 +256,15 @@ def test_a_rank_that_leaves_early_without_an_error_is_named(
     assert "done:" not in out
 
 
+def test_the_rank_whose_gradients_were_not_finite_is_named(tmp_path: Path) -> None:
+    """All ranks raise the same."""
+    code, out, err = launch(tmp_path, TROUBLE="nan")
+    assert (code, "done:" in out) == (1, False)
+    assert "run failed: rank 1 at step 3" in err
+    assert "step 3: the loss of rank 1 (data 1) is nan; gradients that are not finite: layer.bias and 1 more" in err
+    assert "rank 0 raised the same error." in err
+
+
 def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> None:
     code, _, err = launch(tmp_path, TROUBLE="slow culprit")
     assert code == 1
@@ -290,7 +299,7 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
         ([], {"nnodes": 2, "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
-        (["parallel.zero=1"], {}, "not available in this version"),
+        (["checkpoint.every=5"], {}, "not available in this version"),
         (["optimizer.weight_decay=-1"], {}, "optimizer.weight_decay: must be a number of at least 0"),
         pytest.param(
             ["device=cuda"],

@@ -12,7 +12,7 @@ from helpers.verified import Verify, config_file, leftovers, run_forked
 
 from colossus.cli.main import main
 from colossus.config import load_config
-from colossus.config.plans import world_size
+from colossus.config.sizes import world_size
 from colossus.verify import command
 
 

@@ -681,7 +681,8 @@ def test_the_recorder_is_the_hook_of_both_runs(tmp_path: Path) -> None:
     }
     for is_reference, config in loaded.items():
         assert [type(hook.type(**hook.options)) for hook in config.hooks] == [Recorder]
-        assert (config.train.precision, config.train.steps, config.train.schedule_steps) == ("fp64", 2, 50)
+        assert (config.train.precision.name, config.train.steps, config.train.schedule_steps) == ("fp64", 2, 50)
+        assert (config.train.on_nonfinite, config.train.max_skips) == ("skip", 2)
         assert config.lr_schedule.type == "linear"
         assert config.schedule.microbatches == (1 if is_reference else 2)
     assert (loaded[True].parallel.data, loaded[True].parallel.tensor.size) == (1, 1)

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.layout.parameter import spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
+
+#: names of parameters whose gradients one collective sums, and the sum of this rank's own numbers before it
+LocalSum = tuple[tuple[str, ...], Tensor]
+
+
+def sum_of_all(flat: Tensor) -> Tensor:
+    """The sum of all numbers of a flat buffer: finite if they are, and are not huge."""
+    return flat.sum(dtype=torch.float32 if flat.dtype.itemsize < 4 else None)
 
 
 class Bucket:
@@ -17,15 +27,18 @@ class Bucket:
     flags are summed with the gradients, without a collective of their own.
 
     Args:
+        params: whose gradients have one dtype.
         group: the ranks whose gradients are summed.
+        dtype: in which they are summed.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: AxisGroup) -> None:
+    def __init__(self, params: list[nn.Parameter], group: AxisGroup, dtype: torch.dtype) -> None:
         self.params = params
         self.group = group
+        self._is_cast = dtype != gradient_dtype(params[0])
         sizes = [param.numel() for param in params]
         total = sum(sizes)
-        self.flat = torch.zeros(total + len(params), dtype=params[0].dtype, device=params[0].device)
+        self.flat = torch.zeros(total + len(params), dtype=dtype, device=params[0].device)
         self.views = [
             flat.view(param.shape) for flat, param in zip(self.flat[:total].split(sizes), params, strict=True)
         ]
@@ -33,6 +46,7 @@ class Bucket:
         self._position = {id(param): index for index, param in enumerate(params)}
         self._present: set[int] = set()
         self._pending: Pending | None = None
+        self._own_sum: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -43,11 +57,13 @@ class Bucket:
         return self._position[id(param)] in self._present
 
     def take(self, param: nn.Parameter) -> None:
-        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on."""
+        """Copy a complete gradient in; the parameter's ``grad`` is a view of the bucket from then on, if it is of one
+        dtype with it."""
         index = self._position[id(param)]
         assert param.grad is not None
         self.views[index].copy_(param.grad)
-        param.grad = self.views[index]
+        if not self._is_cast:
+            param.grad = self.views[index]
         self._present.add(index)
 
     def reset(self) -> None:
@@ -67,6 +83,7 @@ class Bucket:
             if index not in self._present:
                 view.zero_()
                 self.flags[index] = 0.0
+        self._own_sum = sum_of_all(self.flat)
         self._pending = collectives.all_reduce(self.flat, self.group, owned=True)
 
     def finish(self) -> None:
@@ -76,9 +93,15 @@ class Bucket:
         if total is not self.flat:
             self.flat.copy_(total)
         complete = self.is_full
-        if not complete:
-            used = self.flags.tolist()
+        if self._is_cast or not complete:
+            used = [1.0] * len(self.params) if complete else self.flags.tolist()
             for param, view, flag in zip(self.params, self.views, used, strict=True):
-                param.grad = view if flag else None
+                param.grad = view.to(gradient_dtype(param)) if flag else None
         self._present.clear()
         self._pending = None
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the last reduction."""
+        if self._own_sum is None:
+            return []
+        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]

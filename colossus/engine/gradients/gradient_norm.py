@@ -10,53 +10,75 @@ from torch import Tensor, nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.parameter import ParameterSpec, spec_of
 
+#: rows of a parameter, or all of them (None), and whether this rank counts their gradient
+_Entry = tuple[nn.Parameter, tuple[int, int] | None, bool]
+
 
 class GradientNorm:
-    """The sum of squares of the gradients that this rank counts.
+    """The squares of the gradients of this rank.
 
     A shard that several ranks hold is counted by the first of them, so that the plain sum over ``axes`` is exact. All
     replicas of a shard have the same gradient by then, so the sum goes over the axes that shard parameters, and no
-    further.
+    further. The others multiply theirs by 0: the sum is not finite if any gradient on any rank is not.
 
     Args:
         counted_elsewhere: ids of tied parameters that another pipeline rank counts.
+
+    Attributes:
+        axes: those that shard some parameter.
+        params: of each entry of what `local_squares` returns the parameter.
+        norms: [entries] of the last call, those that other ranks count included.
     """
 
     def __init__(
         self, params: Iterable[nn.Parameter], context: ParallelContext, counted_elsewhere: Container[int] = ()
     ) -> None:
-        self.params = [param for param in params if param.requires_grad]
+        trainable = [param for param in params if param.requires_grad]
         sizes, at = context.grid.sizes, context.coordinates
-        specs = [spec_of(param) for param in self.params]
+        specs = [spec_of(param) for param in trainable]
         shard = {axis for spec in specs for axis in spec.layout.shard_axes if sizes[axis] > 1}
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
-        #: axes that shard some parameter
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
-        #: parameters of which this rank counts the gradient: some rows, or all of them (None)
-        self.counted = [
-            (param, rows)
-            for param, spec in zip(self.params, specs, strict=True)
-            if id(param) not in counted_elsewhere
-            for rows in _counted_rows(spec, sizes, at, self.axes)
+        self._entries = [
+            entry
+            for param, spec in zip(trainable, specs, strict=True)
+            for entry in _entries_of(param, spec, sizes, at, self.axes, id(param) in counted_elsewhere)
         ]
+        self.params = [param for param, _, _ in self._entries]
+        counted = [is_counted for _, _, is_counted in self._entries]
+        #: [entries] 1 for those that this rank counts, else 0; None where it counts all
+        self._weights = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=context.device)
+        self._no_gradient = torch.zeros((), device=context.device)
+        self.norms: Tensor | None = None
 
-    def local_square(self, device: torch.device) -> Tensor:
-        """Sum of squares of the counted gradients, float64 scalar."""
+    def local_squares(self, device: torch.device) -> Tensor:
+        """Of each entry the square of its gradient's norm where this rank counts it, else 0: float64 [entries].
+
+        Not finite where a gradient is not, counted or not.
+        """
         grads = [
-            param.grad if rows is None else param.grad[slice(*rows)]
-            for param, rows in self.counted
-            if param.grad is not None
+            self._no_gradient if param.grad is None else param.grad if rows is None else param.grad[slice(*rows)]
+            for param, rows, _ in self._entries
         ]
         if not grads:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack(torch._foreach_norm(grads)).double().square().sum()
+            return torch.zeros(0, dtype=torch.float64, device=device)
+        self.norms = torch.stack(torch._foreach_norm(grads))
+        squares = self.norms.double().square()
+        return squares if self._weights is None else squares * self._weights
 
 
-def _counted_rows(
-    spec: ParameterSpec, sizes: Mapping[str, int], at: Mapping[str, int], axes: tuple[str, ...]
-) -> list[tuple[int, int] | None]:
-    """Rows of the shards that this rank is the first to hold, or None for all; stages hold different parameters."""
-    axes = tuple(axis for axis in axes if axis != "pipeline")
-    owned = [shard.rows for shard in spec.shards if shard.layout.owns(sizes, at, axes)]
-    return [None] if len(owned) == len(spec.shards) else list(owned)
+def _entries_of(
+    param: nn.Parameter,
+    spec: ParameterSpec,
+    sizes: Mapping[str, int],
+    at: Mapping[str, int],
+    axes: tuple[str, ...],
+    is_counted_elsewhere: bool,
+) -> list[_Entry]:
+    """The rows of each shard and whether this rank is the first to hold them; one entry where that is so of all."""
+    axes = tuple(axis for axis in axes if axis != "pipeline")  # stages hold different parameters
+    counted = [not is_counted_elsewhere and shard.layout.owns(sizes, at, axes) for shard in spec.shards]
+    if len(set(counted)) == 1:
+        return [(param, None, counted[0])]
+    return [(param, shard.rows, owned) for shard, owned in zip(spec.shards, counted, strict=True)]

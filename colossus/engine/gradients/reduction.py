@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
 from colossus.engine.gradients.tied import TiedGradients
@@ -81,6 +82,21 @@ class GradientReduction:
         self._armed, self._num_started = None, 0
         for buckets in self._buckets.values():
             buckets.reset()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of each piece of gradients that this rank put into the collectives of the last step.
+
+        A parameter is in one piece: that of the first collective, before which its gradient is this rank's own.
+        """
+        found: list[LocalSum] = []
+        known: set[str] = set()
+        own = [one for buckets in self._buckets.values() for one in buckets.local_sums()]
+        for names, own_sum in (*own, *self._tied.local_sums(), *self._copied.local_sums()):
+            names = tuple(name for name in names if name not in known)
+            known.update(names)
+            if names:
+                found.append((names, own_sum))
+        return found
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then

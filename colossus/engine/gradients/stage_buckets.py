@@ -10,8 +10,9 @@ from torch import nn
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import agree_on_axes
-from colossus.engine.gradients.buckets import Bucket
+from colossus.engine.gradients.buckets import Bucket, LocalSum
 from colossus.layout.parameter import spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class StageBuckets:
@@ -63,11 +64,7 @@ class StageBuckets:
             return
         assert self._buckets is not None
         if index < self._next:
-            raise ValueError(
-                f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
-                f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
-                f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
-            )
+            raise gradient_in_parts(param)
         self._buckets[index].take(param)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
             self._buckets[self._next].start()
@@ -94,6 +91,10 @@ class StageBuckets:
             bucket.reset()
         self._is_settled = False
 
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the reductions of the last step."""
+        return [one for bucket in self._buckets or () for one in bucket.local_sums()]
+
     def _add_buckets(self) -> None:
         """Make buckets for the parameters that have none and whose axes are known, in the order of backward."""
         undecided = {id(param) for param in self._undecided}
@@ -107,12 +108,13 @@ class StageBuckets:
 
     def _make_buckets(self, params: list[nn.Parameter]) -> list[Bucket]:
         buckets = []
-        for group, axes in self._groups(params):
+        for group, axes, gradient in self._groups(params):
+            dtype = self._context.precision.reduce_dtype(gradient)
             limit = self._bucket_bytes
             if group[0].device.type == "cpu":  # a bucket and its flags have to fit a slot of shared memory
-                limit = min(limit, SLOT_BYTES - 4096 * group[0].element_size())
-            for chunk in _chunks(group, limit):
-                buckets.append(Bucket(chunk, self._context.group(axes)))
+                limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
+            for chunk in _chunks(group, limit // dtype.itemsize):
+                buckets.append(Bucket(chunk, self._context.group(axes), dtype))
                 for param in chunk:
                     param.register_post_accumulate_grad_hook(self._on_gradient)
         # sorted by when backward fills them
@@ -120,15 +122,24 @@ class StageBuckets:
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))
         return buckets
 
-    def _groups(self, params: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...]]]:
-        """Parameters by axes and dtype; those without axes need no reduction."""
+    def _groups(self, params: list[nn.Parameter]) -> Iterator[tuple[list[nn.Parameter], tuple[str, ...], torch.dtype]]:
+        """Parameters by axes and dtype of their gradients; those without axes need no reduction."""
         groups: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
         for param in params:
             axes = self._axes_of(param)
             if axes:
-                groups.setdefault((axes, param.dtype), []).append(param)
-        for (axes, _), held in groups.items():
-            yield held, axes
+                groups.setdefault((axes, gradient_dtype(param)), []).append(param)
+        for (axes, gradient), held in groups.items():
+            yield held, axes, gradient
+
+
+def gradient_in_parts(param: nn.Parameter) -> ValueError:
+    """A gradient was added to after it had been given to a collective."""
+    return ValueError(
+        f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
+        f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
+        f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
+    )
 
 
 def _name(param: nn.Parameter) -> str:
@@ -136,14 +147,14 @@ def _name(param: nn.Parameter) -> str:
 
 
 def _chunks(params: list[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of at most ``limit`` bytes together, at least one."""
+    """Consecutive parameters of at most ``limit`` elements together, at least one."""
     chunk: list[nn.Parameter] = []
     size = 0
     for param in params:
-        if chunk and size + param.nbytes > limit:
+        if chunk and size + param.numel() > limit:
             yield chunk
             chunk, size = [], 0
         chunk.append(param)
-        size += param.nbytes
+        size += param.numel()
     if chunk:
         yield chunk

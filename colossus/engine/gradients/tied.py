@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.buckets import Bucket
+from colossus.engine.gradients.buckets import Bucket, LocalSum
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class TiedGradients:
@@ -22,9 +23,10 @@ class TiedGradients:
         by_ranks: dict[tuple[tuple[int, ...], torch.dtype], list[nn.Parameter]] = {}
         for param, ranks in tied:
             if param.requires_grad:
-                by_ranks.setdefault((ranks, param.dtype), []).append(param)
+                by_ranks.setdefault((ranks, gradient_dtype(param)), []).append(param)
         self._buckets = [
-            Bucket(params, context.subgroup("pipeline", sorted(ranks))) for (ranks, _), params in by_ranks.items()
+            Bucket(params, context.subgroup("pipeline", sorted(ranks)), context.precision.reduce_dtype(dtype))
+            for (ranks, dtype), params in by_ranks.items()
         ]
 
     def sum(self) -> None:
@@ -35,6 +37,10 @@ class TiedGradients:
                     bucket.take(param)
             bucket.start()
             bucket.finish()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the last sum: of gradients that are summed over data ranks already."""
+        return [one for bucket in self._buckets for one in bucket.local_sums()]
 
 
 def tied_parameters(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 
@@ -84,6 +86,15 @@ class Strategy:
     def finish(self) -> None:
         """Wait until the gradients are what the optimizer is to see, not divided yet."""
 
+    def local_sums(self) -> list[LocalSum]:
+        """Of each piece of gradients that this rank gave to a collective in this step: which parameters' they are, and
+        the sum of its own numbers before the first collective that took them.
+
+        Read where a gradient turns out not to be finite, to tell on which rank that began. Scalars on the device, a
+        parameter in one piece; what no collective sums is in none.
+        """
+        return []
+
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
 
@@ -97,31 +108,44 @@ class Strategy:
         scale: Tensor,
         before_update: Callable[[], None],
         found_inf: Tensor | None = None,
+        clip_value: float | None = None,
     ) -> None:
         """Divide and clip the gradients, and update the parameters.
 
         Args:
             scale: what the gradients are to be multiplied by, float64 scalar: one over the count, and clipped.
             before_update: to be called once between the two.
-            found_inf: whether a gradient is not finite, bool scalar: then nothing is to change. None: not looked for.
+            found_inf: whether a gradient is not finite, bool scalar: then nothing is to change, neither parameters nor
+                the optimizer's state. None: all are finite.
+            clip_value: largest absolute value of an element, after that; None does not clip.
         """
-        scale_gradients(self.store.trainable(), scale)
+        scale_gradients(self.store.trainable(), scale, clip_value)
         before_update()
-        if found_inf is None or not bool(found_inf):
+        if found_inf is None:
             self.update(optimizer)
+        # a strategy's own update may keep what it is given, and so is told by not being called
+        elif type(self).update is Strategy.update and (context := skipping_on_device(optimizer, found_inf)):
+            with context:
+                self.update(optimizer)
+        elif not bool(found_inf):
+            self.update(optimizer)
+        self.store.mark_changed()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters from gradients that are divided and clipped."""
+        """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
         optimizer.step()
 
     def after_step(self, step: int) -> None:
-        """After the update of step ``step``: mix, average, gather."""
+        """After the update of step ``step``: mix, average, gather.
+
+        Also after a step that was skipped, whose parameters are those from before it: other replicas may wait here.
+        """
 
     def reduce_scalars(self, numbers: Tensor) -> Tensor:
         """What is logged of a step, over all replicas: float64 [loss sum, count, gradient norm, ..].
 
-        Of an inexact strategy loss sums, counts and wishes to stop are summed over replicas and the norms averaged; a
-        strategy that must not wait may return those of an earlier step.
+        Of an inexact strategy the norm is averaged over replicas and all else is summed; a strategy that must not wait
+        may return the numbers of an earlier step.
         """
         if self.exact or self._data_group.size == 1:
             return numbers
@@ -155,11 +179,21 @@ class Strategy:
         """The run is over: let go of threads and connections."""
 
 
-def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor) -> None:
-    """Multiply all gradients in place."""
+def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: float | None = None) -> None:
+    """Multiply all gradients in place; then clip their elements to at most ``clip_value``, if that is given."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for param in params:
         if param.grad is not None:
             by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, scale.to(dtype))
+        if clip_value is not None:
+            clip_elements(dtype, grads, clip_value)
+
+
+def clip_elements(dtype: torch.dtype, grads: list[Tensor], largest: float) -> None:
+    """Clip elements in place to at most ``largest`` in absolute value; of complex ones the real and imaginary parts."""
+    if dtype.is_complex:
+        grads = [torch.view_as_real(grad) for grad in grads]
+    torch._foreach_clamp_max_(grads, largest)
+    torch._foreach_clamp_min_(grads, -largest)

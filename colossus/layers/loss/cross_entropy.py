@@ -13,7 +13,7 @@ from colossus.comm.first_order import first_order
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
 from colossus.layers.tokens import local
-from colossus.tensor_parallel.autocast import to_wide_dtype
+from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
 def cross_entropy(
@@ -46,11 +46,15 @@ def cross_entropy(
     labels = local(labels)
     count = (labels != ignore_index).sum()  # of the rank's own samples, whichever rows of the logits it has
     split, labels = local_logits_and_labels(logits, labels)
-    flat = to_wide_dtype(split.local.reshape(-1, split.local.shape[-1]))
+    flat = split.local.reshape(-1, split.local.shape[-1])
     valid = labels != ignore_index
     if split.group is None and z_loss == 0.0:
         loss = F.cross_entropy(
-            flat, labels.reshape(-1), reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
+            to_wide_dtype(flat),
+            labels.reshape(-1),
+            reduction="sum",
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
         )
         return loss, count
     check_range(labels.masked_fill(~valid, 0), split.total, "labels")
@@ -71,13 +75,14 @@ class _CrossEntropy(torch.autograd.Function):
                  no communication: the loss is replicated over the group, so grad is the same on all ranks, and with
                  log_sum, which is saved, a column's gradient needs no other column
 
-    There is no weight, and so no wgrad.
+    There is no weight, and so no wgrad. Of low precision logits and dlogits have that, the rest is of float32.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, valid: Tensor, split: SplitLogits, smoothing: float, z_loss: float
     ) -> Tensor:
+        narrow, logits = logits, to_wide_dtype(logits)
         columns = logits[:, : split.stop - split.start]
         is_local = (labels >= split.start) & (labels < split.stop) & valid
         column = (labels - split.start).masked_fill_(~is_local, 0)
@@ -99,14 +104,15 @@ class _CrossEntropy(torch.autograd.Function):
             loss = (1.0 - smoothing) * loss + smoothing * (log_sum - by_rank[:, 3].sum(0) / split.total)
         if z_loss:
             loss = loss + z_loss * log_sum.square()
-        ctx.save_for_backward(logits, log_sum, column, is_local, valid)
+        ctx.save_for_backward(narrow, log_sum, column, is_local, valid)
         ctx.options = split, smoothing, z_loss
         return loss.masked_fill(~valid, 0.0).sum()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, column, is_local, valid = ctx.saved_tensors
+        narrow, log_sum, column, is_local, valid = ctx.saved_tensors
+        logits = to_wide_dtype(narrow)
         split, smoothing, z_loss = ctx.options
         width = split.stop - split.start
         weight = valid.to(logits.dtype) * grad
@@ -119,4 +125,4 @@ class _CrossEntropy(torch.autograd.Function):
             out.sub_((weight * (smoothing / split.total)).unsqueeze(-1))
         if width < out.shape[1]:
             out[:, width:] = 0.0
-        return out, None, None, None, None, None
+        return out.to(narrow.dtype), None, None, None, None, None

@@ -61,7 +61,7 @@ def measure_blocks(
         model, partition = _build_block(factory, scratch, len(measured), dtype)
         num_blocks = partition.num_stages
         with scratch, model_parallel_of(scratch).batch_scope.enter(info or BatchInfo()):
-            cost, x = _measure(model, partition.blocks[len(measured)], x, context.device, repeats)
+            cost, x = _measure(model, partition.blocks[len(measured)], x, context, repeats)
         measured.append(cost)
     return _mean(measured, context)
 
@@ -84,8 +84,16 @@ def _one_stage_per_block(model: nn.Module) -> Partition:
     return make_partition(model, {stage: stage for stage in range(count)}, [1] * count)
 
 
-def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, repeats: int) -> tuple[BlockCost, Any]:
+def _measure(
+    model: nn.Module, block: NamedBlock, x: Any, context: ParallelContext, repeats: int
+) -> tuple[BlockCost, Any]:
     """Cost of a block, and its output for the next one."""
+    device = context.device
+
+    def call(given: Any) -> Any:
+        with context.precision.autocast(device):
+            return block.call(given)
+
     parameters = list(model.parameters())
     owned = {parameter.untyped_storage()._cdata for parameter in parameters}
     held: dict[int, Tensor] = {}
@@ -96,7 +104,7 @@ def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, 
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
         given = _as_input(x)
-        out = block.call(given)
+        out = call(given)
     for leaf in _tensors(given):
         hold(leaf)
     activation_bytes = sum(tensor.untyped_storage().nbytes() for key, tensor in held.items() if key not in owned)
@@ -110,7 +118,7 @@ def _measure(model: nn.Module, block: NamedBlock, x: Any, device: torch.device, 
         fresh = _as_input(x)
         _synchronize(device)
         start = time.perf_counter()
-        _backward(block.call(fresh))
+        _backward(call(fresh))
         _synchronize(device)
         seconds = min(seconds, time.perf_counter() - start)
     parameter_bytes = sum(parameter.nbytes for name, parameter in model.named_parameters() if name in block.parameters)

@@ -80,6 +80,8 @@ class _State:
 
     batches: Sequence[Any]
     batch_shape: Hashable
+    #: see `Executor.run`
+    loss_scale: Tensor | None = None
     #: tensors of a stage's input, detached from the stage before, that get a gradient
     roots: dict[StageMicrobatch, list[Tensor]] = field(default_factory=dict)
     #: a stage's output, until it is sent or a stage of the same rank takes it
@@ -118,7 +120,13 @@ class Executor:
         self.parallel, self.observers = parallel, observers
         self.last_stage = max(rank_of)
 
-    def run(self, actions: Sequence[Action], batches: Sequence[Any], step_id: object = None) -> StepTotals:
+    def run(
+        self,
+        actions: Sequence[Action],
+        batches: Sequence[Any],
+        step_id: object = None,
+        loss_scale: Tensor | None = None,
+    ) -> StepTotals:
         """Run one step, or the forwards of one evaluation.
 
         The loss of a microbatch is backpropagated as its sum: no rank and no microbatch knows the number of valid
@@ -129,11 +137,13 @@ class Executor:
             actions: of this rank, in order.
             batches: the microbatches, of equal shapes, the same on all ranks of a model.
             step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
+            loss_scale: what losses are multiplied by before they are backpropagated, scalar; None does not. The sums
+                that are returned are not scaled.
 
         Raises:
             ValueError: when a stage returns what cannot be passed to the next.
         """
-        state = _State(batches, batch_signature(batches[0]))
+        state = _State(batches, batch_signature(batches[0]), loss_scale)
         if self.transport is not None:
             self.transport.step_id = step_id
         last_backwards = _last_backwards(actions)
@@ -237,7 +247,8 @@ class Executor:
         stage, microbatch = key
         if stage == self.last_stage:
             # None is 1.0 to autograd; given a tensor it would import sympy, 0.5 s on each rank
-            output_gradients: list[Tensor | None] = [None]
+            seed = None if state.loss_scale is None else state.loss_scale.to(state.loss_sums[-1].dtype)
+            output_gradients: list[Tensor | None] = [seed]
         elif self.rank_of[stage + 1] == self.rank_of[stage]:
             output_gradients = list(state.input_gradients.pop((stage + 1, microbatch)))
         else:

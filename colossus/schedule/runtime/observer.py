@@ -35,4 +35,7 @@ class StepObserver:
         """An action of the schedule is done; times in seconds of `time.perf_counter`."""
 
     def before_update(self) -> None:
-        """Gradients are complete, divided and clipped; the optimizer has not stepped."""
+        """Gradients are complete, divided and clipped; the optimizer has not stepped.
+
+        Also in a step that it will skip because some of them are not finite.
+        """

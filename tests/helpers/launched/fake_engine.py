@@ -45,6 +45,8 @@ class FakeEngine:
             lr=1e-3,
             stop_requested=step == self.stop_at,
             stop_signal=None,
+            loss_scale=None,
+            num_skipped=0,
         )
 
     def withdraw_stop(self) -> None:

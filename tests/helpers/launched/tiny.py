@@ -46,6 +46,8 @@ class _Model(torch.nn.Module):
                 raise ValueError("the culprit")
             if self.calls == 3 and os.environ["RANK"] == os.environ.get("TROUBLED_RANK", "1"):
                 _trouble(os.environ.get("TROUBLE"))
+            if self.calls == 3 and (os.environ["RANK"], os.environ.get("TROUBLE")) == ("1", "nan"):
+                inputs = inputs * torch.nan
         return self.layer(inputs)
 
     def loss(self, outputs: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, int]:

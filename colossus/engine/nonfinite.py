@@ -1,0 +1,160 @@
+"""Which rank and which parameter a gradient that is not finite came from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from colossus.comm.objects import all_gather_object
+from colossus.context.grid import RankGrid
+from colossus.context.groups import AxisGroup
+from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.layout.parameter import spec_of
+
+
+class NonFiniteGradients(FloatingPointError):
+    """A step had gradients that are not finite, and was not to be skipped. Its parameters are those from before it.
+
+    Raised on all ranks with the same words: a loop that catches it may go on with the next batch.
+
+    Attributes:
+        step: number of the step, from 1.
+        report: where they came from.
+        culprit: on which rank.
+    """
+
+    def __init__(self, message: str, step: int, report: NonFiniteReport) -> None:
+        super().__init__(message)
+        self.step, self.report, self.culprit = step, report, report.rank
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.step, self.report)
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """What all ranks found out together.
+
+    Attributes:
+        step: number of the step, from 1.
+        rank: where it began: of the ranks whose own loss is not finite the first, or the rank that has the parameter.
+        parameter: of the parameters whose gradient was not finite on that rank before any sum, the one that backward
+            came to first: the last in the model's order. None when none was found.
+        value: of its gradient: ``nan``, ``inf``, or ``too large`` for a norm of finite numbers that overflows.
+        num_others: how many more parameters have such a gradient after the sums, on all ranks.
+        loss: of ``rank``, if that is not finite.
+    """
+
+    step: int
+    rank: int
+    where: str
+    parameter: str | None
+    value: str
+    num_others: int
+    loss: float | None
+
+    def __str__(self) -> str:
+        rank = f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
+        more = f"{self.num_others} more parameter{'s' if self.num_others > 1 else ''}" if self.num_others else ""
+        told = f"step {self.step}: "
+        if self.loss is not None:
+            told += f"the loss of {rank} is {self.loss}"
+            if self.parameter is None:
+                return told
+            return f"{told}; gradients that are not finite: {self.parameter}{f' and {more}' if more else ''}"
+        if self.parameter is None:
+            return f"{told}the gradient norm of the global batch is not finite, but no gradient was found that is not"
+        is_value = "so large that its norm overflows" if self.value == "too large" else self.value
+        return f"{told}the gradient of {self.parameter} on {rank} is {is_value}{f' (also of {more})' if more else ''}"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank keeps of a step until it is known whether its gradients are finite: scalars on the device.
+
+    Attributes:
+        step: from 1.
+        loss_sum: of this rank.
+        local_sums: of `Strategy.local_sums`.
+        params, norms: of `GradientNorm`, after all sums.
+        loss_scale: of the mean loss in this step; None where it is not scaled.
+        grads_are_there: whether the gradients themselves are still those of the step.
+    """
+
+    step: int
+    loss_sum: Tensor
+    local_sums: Sequence[LocalSum]
+    norm: GradientNorm
+    norms: Tensor | None
+    loss_scale: Tensor | None
+    grads_are_there: bool
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """Of one rank.
+
+    Attributes:
+        own: parameters of which its own gradient may not be finite: those of the pieces whose sum is not, and those
+            that no collective sums.
+        after: parameter -> what its gradient is after all sums, where it is not finite.
+    """
+
+    loss: float
+    own: frozenset[str]
+    after: Mapping[str, str]
+
+
+def make_report(evidence: Evidence, order: Mapping[str, int], grid: RankGrid, group: AxisGroup) -> NonFiniteReport:
+    """Exchange what each rank has found. Collective over the ranks that summed the step's numbers.
+
+    Args:
+        order: number of each parameter in the whole model.
+        group: those ranks.
+    """
+    found = all_gather_object(_finding(evidence), group)
+    after: dict[str, str] = {}
+    for one in found:
+        after |= one.after
+    by_rank = dict(zip(group.ranks, found, strict=True))
+    with_loss = [rank for rank in sorted(by_rank) if not math.isfinite(by_rank[rank].loss)]
+
+    def last_of(rank: int) -> str | None:
+        names = by_rank[rank].own & after.keys()
+        return max(names, key=lambda name: order.get(name, -1), default=None)
+
+    if with_loss:
+        rank = with_loss[0]
+        # the ranks that hold its stages and shards have the gradients; what came first there is the same for all
+        parameter = last_of(rank) or max(after, key=lambda name: order.get(name, -1), default=None)
+        loss: float | None = by_rank[rank].loss
+    else:
+        culprits = [(order.get(name, -1), -rank) for rank in by_rank if (name := last_of(rank)) is not None]
+        rank = -max(culprits)[1] if culprits else min(by_rank)
+        parameter, loss = last_of(rank), None
+    others = len(after) - (parameter in after)
+    value = after.get(parameter, "") if parameter is not None else ""
+    return NonFiniteReport(evidence.step, rank, grid.where(rank), parameter, value, others, loss)
+
+
+def _finding(evidence: Evidence) -> _Finding:
+    params = evidence.norm.params
+    norms = evidence.norms.tolist() if evidence.norms is not None else []
+    after: dict[str, str] = {}
+    for param, norm in zip(params, norms, strict=True):
+        if not math.isfinite(norm):
+            is_finite = evidence.grads_are_there and param.grad is not None and bool(param.grad.isfinite().all())
+            after[_name(param)] = "too large" if is_finite else "nan" if math.isnan(norm) else "inf"
+    summed = {name for names, _ in evidence.local_sums for name in names}
+    own = {name for names, own_sum in evidence.local_sums if not own_sum.isfinite() for name in names}
+    own |= after.keys() - summed
+    return _Finding(evidence.loss_sum.item(), frozenset(own), after)
+
+
+def _name(param: Tensor) -> str:
+    spec = spec_of(param)
+    return spec.name or spec.description

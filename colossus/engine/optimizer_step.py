@@ -1,0 +1,81 @@
+"""The end of a train step: from summed gradients to updated parameters and the step's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from colossus.config import Config
+from colossus.engine.gradient_watch import GradientWatch
+from colossus.engine.late_value import LateValue
+from colossus.engine.learning_rate import LearningRate
+from colossus.engine.loss_scale import LossScaler
+from colossus.engine.reduction import StepReduction
+from colossus.engine.results import StepResult
+from colossus.engine.strategies.strategy import Strategy
+from colossus.layout.split_parameter import as_shards
+from colossus.schedule.runtime.executor import StepTotals
+
+
+class OptimizerStep:
+    """Divides, watches and clips the gradients of a step, and updates the parameters or skips the step.
+
+    Attributes:
+        learning_rate: of each step.
+        loss_scaler: of fp16, else None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        reduction: StepReduction,
+        watch: GradientWatch,
+        loss_scaler: LossScaler | None,
+    ) -> None:
+        self._optimizer, self._strategy, self._reduction, self._watch = optimizer, strategy, reduction, watch
+        self.learning_rate, self.loss_scaler = LearningRate(config, optimizer), loss_scaler
+        self._clip_value = config.train.clip_grad_value
+        self._late_stops = LateValue()
+
+    def run(
+        self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, before_update: Callable[[], None]
+    ) -> StepResult:
+        """Collective, once the gradients are summed.
+
+        Args:
+            step: from 0.
+            stop: this rank's request to end training (`stop_request.addend`).
+            mark: of the batch (`BatchCheck.mark`).
+            before_update: called once the gradients are divided and clipped.
+
+        Raises:
+            ValueError: see `StepReduction.finish_step`.
+            NonFiniteGradients: see `GradientWatch.check`.
+        """
+        scaler, strategy = self.loss_scaler, self._strategy
+        loss_scale = None if scaler is None else scaler.scale.clone()
+        factor = None if scaler is None else scaler.factor
+        with as_shards():
+            numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, stop, mark, factor)
+            found_inf = self._watch.check(step + 1, numbers[2], totals.loss_sum)
+            lr = self.learning_rate.set(step)
+            strategy.step(self._optimizer, scale, before_update, found_inf, self._clip_value)
+            strategy.after_step(step)
+            numbers = strategy.reduce_scalars(numbers)
+            if scaler is not None:
+                scaler.update(found_inf)
+        return StepResult(
+            step + 1,
+            lr,
+            numbers,
+            self._late_stops.push(numbers[3]) or 0.0,
+            self._reduction.batch_check.require_zero if mark is not None else None,
+            groups=self._reduction.group_names,
+            skipped=False if found_inf is None else found_inf,
+            num_skipped=self._watch.num_skipped,
+            loss_scale=loss_scale,
+        )

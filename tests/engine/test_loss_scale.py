@@ -1,0 +1,234 @@
+"""fp16: the loss is scaled as `torch.amp.GradScaler` does it, under every plan."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.faulty_gradients import Faulty, Messages
+from helpers.ranks import run_ranks
+from helpers.training import config_of, train
+from torch import Tensor, nn
+
+import colossus
+from colossus.context.parallel_context import current_context
+from colossus.context.precision import Precision
+from colossus.engine.loss_scale import LossScaler, power_of_two_below, tokens_per_sample
+from colossus.engine.nonfinite import NonFiniteGradients
+
+WIDTH, CLIP, LR = 12, 0.05, 0.02
+FP16 = torch.autocast("cpu", torch.float16)
+#: steps with an overflow
+OVERFLOWS = (3, 4, 9)
+STEPS = 14
+
+
+class Net(nn.Module):
+    """Computes in float16 whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with FP16:
+            return self.layers(x)
+
+
+def loss_of(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    with FP16:
+        return F.mse_loss(out, batch[1], reduction="sum"), len(batch[1])
+
+
+def pairs(step: int, samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(samples, WIDTH, generator=generator), torch.randn(samples, WIDTH, generator=generator)
+
+
+def with_overflows(model: nn.Module, steps: Sequence[int]) -> dict[str, int]:
+    """A gradient overflows when what is put into ``step`` is one of these."""
+    at = {"step": -1}
+    weight = model.layers[0].weight
+    weight.register_hook(lambda grad: torch.full_like(grad, torch.inf) if at["step"] in steps else None)
+    return at
+
+
+def plain_loop(model: nn.Module, samples: int, init: float, overflows: Sequence[int]) -> tuple[list[float], list[bool]]:
+    """Scales after each step, and which steps were skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init, growth_interval=3)
+    at = with_overflows(model, overflows)
+    scales, skips = [], []
+    for step in range(STEPS):
+        at["step"] = step
+        optimizer.zero_grad()
+        batch = pairs(step, samples)
+        total, count = loss_of(model(batch[0]), batch)
+        scaler.scale(total / count).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        before = model.layers[0].weight.detach().clone()
+        scaler.step(optimizer)
+        skips.append(torch.equal(before, model.layers[0].weight))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, skips
+
+
+def engine_of(samples: int, init: float = 1024.0, **more: Any) -> Any:
+    config: dict[str, Any] = dict(
+        optimizer=dict(type="SGD", lr=LR, momentum=0.9),
+        lr_schedule=dict(type="constant", warmup_steps=0),
+        train=dict(
+            steps=STEPS,
+            global_batch_size=samples,
+            precision="fp16",
+            clip_grad_norm=CLIP,
+            max_skips=1,
+            loss_scale=dict(init=init, growth_interval=3),
+            **more,
+        ),
+        device="cpu",
+    )
+    return colossus.initialize(config, model=Net, loss_fn=loss_of)
+
+
+@pytest.mark.parametrize(
+    ("samples", "init", "overflows"), [(8, 1024.0, OVERFLOWS), (6, 1024.0, OVERFLOWS), (8, 2.0**24, ())]
+)
+def test_scale_skips_and_weights_are_those_of_torch_amp(samples: int, init: float, overflows: Sequence[int]) -> None:
+    """On samples that are a power of two the factors are the same, and so are all bits."""
+    engine = engine_of(samples, init)
+    model = copy.deepcopy(engine.model)
+    at = with_overflows(engine.model, overflows)
+    scales, results = [], []
+    for step in range(STEPS):
+        at["step"] = step
+        results.append(engine.train_step(pairs(step, samples)))
+        scales.append(engine.loss_scaler.scale.item())
+    wanted, skips = plain_loop(model, samples, init, overflows)
+    assert scales == wanted
+    assert len(set(scales)) >= 3  # it grew and fell
+    assert [result.loss_scale for result in results] == [init, *scales[:-1]]
+    assert [result.skipped for result in results] == skips
+    assert 3 <= sum(skips) == results[-1].num_skipped < STEPS - 3
+    assert not overflows or skips == [step in overflows for step in range(STEPS)]
+    assert any(result.grad_norm > CLIP for result in results if not result.skipped)
+    for param, other in zip(engine.model.parameters(), model.parameters(), strict=True):
+        if samples == 8:
+            assert torch.equal(param, other)
+        torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_scaler_goes_on_from_its_state() -> None:
+    engine = engine_of(8)
+    at = with_overflows(engine.model, OVERFLOWS)
+    for step in range(5):
+        at["step"] = step
+        engine.train_step(pairs(step, 8))
+    state = engine.loss_scaler.state_dict()
+    assert state == {"scale": 512.0, "growth_tracker": 0, "num_tokens": 8}
+    other = LossScaler(None, current_context(), 8)
+    other.load_state_dict(state)
+    assert other.state_dict() == state
+    assert other.begin_step(torch.zeros(8, 3)).item() == 64.0
+    for _ in range(2000):
+        other.update(None)
+    assert other.state_dict() == {"scale": 1024.0, "growth_tracker": 0, "num_tokens": 8}
+
+
+def test_an_overflow_at_every_scale_is_none() -> None:
+    """From 2^-14 on it is no matter of the scale."""
+    engine = engine_of(8, on_nonfinite="skip")
+    engine.loss_scaler.scale.fill_(2.0**-12)
+    engine.model.layers[0].weight.register_hook(lambda grad: grad * torch.nan)
+    for step in range(2):
+        assert engine.train_step(pairs(step, 8)).skipped
+    with pytest.raises(NonFiniteGradients, match=r"layers.0.weight on rank 0 .* although the loss is scaled by 6.1.*"):
+        engine.train_step(pairs(2, 8))
+
+
+# -- several ranks --------------------------------------------------------------------------------------------
+
+
+def _scaled(rank: int, config: dict[str, Any], is_scaled: bool) -> Any:
+    """In float64, with a scaled loss: a power of two changes no bit."""
+    Precision.scales_loss = property(lambda self: is_scaled)  # type: ignore[method-assign, assignment]
+    return train(rank, config, 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "kind"),
+    [
+        (1, {}, "1f1b"),
+        (2, dict(pipeline=2), "1f1b"),
+        (2, dict(pipeline=2), "zb-h1"),
+        (2, dict(data=1, tensor=dict(size=2)), "1f1b"),
+    ],
+    ids=["one process", "1f1b", "zb-h1", "1d"],
+)
+def test_a_scaled_loss_changes_nothing_else(world: int, parallel: dict[str, Any], kind: str) -> None:
+    microbatches = 2 if world > 1 and "pipeline" in parallel else 1
+    config = config_of(parallel, 3, "fp64", schedule=dict(type=kind, microbatches=microbatches))
+    plain, scaled = (run_ranks(world, _scaled, config, on, with_context=False)[0] for on in (False, True))
+    assert (scaled.losses, scaled.norms) == (plain.losses, plain.norms)
+    assert all(torch.equal(scaled.end[name], value) for name, value in plain.end.items())
+
+
+def _overflow_in_a_pipeline(rank: int, kind: str) -> tuple[list[Any], list[str]]:
+    options = dict(loss_scale=dict(init=4096.0, growth_interval=2), max_skips=1)
+    plan, schedule = dict(data=2, pipeline=2), dict(type=kind, microbatches=2)
+    told = []
+    with Messages() as messages:
+        faulty = Faulty(config_of(plan, 5, "fp16", schedule=schedule, train=options), value=torch.inf)
+        for step in range(5):
+            result = faulty.step(step, [(1, "blocks.0.mlp.up.weight")] if step in (1, 2) else ())
+            told.append((result.skipped, result.loss_scale, result.num_skipped))
+            assert all(param.isfinite().all() for param in faulty.engine.model.parameters())
+    faulty.engine.close()
+    return told, messages.lines
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_an_overflow_on_one_rank_of_a_pipeline(kind: str) -> None:
+    found = run_ranks(4, _overflow_in_a_pipeline, kind, with_context=False)
+    for told, _ in found:
+        assert told == [
+            (False, 4096.0, 0),
+            (True, 4096.0, 1),
+            (True, 2048.0, 2),
+            (False, 1024.0, 2),
+            (False, 1024.0, 2),
+        ]
+    lines = found[0][1]
+    name = "the gradient of blocks.0.mlp.up.weight on rank 1 (pipeline 0, data 1) is inf"
+    assert lines == [
+        f"step 2: {name}: float16 overflowed at a loss scale of 4096; the step is skipped",
+        f"step 3: {name}: float16 overflowed at a loss scale of 2048; the step is skipped",
+    ]
+    assert not any(lines for _, lines in found[1:])
+
+
+# -- the number that sums are larger by ---------------------------------------------------------------------------
+
+
+def test_tokens_from_shapes() -> None:
+    assert tokens_per_sample({"inputs": torch.zeros(4, 7, dtype=torch.int64), "labels": 0}) == 7
+    assert tokens_per_sample((torch.zeros(4, 7, 3), torch.zeros(4))) == 7
+    assert tokens_per_sample(torch.zeros(4, 7)) == 1
+    assert tokens_per_sample(torch.zeros(4, 3, 8, 8)) == 1
+    assert [power_of_two_below(number) for number in (1, 2, 3, 8, 1023)] == [1, 2, 2, 8, 512]
+
+
+def _agreed(context: Any) -> float:
+    scaler = LossScaler(None, context, 4)
+    return scaler.begin_step(torch.zeros(2, 5 + 7 * context.index("tensor"), dtype=torch.int64)).item()
+
+
+def test_all_ranks_divide_by_the_same_number() -> None:
+    """Of batches that were padded to other lengths."""
+    assert run_ranks(2, _agreed) == [65536.0 / 32] * 2

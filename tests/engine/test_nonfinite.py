@@ -1,0 +1,283 @@
+"""Gradients that are not finite: every rank raises or skips, all know where it began, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.faulty_gradients import Faulty, Messages, Place
+from helpers.ranks import run_ranks
+from helpers.strategies import Delayed, LocalSteps
+from helpers.training import config_of
+from torch import Tensor, nn
+
+from colossus.engine.gradient_watch import GradientWatch
+from colossus.engine.nonfinite import NonFiniteGradients
+from colossus.engine.optimizers import _skipped_where, adamw, sgd, skipping_on_device
+
+STEPS, BAD = 4, 1
+
+
+def settings(parallel: dict[str, Any], kind: str = "1f1b", **train: Any) -> dict[str, Any]:
+    microbatches = 2 if parallel.get("pipeline", 1) > 1 else 1
+    train = {"on_nonfinite": "skip", **train}
+    schedule, rate = dict(type=kind, microbatches=microbatches), dict(type="cosine", warmup_steps=2)
+    return config_of(parallel, STEPS, "fp64", schedule=schedule, train=train, lr_schedule=rate)
+
+
+def _same(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for name, value in other.items():
+        assert torch.equal(mine[name], value), name
+
+
+def _skip_and_raise(rank: int, parallel: dict[str, Any], kind: str, places: list[Place], model: dict[str, Any]) -> Any:
+    """One step has bad gradients: skipped, it is as if it had never updated anything; then the same, raised."""
+    config = settings(parallel, kind)
+    config["model"] |= model
+    with Messages() as messages:
+        faulty = Faulty(config)
+        assert faulty.engine.strategy.local_sums() == []
+        results = [faulty.step(step, places if step == BAD else ()) for step in range(STEPS)]
+    assert [result.skipped for result in results] == [step == BAD for step in range(STEPS)]
+    assert [result.num_skipped for result in results] == [0, 1, 1, 1]
+    assert all(result.grad_norm < 1e6 for step, result in enumerate(results) if step != BAD)
+    skipped = faulty.state()
+    faulty.engine.close()
+
+    plain = Faulty(settings(parallel, kind) | {"model": config["model"]})
+    for step in range(STEPS):
+        undo = plain.leave_out_update() if step == BAD else lambda: None
+        result = plain.step(step)
+        undo()
+        # what was lost is the update: data, schedule and random numbers went on
+        assert (result.lr, result.loss) == (results[step].lr, results[step].loss)
+    _same(skipped, plain.state())
+    plain.engine.close()
+
+    config["train"]["on_nonfinite"] = "raise"
+    faulty = Faulty(config)
+    faulty.step(0)
+    before = faulty.state()
+    with pytest.raises(NonFiniteGradients) as raised:
+        faulty.step(BAD, places)
+    assert raised.value.step == BAD + 1
+    _same(faulty.state(), before)
+    faulty.step(2)  # a loop that caught it goes on
+    assert faulty.engine.completed_steps == 2
+    faulty.engine.close()
+    return messages.lines, str(raised.value)
+
+
+TIED = "embedding.weight"
+#: ranks, parallel, schedule, places of bad gradients, what is told, options of the model
+CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any]]] = {
+    "1f1b": (
+        *(4, dict(data=2, pipeline=2), "1f1b", [(3, "blocks.1.mlp.up.weight")]),
+        *("blocks.1.mlp.up.weight on rank 3 (pipeline 1, data 1) is nan", {}),
+    ),
+    "zb-h1": (
+        *(4, dict(data=2, pipeline=2), "zb-h1", [(1, "blocks.0.attention.out.weight"), (1, "positions.weight")]),
+        "blocks.0.attention.out.weight on rank 1 (pipeline 0, data 1) is nan (also of 1 more parameter)",
+        {},
+    ),
+    # the head's part of the embedding's gradient: rank 3 has it, and ranks 0, 1 and 2 get it by the sums
+    "tied": (
+        *(4, dict(data=2, pipeline=2), "1f1b", [(3, TIED)]),
+        *(f"{TIED} on rank 3 (pipeline 1, data 1) is nan", {}),
+    ),
+    "tied alone": (
+        *(2, dict(pipeline=2), "1f1b", [(1, TIED)]),
+        *(f"{TIED} on rank 1 (pipeline 1) is nan", {}),
+    ),
+    "1d": (
+        *(4, dict(data=2, tensor=dict(size=2)), "1f1b", [(2, "blocks.0.mlp.up.weight")]),
+        *("blocks.0.mlp.up.weight on rank 2 (data 1, tensor 0) is nan", {}),
+    ),
+    # whole on every rank, the same gradient without a sum: the norm counts that of rank 0, but sees all
+    "not counted": (
+        *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.mlp_norm.weight")]),
+        *("blocks.0.mlp_norm.weight on rank 1 (tensor 1) is nan", {}),
+    ),
+    # copies of one key head on two ranks, summed at the end
+    "copies": (
+        *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.weight")]),
+        *("blocks.0.attention.qkv.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
+    ),
+    "one process": (1, {}, "1f1b", [(0, TIED)], f"{TIED} on rank 0 is nan", {}),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES.values()], ids=[*CASES])
+def test_all_ranks_skip_together(case: tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any]]) -> None:
+    world, parallel, kind, places, told, model = case
+    found = run_ranks(world, _skip_and_raise, parallel, kind, places, model, with_context=False)
+    (line,) = found[0][0]
+    assert line == f"step 2: the gradient of {told}: the step is skipped (1 in a row, train.max_skips = 10)"
+    assert not any(lines for lines, _ in found[1:])
+    (words,) = {words for _, words in found}
+    assert words.startswith(f"step 2: the gradient of {told}. The step changed nothing. train.on_nonfinite = 'skip'")
+
+
+# -- the loss -------------------------------------------------------------------------------------------------
+
+
+def _bad_loss(rank: int, parallel: dict[str, Any], culprit: int) -> str:
+    faulty = Faulty(settings(parallel, on_nonfinite="raise"))
+    loss_fn = faulty.engine.loss_fn
+    faulty.step(0)
+    if rank == culprit:
+        faulty.engine.loss_fn = lambda out, batch: (loss_fn(out, batch)[0] * float("inf"), loss_fn(out, batch)[1])
+    with pytest.raises(NonFiniteGradients) as raised:
+        faulty.step(1)
+    assert raised.value.report.loss == float("inf")
+    faulty.engine.close()
+    return str(raised.value)
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    (words,) = set(run_ranks(4, _bad_loss, dict(data=2, pipeline=2), 3, with_context=False))
+    told = (
+        "step 2: the loss of rank 3 (pipeline 1, data 1) is inf; gradients that are not finite: norm.bias and 27 more"
+    )
+    assert words.startswith(told)
+
+
+# -- several in a row -----------------------------------------------------------------------------------------
+
+
+def _in_row() -> None:
+    faulty = Faulty(settings({}, max_skips=2))
+    bad = [(0, "norm.bias")]
+    with Messages() as messages:
+        for step, places in enumerate(([], bad, bad, [], bad, bad)):
+            faulty.step(step % STEPS, places)
+        with pytest.raises(NonFiniteGradients, match=r"is step 3 of that kind in a row, and train\.max_skips = 2: "):
+            faulty.step(3, bad)
+    assert [line.partition("skipped ")[2] for line in messages.lines] == [
+        f"({number} in a row, train.max_skips = 2)" for number in (1, 2, 1, 2)
+    ]
+    faulty.engine.close()
+
+
+def test_too_many_in_a_row() -> None:
+    _in_row()
+
+
+def test_finite_gradients_whose_norm_overflows_are_told_apart() -> None:
+    config = settings({}, on_nonfinite="raise", precision="fp32")
+    faulty = Faulty(config, value=3e30)
+    with pytest.raises(NonFiniteGradients, match=r"of norm\.bias on rank 0 is so large that its norm overflows"):
+        faulty.step(0, [(0, "norm.bias")])
+
+
+# -- other strategies -----------------------------------------------------------------------------------------
+
+
+def _local_steps(rank: int) -> tuple[list[str], list[bool]]:
+    """Replica 1 skips its second step; both take part in the averages."""
+    faulty = Faulty(settings(dict(data=2, strategy=dict(type=LocalSteps, every=2))))
+    with Messages() as messages:
+        results = [faulty.step(step, [(1, "norm.bias")] if step == BAD else ()) for step in range(STEPS)]
+    weights = torch.cat([param.detach().flatten() for param in faulty.engine.model.parameters()])
+    assert weights.isfinite().all()
+    faulty.engine.close()
+
+    plain = Faulty(settings(dict(data=2, strategy=dict(type=LocalSteps, every=2))))
+    for step in range(STEPS):
+        undo = plain.leave_out_update() if (rank, step) == (1, BAD) else lambda: None
+        plain.step(step)
+        undo()
+    assert torch.equal(weights, torch.cat([param.detach().flatten() for param in plain.engine.model.parameters()]))
+    plain.engine.close()
+    return messages.lines, [result.skipped for result in results]
+
+
+def test_a_replica_skips_alone_under_an_inexact_strategy() -> None:
+    (lines0, skipped0), (lines1, skipped1) = run_ranks(2, _local_steps, with_context=False)
+    assert (lines0, skipped0) == ([], [False] * STEPS)
+    assert skipped1 == [False, True, False, False]
+    (line,) = lines1
+    assert "norm.bias on rank 1 (data 1)" in line
+
+
+def test_a_strategy_that_keeps_gradients_keeps_no_bad_ones() -> None:
+    """`Delayed` updates with those of the step before: those of a skipped step are never used."""
+    faulty = Faulty(settings(dict(strategy=dict(type=Delayed))))
+    for step in range(STEPS):
+        faulty.step(step, [(0, "norm.bias")] if step == BAD else ())
+    assert all(param.isfinite().all() for param in faulty.engine.model.parameters())
+    assert faulty.engine.optimizer.state[next(faulty.engine.model.parameters())]["step"] == STEPS - 2
+
+
+# -- on an accelerator ----------------------------------------------------------------------------------------
+
+
+class OneLate:
+    """As `LateValue` on an accelerator."""
+
+    def __init__(self) -> None:
+        self._kept: float | None = None
+
+    def push(self, value: Tensor) -> float | None:
+        late, self._kept = self._kept, value.item()
+        return late
+
+
+def late(faulty: Faulty) -> None:
+    watch: GradientWatch = faulty.engine._optimizer_step._watch
+    watch._is_late, watch._late_found = True, OneLate()  # type: ignore[assignment]
+
+
+def test_where_nothing_waits_the_report_is_one_step_late() -> None:
+    bad = [(0, "blocks.0.mlp.up.bias")]
+    faulty = Faulty(settings({}))
+    late(faulty)
+    with Messages() as messages:
+        results = [faulty.step(0), faulty.step(1, bad)]
+        assert not messages.lines
+        results += [faulty.step(2), faulty.step(3, bad)]  # the last of train.steps is waited for
+    assert [result.skipped for result in results] == [False, True, False, True]
+    assert [result.num_skipped for result in results] == [0, 1, 1, 2]
+    told = "the gradient of blocks.0.mlp.up.bias on rank 0 is nan: the step is skipped (1 in a row"
+    assert [line[: 8 + len(told)] for line in messages.lines] == [f"step 2: {told}", f"step 4: {told}"]
+
+    faulty = Faulty(settings({}, on_nonfinite="raise"))
+    late(faulty)
+    faulty.step(0)
+    before = faulty.state()
+    faulty.step(1, bad)
+    _same(faulty.state(), before)
+    with pytest.raises(NonFiniteGradients, match=r"^step 2: the gradient of blocks\.0\.mlp\.up\.bias on rank 0"):
+        faulty.step(2)
+    _same(faulty.state(), before)
+
+
+@pytest.mark.parametrize("make", [adamw, lambda params, lr: sgd(params, lr, momentum=0.9)], ids=["adamw", "sgd"])
+def test_a_fused_optimizer_leaves_a_step_out_by_itself(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """As it does on an accelerator: torch's fused kernels on the CPU take the same attributes."""
+    param = nn.Parameter(torch.arange(5.0))
+    optimizer = make([param], lr=0.1)
+    param.grad = torch.ones(5)
+    optimizer.step()
+    before = {key: value.clone() for key, value in [("param", param.detach()), *optimizer.state[param].items()]}
+    for found, changes in ((True, False), (False, True)):
+        with _skipped_where(optimizer, torch.tensor(found)):
+            optimizer.step()
+        after = {"param": param.detach(), **optimizer.state[param]}
+        assert all(torch.equal(after[key], value) is not changes for key, value in before.items())
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_what_is_waited_for() -> None:
+    found, param = torch.ones((), device="meta"), nn.Parameter(torch.ones(2))
+    optimizer = sgd([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones(2)
+    assert skipping_on_device(optimizer, torch.ones(())) is None
+    assert skipping_on_device(optimizer, found) is None  # torch would leave the momentum without a value
+    optimizer.step()
+    assert skipping_on_device(optimizer, found) is not None
+    assert skipping_on_device(sgd([param], lr=0.1), found) is not None
+    assert skipping_on_device(sgd([param], lr=0.1, fused=False), found) is None

@@ -1,0 +1,341 @@
+"""``train.precision``: what is computed, what travels and what is summed, in bfloat16 and float16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.modes import BATCH, MODES, own
+from helpers.ranks import run_ranks
+from helpers.training import Trace, batch_of, config_of, is_key_bias, relative, run_plan, shared_run
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.comm import accounting
+from colossus.comm.collectives import Pending, Ready
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.lookup import look_up
+from colossus.layers.model_parallel import model_parallel_of
+
+STEPS = 3
+#: relative, between runs of which each rounds in its own places: of losses, of norms, and of each gradient or weight
+#: by the norm of its difference. bfloat16 has 8 bits, float16 has 11.
+BOUNDS = {"bf16": (2**-12, 2**-8, 2**-4), "fp16": (2**-15, 2**-11, 2**-7)}
+
+#: ranks, parallel, schedule
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "data": (2, dict(data=2), {}),
+    "1d": (2, dict(tensor=dict(size=2, sequence_sharded=True)), {}),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
+    "2d step": (4, dict(tensor=dict(mode="2d", size=4, weights="step", panels=True)), dict(microbatches=2)),
+    "2d coalesced": (4, dict(tensor=dict(mode="2d", size=4, coalesce=True)), {}),
+    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8)), {}),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
+    "sequence": (2, dict(sequence=dict(size=2, mode="ring")), {}),
+    "1f1b": (2, dict(pipeline=2), dict(type="1f1b", microbatches=2)),
+    "zb-h1": (2, dict(pipeline=2), dict(type="zb-h1", microbatches=2)),
+    "data x 1d": (4, dict(data=2, tensor=2), {}),
+}
+LONG = ("2d step", "2d coalesced", "2.5d", "1f1b", "data x 1d")
+
+
+def settings(precision: Any, parallel: dict[str, Any], schedule: dict[str, Any], **train: Any) -> dict[str, Any]:
+    config = config_of(parallel, STEPS, precision, schedule=schedule, lr_schedule=dict(type="constant", warmup_steps=0))
+    config["optimizer"] = dict(type="SGD", lr=0.3)
+    config["model"] |= dict(positions="rotary", norm="rmsnorm", mlp="swiglu") if schedule.get("type") == "zb-h1" else {}
+    config["train"] |= train
+    return config
+
+
+def gaps(trace: Trace, reference: Trace) -> tuple[float, float, float]:
+    """The largest relative difference of losses, of norms, and of gradients and weights."""
+    states = [*zip(trace.gradients, reference.gradients, strict=True), (trace.end, reference.end)]
+    of_states = [
+        ((mine[name] - value).norm() / value.norm().clamp(min=1e-3 * reference.norms[0])).item()
+        for mine, wanted in states
+        for name, value in wanted.items()
+        if not is_key_bias(name)
+    ]
+    losses, norms = (
+        [relative(a, b) for a, b in zip(mine, wanted, strict=True)]
+        for mine, wanted in ((trace.losses, reference.losses), (trace.norms, reference.norms))
+    )
+    return max(losses), max(norms), max(of_states)
+
+
+def outside(trace: Trace, reference: Trace, precision: str) -> list[float]:
+    found = gaps(trace, reference)
+    return [gap for gap, bound in zip(found, BOUNDS[precision], strict=True) if not gap <= bound]
+
+
+def in_every_plan() -> Iterator[Any]:
+    for precision in BOUNDS:
+        for plan in PLANS:
+            is_long = plan in LONG or (precision == "fp16" and plan not in ("data", "3d"))
+            yield pytest.param(precision, plan, marks=pytest.mark.long if is_long else ())
+
+
+@pytest.mark.parametrize(("precision", "plan"), list(in_every_plan()))
+def test_plans_follow_one_process_of_the_same_precision(precision: str, plan: str) -> None:
+    world, parallel, schedule = PLANS[plan]
+    config = settings(precision, parallel, schedule)
+    (alone,) = shared_run(1, {**config, "parallel": {}}, STEPS)
+    for trace in run_plan(world, config, STEPS):
+        assert outside(trace, alone, precision) == []
+        assert {value.dtype for value in (*trace.end.values(), *trace.gradients[0].values())} == {torch.float32}
+
+
+def test_a_missing_sum_is_outside_of_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    (alone,) = shared_run(1, settings("bf16", {}, {}), STEPS)
+
+    def own_gradient(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False) -> Pending:
+        return Ready(x)
+
+    monkeypatch.setattr("colossus.engine.gradients.buckets.collectives.all_reduce", own_gradient)
+    with monkeypatch.context() as patch:
+        patch.setattr("colossus.engine.strategies.strategy.collectives.all_reduce", own_gradient)
+    assert len(outside(run_plan(2, settings("bf16", dict(data=2), {}), STEPS)[0], alone, "bf16")) >= 2
+
+
+# -- plain torch ----------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Plain torch, and nothing of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(53, 16), nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.up, self.down = nn.Linear(16, 40), nn.Linear(40, 53)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        h = self.norm(x)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return self.down(F.gelu(self.up(x)))
+
+    def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        labels = batch["labels"].flatten()
+        return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum"), (labels != -100).sum()
+
+
+def _plain(rank: int) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    config = settings("bf16", {}, {})
+    del config["model"]
+    config["train"]["clip_grad_norm"] = None
+    engine = colossus.initialize(config, model=Plain)
+    twin = Plain()
+    twin.load_state_dict(engine.model.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.3)
+    mine, wanted = [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        mine.append(engine.train_step(batch).loss)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, count = twin.loss(twin(batch["inputs"]), batch)
+        total.backward()
+        for param in twin.parameters():
+            assert param.grad is not None
+            param.grad.mul_((1.0 / count.double()).to(torch.float32))
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append((total.double() / count).item())
+    return mine, wanted, engine.model.state_dict(), twin.state_dict()
+
+
+def test_a_plain_model_is_that_of_torch_autocast() -> None:
+    ((mine, wanted, state, expected),) = run_ranks(1, _plain, with_context=False)
+    assert mine == wanted
+    for name, value in expected.items():
+        assert torch.equal(state[name], value), name
+
+
+# -- narrow parameters ----------------------------------------------------------------------------------------
+
+NARROW = dict(params="bf16")
+
+
+def _narrow(rank: int) -> tuple[list[float], list[float], list[str]]:
+    config = settings(NARROW, {}, {})
+    del config["model"]
+    config["train"]["clip_grad_norm"] = None
+    engine = colossus.initialize(config, model=Plain)
+    start = full_state_dict(engine.model, engine.context)
+    twin = Plain().bfloat16()
+    twin.load_state_dict(start)
+    copies = {name: value.float().requires_grad_() for name, value in start.items()}
+    optimizer = torch.optim.SGD(copies.values(), lr=0.3)
+    mine, wanted = [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        mine.append(engine.train_step(batch).loss)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, count = twin.loss(twin(batch["inputs"]), batch)
+        total.backward()
+        with torch.no_grad():
+            for name, param in twin.named_parameters():
+                assert param.grad is not None
+                copies[name].grad = param.grad.float().mul_((1.0 / count.double()).float())
+            optimizer.step()
+            for name, param in twin.named_parameters():
+                param.copy_(copies[name])
+        twin.zero_grad()
+        wanted.append((total.double() / count).item())
+    stored = full_state_dict(engine.model, engine.context)
+    found = [f"{name} is stored in {value.dtype}" for name, value in stored.items() if value.dtype != torch.float32]
+    found += [name for name, value in copies.items() if not torch.equal(stored[name], value)]
+    return mine, wanted, found
+
+
+def test_narrow_parameters_are_copies_of_what_the_optimizer_updates() -> None:
+    ((mine, wanted, found),) = run_ranks(1, _narrow, with_context=False)
+    assert mine == wanted
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "schedule"),
+    [
+        (2, dict(data=2), dict(microbatches=2)),
+        (4, dict(data=2, zero=3, tensor=2), {}),
+        pytest.param(2, dict(data=2, zero=1), {}, marks=pytest.mark.long),
+        pytest.param(4, dict(tensor=dict(mode="2d", size=4)), {}, marks=pytest.mark.long),
+        (2, dict(pipeline=2), dict(type="zb-h1", microbatches=2)),
+    ],
+    ids=["data", "zero 3 x 1d", "zero 1", "2d", "zb-h1"],
+)
+def test_narrow_parameters_under_every_plan(world: int, parallel: dict[str, Any], schedule: dict[str, Any]) -> None:
+    config = settings(NARROW, parallel, schedule)
+    (alone,) = shared_run(1, {**config, "parallel": {}}, STEPS)
+    for trace in run_plan(world, config, STEPS):
+        assert outside(trace, alone, "bf16") == []
+        assert {value.dtype for value in (*trace.end.values(), *trace.gradients[0].values())} == {torch.float32}
+
+
+# -- what travels ---------------------------------------------------------------------------------------------
+
+Counted = dict[tuple[str, str, torch.dtype], float]
+
+
+def _count(rank: int, config: dict[str, Any]) -> Counted:
+    engine = colossus.initialize(config)
+    size, index = engine.context.size("data"), engine.context.index("data")
+    batch = {key: value[index * 8 // size : (index + 1) * 8 // size] for key, value in batch_of(0).items()}
+    engine.train_step(batch)
+    with accounting.count() as moved:
+        engine.train_step(batch)
+    engine.close()
+    return {key: tally.bytes for key, tally in moved.entries.items()}
+
+
+def bytes_of(counted: Counted, operation: str, axes: str, dtype: torch.dtype | None = None) -> float:
+    return sum(sent for key, sent in counted.items() if key[:2] == (operation, axes) and dtype in (None, key[2]))
+
+
+@pytest.mark.parametrize(
+    ("mode", "gathers", "reductions"),
+    [
+        (dict(mode="2d", size=4), ["row"], ["row"]),
+        (dict(mode="2d", size=4, coalesce=True), ["row"], ["row"]),
+        pytest.param(dict(mode="2.5d", size=8), ["row"], ["row"], marks=pytest.mark.long),
+        (dict(mode="3d", size=8), ["i"], ["i"]),
+    ],
+    ids=["2d", "coalesced", "2.5d", "3d"],
+)
+def test_weights_travel_in_half_the_bytes(mode: dict[str, Any], gathers: list[str], reductions: list[str]) -> None:
+    """On the axes on which nothing but weights is gathered, and their gradients are reduce-scattered."""
+    wide, narrow, reduced = (
+        run_ranks(mode["size"], _count, settings(precision, dict(tensor=mode), {}), with_context=False)[0]
+        for precision in ("fp32", "bf16", dict(compute="bf16", reduce="bf16"))
+    )
+    for axis in gathers:
+        assert bytes_of(narrow, "all_gather", axis) == bytes_of(wide, "all_gather", axis) / 2 > 0
+        assert bytes_of(narrow, "all_gather", axis, torch.float32) == 0
+    for axis in reductions:
+        assert bytes_of(narrow, "reduce_scatter", axis) == bytes_of(wide, "reduce_scatter", axis) > 0
+        assert bytes_of(reduced, "reduce_scatter", axis) == bytes_of(wide, "reduce_scatter", axis) / 2
+
+
+def test_activations_travel_in_half_the_bytes() -> None:
+    cases = {
+        "pipeline": (2, dict(pipeline=2), "send", "pipeline"),
+        "sequence": (2, dict(sequence=dict(size=2, mode="ulysses")), "all_to_all", "sequence"),
+        "1d": (2, dict(tensor=2), "all_reduce", "tensor"),
+    }
+    for world, parallel, operation, axis in cases.values():
+        wide, narrow = (
+            run_ranks(world, _count, settings(precision, parallel, {}), with_context=False)[0]
+            for precision in ("fp32", "bf16")
+        )
+        sent = bytes_of(wide, operation, axis, torch.float32)
+        assert bytes_of(narrow, operation, axis, torch.bfloat16) == sent / 2 > 0
+        assert bytes_of(narrow, operation, axis, torch.float32) == 0
+
+
+def test_gradients_are_summed_in_what_is_asked_for() -> None:
+    sizes = []
+    for reduce in ("fp32", "bf16"):
+        counted = run_ranks(
+            2, _count, settings(dict(compute="bf16", reduce=reduce), dict(data=2), {}), with_context=False
+        )[0]
+        dtype = dict(fp32=torch.float32, bf16=torch.bfloat16)[reduce]
+        sizes.append(bytes_of(counted, "all_reduce", "data", dtype))
+        assert sum(sent for key, sent in counted.items() if key[2] not in (dtype, torch.float64)) == 0
+    assert sizes[1] == sizes[0] / 2 > 0
+    (alone,) = shared_run(1, settings("bf16", {}, {}), STEPS)
+    for trace in run_plan(2, settings(dict(compute="bf16", reduce="bf16"), dict(data=2), {}), STEPS):
+        assert outside(trace, alone, "bf16") == []
+
+
+def test_a_frequent_word_of_a_narrow_table_has_its_whole_gradient() -> None:
+    ids = torch.tensor([3] * 4000 + [1, 2])
+    table = nn.Parameter(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)).bfloat16())
+    F.embedding(ids, table).sum().backward()
+    assert table.grad is not None
+    assert table.grad[3, 0] < 1000  # torch's own: 1 is lost beside 256
+    table.grad, table.grad_dtype = None, torch.float32
+    look_up(ids, table, padding_idx=1).sum().backward()
+    assert table.grad.tolist() == [[0.0] * 2, [0.0] * 2, [1.0] * 2, [4000.0] * 2, [0.0] * 2]
+
+
+# -- what stays wide ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d"])
+def test_norms_and_losses_of_low_precision_compute_in_float32(mode: str) -> None:
+    """Without autocast, too: of bfloat16 logits the loss is that of float32, and a norm is rounded once."""
+    batch, width, vocabulary = BATCH, 24, 64
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(batch, 4, width, generator=generator) + 30.0).bfloat16()
+    logits = (4 * torch.randn(batch, 4, vocabulary, generator=generator)).bfloat16()
+    labels = torch.randint(0, vocabulary, (batch, 4), generator=generator)
+    wanted = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="none").view(batch, 4)
+
+    def body(context: ParallelContext) -> list[str]:
+        found = []
+        for ours, plain in ((layers.LayerNorm, nn.LayerNorm), (layers.RMSNorm, nn.RMSNorm)):
+            model: Any = colossus.build(lambda ours=ours: ours(width), context)
+            out = layers.to_user(model(layers.to_outer(own(context, x), model.parallel)))
+            want = plain(width).double()(own(context, x).double())
+            gap = (out.double() - want).norm() / want.norm()
+            if out.dtype != torch.bfloat16 or not gap < 2**-8:
+                found.append(f"{plain.__name__}: {out.dtype}, {gap:.3g}")
+        parallel = model_parallel_of(context)
+        split = layers.to_outer(own(context, logits), parallel)
+        loss, _ = layers.cross_entropy(split, own(context, labels))
+        total, axes = loss.detach().double(), parallel.regions.user.batch
+        if axes:
+            torch.distributed.all_reduce(total, group=context.group(axes).process_group)
+        if loss.dtype != torch.float32 or not relative(total.item(), wanted.sum().item()) < 1e-5:
+            found.append(f"loss: {loss.dtype}, {total.item()} for {wanted.sum().item()}")
+        return found
+
+    for found in MODES[mode].run(body):
+        assert found == []
