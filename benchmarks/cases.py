@@ -62,4 +62,23 @@ def _kinds() -> dict[str, Kind]:
     return {kind.name: kind for kind in kinds}
 
 
-KINDS = _kinds()
+def _recomputing() -> dict[str, Kind]:
+    """One process that computes activations again: torch's own checkpointing of plain blocks, and ours."""
+    kinds = []
+    for name in ("full", "selective"):
+        of = (("recompute", name),)
+        kinds += [
+            Kind(f"serial-{name}", 1, "plain", "PlainCase", of, peers=("serial",)),
+            Kind(f"colossus-{name}", 1, "ours", "ColossusCase", of, peers=("colossus", f"serial-{name}")),
+        ]
+    every_other = (("recompute", {"type": "full", "every": 2}),)
+    offloaded = (("recompute", {"type": "full", "offload": True}),)
+    kinds += [
+        Kind("colossus-full-every-2", 1, "ours", "ColossusCase", every_other, peers=("colossus",)),
+        Kind("colossus-full-offload", 1, "ours", "ColossusCase", offloaded, peers=("colossus",)),
+    ]
+    return {kind.name: kind for kind in kinds}
+
+
+RECOMPUTING = _recomputing()
+KINDS = _kinds() | RECOMPUTING

@@ -10,7 +10,9 @@ from colossus.checkpoint import load_full_state_dict
 
 
 class ColossusCase:
-    def __init__(self, workload: Workload, rank: int, world: int, *, data: int = 1, tensor: int = 1) -> None:
+    def __init__(
+        self, workload: Workload, rank: int, world: int, *, data: int = 1, tensor: int = 1, recompute: Any = "none"
+    ) -> None:
         w = workload
         config: dict[str, Any] = {
             "parallel": {"data": data, "tensor": {"mode": "1d", "size": tensor}},
@@ -24,7 +26,11 @@ class ColossusCase:
                 "tie_embeddings": False,
             },
             "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
-            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM},
+            "train": {
+                "global_batch_size": w.batch,
+                "clip_grad_norm": CLIP_NORM,
+                "activation_checkpoint": recompute,
+            },
         }
         self.engine = colossus.initialize(config)
         load_full_state_dict(self.engine.model, w.state(), self.engine.context)
