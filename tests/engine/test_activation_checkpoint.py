@@ -184,6 +184,37 @@ def test_a_copy_recomputes_itself() -> None:
     assert all(param.grad is not None for param in other.blocks[3].down.parameters())  # type: ignore[union-attr]
 
 
+class Nested(nn.Module):
+    """A block that checkpoints a part of itself by torch's means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 6), layers.Dropout(0.3), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_checkpoints_inside_of_each_other_and_several_backwards(reentrant: bool | None) -> None:
+    """One of torch's inside of ours, ours inside of one of torch's; twice over one graph."""
+    found = []
+    for kind in ("none", "full"):
+        wanted = ActivationCheckpoint(type=kind, modules=None if kind == "none" else ["*"])
+        net = colossus.build(with_activation_checkpoint(lambda: nn.Sequential(Nested(), Nested()), wanted))
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+        colossus.current_context().rng.move_to(0, 0)
+        y = net(x) if reentrant is None else torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant)
+        if reentrant is None:
+            y.square().sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        found.append([param.grad for param in (x, *net.parameters())])
+    assert_equal(*found)
+
+
 # -- which modules ----------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from colossus import layers
 from colossus.comm import accounting
 from colossus.comm.cost import Traffic
 from colossus.context.parallel_context import ParallelContext
+from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
@@ -89,9 +90,16 @@ def test_a_block_repeats_no_collective_that_nothing_needs(mode: str) -> None:
             assert selective == plain, policy  # it keeps the results
 
 
-def test_a_repeated_reduction_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved as torch saves it, when the forward is over, is too late."""
-    monkeypatch.setattr("colossus.tensor_parallel.matmul.save_for_backward", lambda ctx, *x: ctx.save_for_backward(*x))
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("colossus.tensor_parallel.matmul.save_for_backward", lambda ctx, *tensors: ctx.save_for_backward(*tensors)),
+        ("colossus.layers.dropout.is_hooked", lambda: False),
+    ],
+)
+def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved when the forward is over, or behind the reduction, is saved too late."""
+    monkeypatch.setattr(name, broken)
     with pytest.raises(AssertionError, match="keep_gathered"):
         test_a_block_repeats_no_collective_that_nothing_needs("1d")
 
@@ -282,3 +290,47 @@ def test_plain_modules_under_plans() -> None:
     ]
     for found in run_ranks(2, differences, names, kinds, Plain, plain_loss, with_context=False):
         assert not found, "\n".join(found)
+
+
+class Heads(nn.Module):
+    """What is split goes into modules that are computed again: heads, and features between a pair."""
+
+    class Core(nn.Module):
+        def forward(self, query: Tensor, *, rest: tuple[Tensor, Tensor]) -> Tensor:
+            return F.scaled_dot_product_attention(query, *rest, is_causal=True)
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = layers.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(torch.tanh(x) * torch.sigmoid(x)) + x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = layers.Linear(8, {"query": 8, "key": 8, "value": 8}, split="column")
+        self.core, self.gate = self.Core(), self.Gate()
+        self.out = layers.Linear(8, 8, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *rest = (layers.split_heads(each, 4) for each in self.qkv(x))
+        y: Tensor = self.out(self.gate(layers.merge_heads(self.core(query, rest=tuple(rest)))))
+        return y
+
+
+def test_what_is_split_is_an_input_like_others() -> None:
+    def body(context: ParallelContext) -> list[Tensor]:
+        found = []
+        for options in (None, {}, dict(offload=True)):
+            net = colossus.build(Heads, context)
+            for name in () if options is None else ("core", "gate"):
+                checkpoint_module(net.get_submodule(name), "full", context, **options)
+            context.rng.move_to(0, 0)
+            net(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)).square().sum().backward()
+            found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+        return found
+
+    for plain, full, offloaded in run_ranks(2, body):
+        assert torch.equal(full, plain)
+        assert torch.equal(offloaded, plain)
