@@ -48,6 +48,11 @@ class Kind:
     tolerance: float = TOLERANCE
     in_default: bool = True
 
+    @property
+    def precision(self) -> str:
+        """Of its products."""
+        return "bf16" if self.tolerance == LOW_TOLERANCE else "fp32"
+
     def load(self) -> Callable[..., Case]:
         """The class of the case. Imported on demand, and best before forking: once instead of on every rank."""
         maker: Callable[..., Case] = getattr(importlib.import_module(f"benchmarks.peers.{self.module}"), self.maker)
@@ -86,18 +91,20 @@ def _whole(n: int) -> list[Kind]:
 def _sharded(n: int) -> list[Kind]:
     """ZeRO and its peers; ``keep``: weights gathered in forward are kept to backward."""
 
-    def ours(name: str, peer: str, stage: int, weights: str = "matmul") -> Kind:
+    def ours(name: str, stage: int, *peers: str, weights: str = "matmul") -> Kind:
         options = (("data", n), ("zero", stage), ("weights", weights))
-        return Kind(f"{name}-{n}", n, "ours", "ColossusCase", options, (f"{peer}-{n}",), in_default=False)
+        against = tuple(f"{peer}-{n}" for peer in peers)
+        return Kind(f"{name}-{n}", n, "ours", "ColossusCase", options, against, in_default=False)
 
     return [
         Kind(f"zero-redundancy-{n}", n, "zero_redundancy", "ZeroRedundancyCase", in_default=False),
-        ours("colossus-zero1", "zero-redundancy", 1),
-        ours("colossus-zero2", "fsdp-keep", 2),
+        ours("colossus-zero1", 1, "zero-redundancy"),
+        ours("colossus-zero2", 2, "fsdp-keep"),
         Kind(f"fsdp-{n}", n, "fsdp", "FSDPCase", in_default=False),
-        ours("colossus-zero3", "fsdp", 3),
+        Kind(f"fsdp-prefetch-{n}", n, "fsdp", "FSDPCase", (("prefetch", True),), in_default=False),
+        ours("colossus-zero3", 3, "fsdp", "fsdp-prefetch"),
         Kind(f"fsdp-keep-{n}", n, "fsdp", "FSDPCase", (("reshard", False),), in_default=False),
-        ours("colossus-zero3-keep", "fsdp-keep", 3, "microbatch"),
+        ours("colossus-zero3-keep", 3, "fsdp-keep", weights="microbatch"),
     ]
 
 

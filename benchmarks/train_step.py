@@ -14,9 +14,11 @@ import importlib
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from benchmarks import common, memory
 from benchmarks.cases import KINDS, REFERENCE, TOLERANCE, Case, Kind
@@ -24,6 +26,7 @@ from benchmarks.common import Series, Spread
 from benchmarks.memory import Memory
 from benchmarks.ranks import RankGroup
 from benchmarks.workload import Workload
+from colossus.monitor.mfu import device_peak
 
 DEFAULT_CASES = (REFERENCE, *(name for name, kind in KINDS.items() if kind.in_default))
 SMOKE_CASES = tuple(name for name in DEFAULT_CASES if KINDS[name].world <= 2)
@@ -39,11 +42,16 @@ class Worker:
     def __init__(self, kind: Kind, workload: Workload, rank: int) -> None:
         self.case: Case = kind.build(workload, rank)
         self.done = 0
+        self.peak = device_peak(torch.device(workload.device), kind.precision)
 
     def steps(self, count: int) -> Trajectory:
         out = [self.case.step(self.done + index) for index in range(count)]
         self.done += count
         return out
+
+    def peak_flops(self) -> float | None:
+        """Of this rank's device."""
+        return self.peak
 
     def block(self, count: int) -> float:
         """Seconds per step."""
@@ -63,12 +71,23 @@ class MemoryWorker:
 
 @dataclass(frozen=True)
 class Result:
-    """All that was measured at one size."""
+    """All that was measured at one size.
+
+    Attributes:
+        peaks: of the device of each case, in FLOP/s, where it is known.
+    """
 
     workload: Workload
     series: Series
     trajectories: dict[str, Trajectory]
     memories: dict[str, Memory]
+    peaks: dict[str, float]
+
+    def utilisation(self, label: str) -> float | None:
+        """Model FLOP utilisation: operations of a step by the model's formula over those that its device could do."""
+        if label not in self.peaks:
+            return None
+        return self.workload.flops / Spread.of(self.series[label]).median / self.peaks[label]
 
     def comparisons(self) -> list[tuple[str, str, Spread]]:
         """Every case against its peers, and every second run of the same code against the first."""
@@ -112,6 +131,8 @@ def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *
             groups[label] = stack.enter_context(RankGroup(label, kind.world, partial(Worker, kind, workload)))
         trajectories = {label: group.call("steps", CHECKED_STEPS)[0] for label, group in groups.items()}
         check(trajectories)
+        found = {label: group.call("peak_flops")[0] for label, group in groups.items()}
+        peaks = {label: peak * KINDS[labels[label]].world for label, peak in found.items() if peak is not None}
         runners = {label: partial(_block, group, steps) for label, group in groups.items()}
         series = common.alternate(runners, blocks, label=f"hidden {workload.hidden}:")
     for name in dict.fromkeys(labels.values()) if with_memory else ():
@@ -122,7 +143,7 @@ def measure(workload: Workload, names: Sequence[str], blocks: int, steps: int, *
             if measured:
                 memories[name] = max(measured, key=lambda held: held.peak)
     common.progress("")
-    return Result(workload, series, trajectories, memories)
+    return Result(workload, series, trajectories, memories, peaks)
 
 
 def _block(group: RankGroup, steps: int) -> float:
@@ -141,9 +162,10 @@ def report(result: Result, *, title: str = "") -> None:
                 common.ratio(result.series, label, REFERENCE),
                 f"{held.held / 2**20:.1f}" if held else "",
                 f"{held.peak / 2**20:.1f}" if held else "",
+                f"{mfu:.1%}" if (mfu := result.utilisation(label)) is not None else "N/A",
             )
         )
-    header = ("case", "ms/step", "time / serial", "held MB", "peak MB")
+    header = ("case", "ms/step", "time / serial", "held MB", "peak MB", "MFU")
     blocks = len(result.series[REFERENCE])
     common.print_table(f"{title}{result.workload}; {blocks} blocks", header, rows)
     print("  time / serial: median [quartiles] of the ratio in each block; memory: tensors of the largest rank")
@@ -161,6 +183,7 @@ def as_json(result: Result) -> dict[str, Any]:
             {"case": name, "against": peer, **asdict(spread)} for name, peer, spread in result.comparisons()
         ],
         "loss_and_norm": result.trajectories,
+        "utilisation": {name: mfu for name in result.series if (mfu := result.utilisation(name)) is not None},
         "memory_bytes": {name: asdict(held) for name, held in result.memories.items()},
     }
 
@@ -182,13 +205,14 @@ def make_parser(description: str | None, *, blocks: int) -> argparse.ArgumentPar
     return parser
 
 
-def run(arguments: argparse.Namespace, names: Sequence[str], *, title: str = "") -> int:
+def run(arguments: argparse.Namespace, names: Sequence[str], *, title: str = "", device: str = "cpu") -> int:
     """Measure, print and write what the parsed arguments ask for."""
     results = []
     for workload in [SMOKE] if arguments.smoke else [sizes(hidden) for hidden in arguments.hidden]:
+        workload = replace(workload, device=device)
         steps = arguments.steps_per_block or (2 if workload.hidden >= 256 else 20)
         blocks, steps = (2, 1) if arguments.smoke else (arguments.blocks, steps)
-        result = measure(workload, names, blocks, steps, with_memory=not arguments.no_memory)
+        result = measure(workload, names, blocks, steps, with_memory=device == "cpu" and not arguments.no_memory)
         report(result, title=title)
         results.append(as_json(result))
     common.write_json(arguments.json, {"results": results})

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from colossus.models.options import GPTOptions
+
 LEARNING_RATE = 1e-3
 CLIP_NORM = 1.0
 
@@ -36,6 +38,15 @@ class Workload:
             f"hidden {self.hidden} x {self.layers} layers, {self.heads} heads, {self.tokens} tokens, "
             f"global batch {self.batch}, vocabulary {self.vocab}"
         )
+
+    @property
+    def flops(self) -> int:
+        """Of forward and backward of a step, by the model's formula."""
+        options = GPTOptions(
+            num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocab,
+            seq_len=self.tokens, tie_embeddings=False,
+        )  # fmt: skip
+        return options.flops_per_token() * self.batch * self.tokens
 
     def state(self) -> State:
         """Initial weights: logical name -> full tensor [out, in], the query, key and value apart."""

@@ -80,6 +80,25 @@ def parameters(workload: Workload) -> int:
 
 
 @pytest.mark.long
+def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
+    names = ["serial", "zero-redundancy-2", "fsdp-2", "fsdp-keep-2", "fsdp-prefetch-2"]
+    low = ["ddp-bf16-2", "zero-redundancy-bf16-2", "fsdp-bf16-2"]
+    _, payload = smoke("train_step", tmp_path, "--cases", *names, *low)
+    (result,) = payload["results"]
+    trajectories = result["loss_and_norm"]
+    assert set(trajectories) == {*names, *low, "serial-bf16"}
+    assert_same_training({"loss_and_norm": {name: trajectories[name] for name in names}}, set(names))
+    for name in low:
+        assert trajectories[name] != trajectories["serial"]
+        assert trajectories[name] == [pytest.approx(step, abs=1e-2) for step in trajectories["serial-bf16"]]
+    if Path("/proc/self/clear_refs").exists():  # half of weights, gradients and moments, or of the moments
+        held = {name: memory["held"] for name, memory in result["memory_bytes"].items()}
+        whole = 4 * parameters(train_step.SMOKE)
+        assert held["fsdp-2"] == pytest.approx(2 * whole, rel=0.2)
+        assert held["zero-redundancy-2"] < 3.5 * whole < held["serial"]
+
+
+@pytest.mark.long
 def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
     names = ["serial", "ddp-4", "colossus-data-4", "dtensor-4", "megatron-4", "megatron-lean-4"]
     names += ["colossus-tensor-4"]
@@ -89,7 +108,7 @@ def test_four_ranks_compute_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_serial(tmp_path: Path) -> None:
-    text, payload = smoke("serial", tmp_path, "--no-memory")
+    text, payload = smoke("serial", tmp_path, "--no-memory", "--precision", "fp32")
     assert_same_training(payload["results"][0], {"serial", "serial (again)", "colossus"})
     assert "time / serial" in text
 
@@ -267,6 +286,14 @@ def test_a_case_that_computes_something_else_is_refused() -> None:
         train_step.check({"serial": reference, "other": [(2.0, 1.1), (1.5, 0.9)]})
     with pytest.raises(RuntimeError, match="other: loss nan"):
         train_step.check({"serial": reference, "other": [(float("nan"), 1.0), (1.5, 0.9)]})
+
+
+def test_a_case_in_bf16_is_held_to_the_serial_one_in_bf16() -> None:
+    serial, low = [(2.0, 1.0)], [(2.01, 1.005)]
+    train_step.check({"serial": serial, "serial-bf16": low, "ddp-bf16-2": [(2.02, 1.01)], "ddp-2": [(2.00001, 1.0)]})
+    for name, off in (("ddp-bf16-2", [(2.01, 0.5)]), ("serial-bf16", [(2.1, 1.0)]), ("ddp-2", low)):
+        with pytest.raises(RuntimeError, match=f"{name}: "):
+            train_step.check({"serial": serial, "serial-bf16": low, name: off})
 
 
 @pytest.mark.parametrize("ways", [1, 2, 4])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -13,14 +17,25 @@ from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
 
 
 class FSDPCase:
-    """Prefetches as `fully_shard` does by default; clipping and fused AdamW work on local shards.
+    """Clipping and fused AdamW work on local shards.
 
     Args:
         reshard: gather a block's weights again in backward (the default of `fully_shard`), or keep them until then.
+        prefetch: gather the next block's weights during a block's forward. By default `fully_shard` prefetches on
+            streams, which a CPU does not have.
         low: gather and compute in bf16, reduce gradients in fp32.
     """
 
-    def __init__(self, workload: Workload, rank: int, world: int, *, reshard: bool = True, low: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        rank: int,
+        world: int,
+        *,
+        reshard: bool = True,
+        prefetch: bool = False,
+        low: bool = False,
+    ) -> None:
         model = PlainGPT(workload)
         model.load_state_dict(fuse_qkv(workload.state()))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
@@ -28,6 +43,9 @@ class FSDPCase:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
+        if prefetch:
+            for block, following in pairwise(model.blocks):
+                block.register_forward_pre_hook(partial(_unshard, following))
         self.params = list(model.parameters())
         self.local = [nn.Parameter(_local(param.detach())) for param in self.params]
         self.optimizer = torch.optim.AdamW(self.local, lr=LEARNING_RATE, fused=True)
@@ -55,6 +73,10 @@ class FSDPCase:
         norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.local, CLIP_NORM, norm)
         return norm
+
+
+def _unshard(module: Any, *_: Any) -> None:
+    module.unshard(async_op=True)
 
 
 def _local(tensor: Tensor) -> Tensor:

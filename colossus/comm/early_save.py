@@ -12,7 +12,7 @@ _top_hooks, _make_saved_tensor = _autograd._top_saved_tensors_default_hooks, _au
 
 
 def is_hooked() -> bool:
-    """Whether activation checkpointing, or another `saved_tensors_hooks`, takes over what is saved for backward here."""
+    """Whether activation checkpointing, or another `saved_tensors_hooks`, takes what is saved for backward here."""
     return _top_hooks(True) is not None
 
 

@@ -58,8 +58,8 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     for module in model.modules():
         if is_checkpointed(module):
             raise ConfigError(
-                f"{_KEY} = {wanted.type!r}, but {names[id(module)] or 'the model'} ({type(module).__name__}) is told to "
-                f"checkpoint itself (activation_checkpoint= of the model or of its blocks): keep one of the two"
+                f"{_KEY} = {wanted.type!r}, but {names[id(module)] or 'the model'} ({type(module).__name__}) is told "
+                f"to checkpoint itself (activation_checkpoint= of the model or of its blocks): keep one of the two"
             )
     if wanted.modules is not None:
         found = _matching(dict(model.named_modules()), wanted.modules)

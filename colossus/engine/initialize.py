@@ -129,6 +129,8 @@ def _assemble(
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
     for param in module.parameters():
+        if param.dtype in LOW and not param.dim():  # beside a tensor it is one number, whatever its dtype
+            param.data = param.data.to(context.precision.optimizer)
         if param.dtype in LOW:
             param.grad_dtype = context.precision.gradients
     _require_position_wise(module, context)

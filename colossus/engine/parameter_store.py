@@ -121,6 +121,12 @@ class ParameterStore:
             for gradients in block.gradients:
                 gradients.give_to_host()
 
+    def accept_whole_gradients(self) -> None:
+        """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""
+        for block in self._blocks:
+            for gradients in block.gradients:
+                gradients.give_whole()
+
     def mark_changed(self) -> None:
         """The stored parameters have been updated: what is kept whole is out of date."""
         for block in self._blocks:

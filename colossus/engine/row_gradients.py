@@ -143,6 +143,14 @@ class RowGradients:
             begin = end
         self._sums = None
 
+    def give_whole(self) -> None:
+        """On a rank that stores all rows: whole gradients are those of the stored parameters."""
+        assert self.flat.group.size == 1
+        for param in self.params:
+            stored = self.flat.stored[param]
+            if param.grad is not None:
+                stored.grad, param.grad = param.grad.view(stored.shape).to(stored.dtype), None
+
     def give_to_host(self) -> None:
         """Offloaded rows get their gradients from their stand-ins."""
         for param, summed in self.summed.items():

@@ -13,7 +13,7 @@ from colossus.comm.conjugate import not_a_view
 from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
-from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
+from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
 from colossus.tensor_parallel.weight_store import WeightStore
@@ -87,4 +87,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return (flat(dy).t() @ flat(x)).to(weight.dtype)
+    return (flat(dy).t() @ flat(x)).to(gradient_dtype(weight))

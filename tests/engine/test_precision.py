@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import accounting
 from colossus.comm.collectives import Pending, Ready
 from colossus.context.groups import AxisGroup
@@ -154,6 +155,68 @@ def test_a_plain_model_is_that_of_torch_autocast() -> None:
     assert mine == wanted
     for name, value in expected.items():
         assert torch.equal(state[name], value), name
+
+
+# -- narrow parameters ----------------------------------------------------------------------------------------
+
+NARROW = dict(params="bf16")
+
+
+def _narrow(rank: int) -> tuple[list[float], list[float], list[str]]:
+    config = settings(NARROW, {}, {})
+    del config["model"]
+    config["train"]["clip_grad_norm"] = None
+    engine = colossus.initialize(config, model=Plain)
+    start = full_state_dict(engine.model, engine.context)
+    twin = Plain().bfloat16()
+    twin.load_state_dict(start)
+    copies = {name: value.float().requires_grad_() for name, value in start.items()}
+    optimizer = torch.optim.SGD(copies.values(), lr=0.3)
+    mine, wanted = [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        mine.append(engine.train_step(batch).loss)
+        with torch.autocast("cpu", torch.bfloat16):
+            total, count = twin.loss(twin(batch["inputs"]), batch)
+        total.backward()
+        with torch.no_grad():
+            for name, param in twin.named_parameters():
+                assert param.grad is not None
+                copies[name].grad = param.grad.float().mul_((1.0 / count.double()).float())
+            optimizer.step()
+            for name, param in twin.named_parameters():
+                param.copy_(copies[name])
+        twin.zero_grad()
+        wanted.append((total.double() / count).item())
+    stored = full_state_dict(engine.model, engine.context)
+    found = [f"{name} is stored in {value.dtype}" for name, value in stored.items() if value.dtype != torch.float32]
+    found += [name for name, value in copies.items() if not torch.equal(stored[name], value)]
+    return mine, wanted, found
+
+
+def test_narrow_parameters_are_copies_of_what_the_optimizer_updates() -> None:
+    ((mine, wanted, found),) = run_ranks(1, _narrow, with_context=False)
+    assert mine == wanted
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "schedule"),
+    [
+        (2, dict(data=2), dict(microbatches=2)),
+        (4, dict(data=2, zero=3, tensor=2), {}),
+        pytest.param(2, dict(data=2, zero=1), {}, marks=pytest.mark.long),
+        pytest.param(4, dict(tensor=dict(mode="2d", size=4)), {}, marks=pytest.mark.long),
+        (2, dict(pipeline=2), dict(type="zb-h1", microbatches=2)),
+    ],
+    ids=["data", "zero 3 x 1d", "zero 1", "2d", "zb-h1"],
+)
+def test_narrow_parameters_under_every_plan(world: int, parallel: dict[str, Any], schedule: dict[str, Any]) -> None:
+    config = settings(NARROW, parallel, schedule)
+    (alone,) = shared_run(1, {**config, "parallel": {}}, STEPS)
+    for trace in run_plan(world, config, STEPS):
+        assert outside(trace, alone, "bf16") == []
+        assert {value.dtype for value in (*trace.end.values(), *trace.gradients[0].values())} == {torch.float32}
 
 
 # -- what travels ---------------------------------------------------------------------------------------------

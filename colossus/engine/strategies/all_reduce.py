@@ -16,6 +16,7 @@ class AllReduce(Strategy):
     """
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
         self._reduction = GradientReduction(parts, self.summed_axes)
 
@@ -27,6 +28,7 @@ class AllReduce(Strategy):
 
     def finish(self) -> None:
         self._reduction.finish()
+        self.store.accept_whole_gradients()
 
     def local_sums(self) -> list[LocalSum]:
         return self._reduction.local_sums()

@@ -69,9 +69,6 @@ class Zero(Strategy):
     def local_sums(self) -> list[LocalSum]:
         return first_of_each([*self._scatter.local_sums(), *self._rest.local_sums()])
 
-    def after_step(self, step: int) -> None:
-        self.store.mark_changed()
-
     def abandon(self) -> None:
         self._scatter.abandon()
         self._rest.abandon()
