@@ -44,7 +44,7 @@ class ParameterStore:
     ) -> None:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
-        #: in the order of the model, the root block last
+        #: in the order of the model, the root block, whose gradients are complete last, before all
         self._blocks: list[ShardedBlock] = []
         self._root: ShardedBlock | None = None
         self._runs = BlockRuns()
@@ -108,7 +108,7 @@ class ParameterStore:
             self._blocks.append(block)
         if root:
             self._root = ShardedBlock(root, group, context, "step", storage)
-            self._blocks.append(self._root)
+            self._blocks.insert(0, self._root)
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
         self._block_of = {id(param): block for block in self._blocks for param in block.params}
