@@ -33,6 +33,10 @@ def held_parameters(model: nn.Module) -> list[HeldParameter]:
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
 
 
+#: what is never called, only what it holds
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def _takes_product(module: nn.Module, leaf: str) -> bool:
     forward = type(module).forward
     return leaf in ("weight", "bias") and any(forward is product.forward for product in _PRODUCTS)
@@ -92,7 +96,7 @@ def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Modu
     for block in chain:
         first = block.modules[0] if block.modules else ""
         names = (*block.modules[1:], *block.parameters, *block.buffers)
-        if first and all(name.startswith(f"{first}.") for name in names):
+        if first and all(name.startswith(f"{first}.") for name in names) and not isinstance(known[first], _NOT_CALLED):
             yield known[first]
 
 
@@ -114,6 +118,7 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
         runs.gather(block)
         if torch.is_grad_enabled() and not block.in_backward:
             nodes = _nodes((args, kwargs))
+            call = block.begin_forward(is_left_by_input=bool(nodes))
             # what made an input runs its backward when all gradients of this input are there
             left = len(nodes)
 
@@ -121,20 +126,19 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
                 nonlocal left
                 left -= 1
                 if not left:
-                    runs.leave_backward(block)
+                    runs.leave_backward(block, call)
 
             for node in nodes:
                 node.register_prehook(input_done)
-            block.is_left_by_input = bool(nodes)
 
     def after_transient(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            is_left_by_input = block.is_left_by_input
+            call = block.call
 
             def enter(_: Any) -> None:
-                runs.enter_backward(block)
-                if not is_left_by_input:  # at the end of this backward, which may be inside of another
-                    torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block))
+                runs.enter_backward(block, call)
+                if not call.is_left_by_input:  # at the end of this backward, which may be inside of another
+                    torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, call))
 
             for node in _nodes(output):
                 node.register_prehook(enter)

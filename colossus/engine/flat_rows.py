@@ -16,6 +16,7 @@ from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import mark_split
+from colossus.refusal import refusal
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,10 @@ class FlatRows:
         #: those whose stored rows are views of them
         self._views: set[nn.Parameter] = set()
         self._rows = self._store()
-        for param, rows in zip(self.params, self._rows_of_each(), strict=True):
+        self._rows_of = dict(zip(self.params, self._rows_of_each(), strict=True))
+        #: of the whole parameters, which nobody but a user's forward writes to
+        self._whole_versions = [param._version for param in self.params]
+        for param, rows in self._rows_of.items():
             shape = (-1, *param.shape[1:]) if rows.numel() else (0, *param.shape[1:])
             stored = nn.Parameter(rows.view(shape), requires_grad=param.requires_grad)
             spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
@@ -217,6 +221,27 @@ class FlatRows:
             sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
         if sources:
             torch._foreach_copy_(self._targets, sources)
+
+    @torch.no_grad()
+    def take_back_changes(self) -> None:
+        """What a forward has written to the whole parameters is written to the stored rows: on all ranks alike."""
+        versions = [param._version for param in self.params]
+        if versions == self._whole_versions:
+            return
+        changed = [
+            param for param, new, old in zip(self.params, versions, self._whole_versions, strict=True) if new != old
+        ]
+        self._whole_versions = versions
+        if self.dtypes.computed != self.dtypes.stored:
+            raise refusal(
+                f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
+                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without rounding: "
+                f"write to it between steps, or take parallel.zero = 0"
+            )
+        for param in changed:
+            if param not in self._views:
+                self._copy_own_rows(param, self._rows_of[param], self.layout.pieces_of(param)[0].offset)
+            self._gathered = None
 
     def release(self) -> None:
         """Free the whole parameters."""

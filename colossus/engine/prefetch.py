@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from colossus.engine.sharded_block import ShardedBlock
+from colossus.engine.sharded_block import ForwardCall, ShardedBlock
 
 
 class BlockRuns:
@@ -64,27 +64,31 @@ class BlockRuns:
         self._ahead, self._waiting = self._waiting, None
         self._ahead.start_gather()
 
-    def enter_backward(self, block: ShardedBlock) -> None:
+    def enter_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
         """The backward of one forward of a block begins."""
-        block.enter_backward()
+        block.enter_backward(call)
         if block in self._in_backward:
             self._in_backward.remove(block)
         self._in_backward.append(block)
         self.gather(block)
 
-    def leave_backward(self, block: ShardedBlock) -> None:
-        """The backward of a block that has begun, if any, is over."""
-        if not block.in_backward:
+    def leave_backward(self, block: ShardedBlock, call: ForwardCall) -> None:
+        """The backward of one forward of a block is over, if it had begun and was not over before."""
+        if call not in block.in_backward:
+            return
+        if len(block.in_backward) > 1:  # of a block that runs twice in a row, the one before has begun
+            block.leave_backward(call)
             return
         self._in_backward.remove(block)
         self.on_backward(block)
-        block.leave_backward()
+        block.leave_backward(call)
         self.after_release()
 
     def leave_all(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""
         for block in list(self._in_backward):
-            self.leave_backward(block)
+            for call in list(block.in_backward):
+                self.leave_backward(block, call)
 
     def reset(self) -> None:
         """A step or an evaluation is over: nothing that was started for it is used after it."""

@@ -37,6 +37,19 @@ class HeldParameter:
     is_product: bool = False
 
 
+class ForwardCall:
+    """One forward of a block.
+
+    Attributes:
+        is_left_by_input: whether the end of its backward is seen by the gradients of its inputs.
+    """
+
+    __slots__ = ("is_left_by_input",)
+
+    def __init__(self, is_left_by_input: bool) -> None:
+        self.is_left_by_input = is_left_by_input
+
+
 class ShardedBlock:
     """Parameters that are gathered, and whose gradients are reduced, together.
 
@@ -51,8 +64,9 @@ class ShardedBlock:
             its end, ``microbatch`` after its backward, ``step`` at the end of the step.
 
     Attributes:
-        in_backward: whether the backward of a forward has begun.
-        is_left_by_input: whether the end of the backward of the forward that runs is seen by its inputs' gradients.
+        call: the forward that has begun last.
+        in_backward: forwards whose backward has begun.
+        is_kept: whether the block is not freed before the end of the step: its backward is differentiated again.
         is_held: whether the block is not freed before the end of an evaluation.
         is_whole: whether the parameters that compute uses have the values of the stored ones.
         gradients: those that travel in one collective, for each such.
@@ -77,7 +91,9 @@ class ShardedBlock:
         self._stored = {id(param): stored for flat in self._flats for param, stored in flat.stored.items()}
         self.gradients = [RowGradients(flat) for flat in self._flats if flat.is_trainable]
         self._summed = self._stored | {id(param): own for each in self.gradients for param, own in each.summed.items()}
-        self.in_backward = self.is_held = self.is_left_by_input = False
+        self.call = ForwardCall(False)
+        self.in_backward: list[ForwardCall] = []
+        self.is_held = self.is_kept = False
         self.is_whole = self._is_placed = True
         #: forwards whose backward has not run
         self._num_awaited = 0
@@ -138,11 +154,14 @@ class ShardedBlock:
             for one in self._held:
                 _put(one.places, self._stored[id(one.param)])
             self._is_placed = False
-        if self.is_whole and not self._keeps:
-            with as_shards():
-                for flat in self._flats:
+        if not self.is_whole:
+            return
+        with as_shards():
+            for flat in self._flats:
+                flat.take_back_changes()
+                if not self._keeps:
                     flat.release()
-            self.is_whole = False
+        self.is_whole = self._keeps
 
     def _place(self) -> None:
         if not self._is_placed:
@@ -168,18 +187,32 @@ class ShardedBlock:
             self._num_awaited += 1
         self._release_by_scope()
 
-    def enter_backward(self) -> None:
-        """The backward of one forward begins."""
-        self.in_backward = True
+    def begin_forward(self, *, is_left_by_input: bool) -> ForwardCall:
+        """A forward begins that a backward may follow."""
+        self.call = ForwardCall(is_left_by_input)
+        return self.call
 
-    def leave_backward(self) -> None:
-        """The backward that has begun is over."""
-        self.in_backward = self.is_held = self.is_left_by_input = False
+    def enter_backward(self, call: ForwardCall) -> None:
+        """The backward of one forward begins."""
+        if call not in self.in_backward:
+            self.in_backward.append(call)
+        # with create_graph: what runs the backward of this backward is not seen here
+        self.is_kept = self.is_kept or torch.is_grad_enabled()
+
+    def leave_backward(self, call: ForwardCall) -> None:
+        """The backward of one forward is over."""
+        self.in_backward.remove(call)
         self._num_awaited -= 1
-        self._release_by_scope()
+        if not self.in_backward:
+            self.is_held = False
+            self._release_by_scope()
 
     def _release_by_scope(self) -> None:
-        if self.is_transient and not self.is_held and (self.frees_after_forward or not self._num_awaited):
+        if (
+            self.is_transient
+            and not (self.is_held or self.is_kept)
+            and (self.frees_after_forward or not self._num_awaited)
+        ):
             self.release()
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -198,7 +231,8 @@ class ShardedBlock:
 
     def end_step(self) -> None:
         """All backwards of a step, or all forwards of an evaluation, are over."""
-        self.in_backward = self.is_held = False
+        self.in_backward.clear()
+        self.is_held = self.is_kept = False
         self._num_awaited = 0
         if self._gathers:
             self.drop_gather()

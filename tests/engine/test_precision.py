@@ -41,8 +41,12 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "1f1b": (2, dict(pipeline=2), dict(type="1f1b", microbatches=2)),
     "zb-h1": (2, dict(pipeline=2), dict(type="zb-h1", microbatches=2)),
     "data x 1d": (4, dict(data=2, tensor=2), {}),
+    "zero 1": (2, dict(data=2, zero=1), dict(microbatches=2)),
+    "zero 2 x 2d": (8, dict(data=2, zero=2, tensor=dict(mode="2d", size=4)), {}),
+    "zero 3": (2, dict(data=2, zero=3), dict(microbatches=2)),
+    "zero 3 x zb-v": (4, dict(data=2, zero=3, pipeline=2), dict(type="zb-v", microbatches=2)),
 }
-LONG = ("2d step", "2d coalesced", "2.5d", "1f1b", "data x 1d")
+LONG = ("zero 1", "zero 2 x 2d", "zero 3 x zb-v", "2d step", "2d coalesced", "2.5d", "1f1b", "data x 1d")
 
 
 def settings(precision: Any, parallel: dict[str, Any], schedule: dict[str, Any], **train: Any) -> dict[str, Any]:

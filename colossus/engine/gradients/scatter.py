@@ -54,6 +54,7 @@ class GradientScatter:
         self._once: dict[int, list[RowGradients]] = {stage: [] for stage in self._order}
         #: of a parameter whose gradients are reduced once in a step
         self._reduced_with: dict[int, RowGradients] = {}
+        self._block_of = {one: block for block in blocks for one in block.gradients}
         for block in reversed(blocks):
             for one in block.gradients:
                 # stages are reduced in their order: with the last of those that its parameters belong to
@@ -85,6 +86,8 @@ class GradientScatter:
         """No more gradients come for a stage: start what has not been started."""
         if self._weights.coalescing.is_wanted and self._transient[stage]:
             self._start_left(self._transient[stage])
+        # what a backward of a backward has made
+        self._start([one for one in self._transient[stage] if self._block_of[one].is_kept])
         self._start(self._once[stage][self._num_started[stage] :])
         self._num_started[stage] = len(self._once[stage])
         self._armed = None
@@ -123,7 +126,7 @@ class GradientScatter:
         self._armed, self._num_started, self._num_stages = None, dict.fromkeys(self._order, 0), 0
 
     def _on_backward(self, block: ShardedBlock) -> None:
-        if not self._weights.deferral.is_active:
+        if not self._weights.deferral.is_active and not block.is_kept:
             self._start(block.gradients)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
