@@ -72,6 +72,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], str]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4)), "1f1b"),
     "1f1b": (4, dict(data=2, pipeline=2), "1f1b"),
     "zb-v": (2, dict(pipeline=2), "zb-v"),
+    "zero": (4, dict(data=2, pipeline=2, zero=3), "1f1b"),
 }
 plans = pytest.mark.parametrize("plan", [*PLANS.values()], ids=[*PLANS])
 
@@ -125,8 +126,19 @@ def _norms_of_groups(rank: int, config: dict[str, Any]) -> list[dict[str, float]
     return found
 
 
-@plans
-@pytest.mark.parametrize("optimizer", [by_name, by_number])
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        pytest.param(
+            plan,
+            optimizer,
+            id=f"{name}, {optimizer.__name__}",
+            marks=[pytest.mark.long] if optimizer is by_number and name != "1f1b" else [],
+        )
+        for name, plan in PLANS.items()
+        for optimizer in (by_name, by_number)
+    ],
+)
 def test_norms_of_parameter_groups(plan: tuple[int, dict[str, Any], str], optimizer: Any) -> None:
     """Before clipping. A stage may lack a group, or have it without parameters."""
     world, parallel, kind = plan

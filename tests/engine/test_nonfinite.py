@@ -294,12 +294,14 @@ def test_a_fused_optimizer_leaves_a_step_out_by_itself(make: Callable[..., torch
 
 
 def test_what_is_waited_for() -> None:
-    found, param = torch.ones((), device="meta"), nn.Parameter(torch.ones(2))
+    """The meta device stands for an accelerator."""
+    found, param = torch.ones((), device="meta"), nn.Parameter(torch.ones(2, device="meta"))
+    param.grad = torch.ones_like(param)
     optimizer = sgd([param], lr=0.1, momentum=0.9)
-    param.grad = torch.ones(2)
     assert skipping_on_device(optimizer, torch.ones(())) is None
     assert skipping_on_device(optimizer, found) is None  # torch would leave the momentum without a value
-    optimizer.step()
+    optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
     assert skipping_on_device(optimizer, found) is not None
     assert skipping_on_device(sgd([param], lr=0.1), found) is not None
     assert skipping_on_device(sgd([param], lr=0.1, fused=False), found) is None
+    assert skipping_on_device(sgd([nn.Parameter(torch.ones(2))], lr=0.1), found) is None  # offloaded to the host

@@ -23,7 +23,7 @@ def test_a_pipeline_runs_and_every_rank_knows_the_loss(tmp_path: Path) -> None:
     assert code == 0, err
     losses = [row["loss"] for row in rows_of(tmp_path / "run") if "loss" in row]
     assert len(losses) == 5
-    assert all(loss > 0 for loss in losses)
+    assert all(0 < loss < 10 for loss in losses)
     assert "done: 5 steps" in out
     code, out, err = finish(start([*COMMAND[:-1], "reference", "parallel.pipeline=1"], tmp_path))
     assert code == 0, err
