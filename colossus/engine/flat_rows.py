@@ -235,8 +235,8 @@ class FlatRows:
         if self.dtypes.computed != self.dtypes.stored:
             raise refusal(
                 f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
-                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without rounding: "
-                f"write to it between steps, or take parallel.zero = 0"
+                f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without "
+                f"rounding: write to it between steps, or take parallel.zero = 0"
             )
         for param in changed:
             if param not in self._views:

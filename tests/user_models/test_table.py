@@ -32,6 +32,11 @@ def test_some_models(plan: str) -> None:
     require(SOME, plan)
 
 
+def test_blocks_that_are_gathered_and_freed() -> None:
+    """One that runs twice in a row, one whose backward is differentiated, one that is written to, one never called."""
+    require(("shared_block", "plain_forces", "ema_teacher", "two_heads", "checkpointed_reentrant"), "data 2 zero 3")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("plan", PLANS)
 def test_all_models(plan: str) -> None:

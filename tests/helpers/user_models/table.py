@@ -37,6 +37,8 @@ PLANS = {
     "one process": _plan(1),
     "microbatches 2": Plan(1, {}, dict(microbatches=2)),
     "data 2": _plan(2, data=2),
+    "data 2 zero 1": _plan(2, data=2, zero=1),
+    "data 2 zero 3": _plan(2, data=2, zero=3),
     "1d 2": _plan(2, tensor=_tensor("1d", 2)),
     "1d 2 sequence_sharded": _plan(2, tensor=_tensor("1d", 2, sequence_sharded=True)),
     "pipeline 2 1f1b": _plan(2, pipeline=2, schedule="1f1b"),
