@@ -125,4 +125,31 @@ def _low(name: str, world: int, module: str, maker: str, options: Any, peers: tu
     return Kind(name, world, module, maker, options, peers, LOW_REFERENCE, LOW_TOLERANCE, in_default=False)
 
 
-KINDS = _kinds()
+def _recomputing() -> dict[str, Kind]:
+    """One process that computes activations again: torch's own checkpointing of plain blocks, and ours."""
+    kinds = []
+    for name in ("full", "selective"):
+        of = (("recompute", name),)
+        kinds += [
+            Kind(f"serial-{name}", 1, "plain", "PlainCase", of, peers=("serial",), in_default=False),
+            Kind(
+                f"colossus-{name}",
+                1,
+                "ours",
+                "ColossusCase",
+                of,
+                peers=("colossus", f"serial-{name}"),
+                in_default=False,
+            ),
+        ]
+    every_other = (("recompute", {"type": "full", "every": 2}),)
+    offloaded = (("recompute", {"type": "full", "offload": True}),)
+    kinds += [
+        Kind("colossus-full-every-2", 1, "ours", "ColossusCase", every_other, peers=("colossus",), in_default=False),
+        Kind("colossus-full-offload", 1, "ours", "ColossusCase", offloaded, peers=("colossus",), in_default=False),
+    ]
+    return {kind.name: kind for kind in kinds}
+
+
+RECOMPUTING = _recomputing()
+KINDS = _kinds() | RECOMPUTING

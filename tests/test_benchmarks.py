@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks import bubble, common, pipeline, plot, tensor, tensor_block, train_step  # noqa: E402
 from benchmarks.bubble_stages import Task, weight  # noqa: E402
-from benchmarks.cases import KINDS  # noqa: E402
+from benchmarks.cases import KINDS, RECOMPUTING  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
 from benchmarks.tensor_cases import CASES  # noqa: E402
 from benchmarks.workload import Workload, fuse_qkv  # noqa: E402
@@ -111,6 +111,16 @@ def test_serial(tmp_path: Path) -> None:
     text, payload = smoke("serial", tmp_path, "--no-memory", "--precision", "fp32")
     assert_same_training(payload["results"][0], {"serial", "serial (again)", "colossus"})
     assert "time / serial" in text
+
+
+@pytest.mark.long
+def test_checkpointing(tmp_path: Path) -> None:
+    text, payload = smoke("checkpointing", tmp_path, "--no-memory")
+    (result,) = payload["results"]
+    assert_same_training(result, {"serial", "serial (again)", "colossus", *RECOMPUTING})
+    compared = {(pair["case"], pair["against"]) for pair in result["comparisons"]}
+    assert {(f"colossus-{kind}", f"serial-{kind}") for kind in ("full", "selective")} <= compared
+    assert all(name in text for name in RECOMPUTING)
 
 
 @pytest.mark.long

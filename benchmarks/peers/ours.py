@@ -12,6 +12,7 @@ from colossus.checkpoint import load_full_state_dict
 class ColossusCase:
     """
     Args:
+        recompute: ``train.activation_checkpoint``.
         zero: stage of ZeRO over the data ranks.
         weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
         precision: ``train.precision``.
@@ -28,6 +29,7 @@ class ColossusCase:
         zero: int = 0,
         weights: str = "matmul",
         precision: str = "fp32",
+        recompute: Any = "none",
     ) -> None:
         w = workload
         config: dict[str, Any] = {
@@ -42,7 +44,12 @@ class ColossusCase:
                 "tie_embeddings": False,
             },
             "optimizer": {"type": "AdamW", "lr": LEARNING_RATE},
-            "train": {"global_batch_size": w.batch, "clip_grad_norm": CLIP_NORM, "precision": precision},
+            "train": {
+                "global_batch_size": w.batch,
+                "clip_grad_norm": CLIP_NORM,
+                "precision": precision,
+                "activation_checkpoint": recompute,
+            },
             "device": w.device,
         }
         self.engine = colossus.initialize(config)

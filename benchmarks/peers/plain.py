@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload, fuse_qkv
+
+#: what selective checkpointing keeps the results of: matmuls and attention
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 
 
 class Attention(nn.Module):
@@ -65,10 +74,15 @@ class Positions(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """ids [batch, tokens] -> logits [batch, tokens, vocab]."""
+    """ids [batch, tokens] -> logits [batch, tokens, vocab].
 
-    def __init__(self, workload: Workload, ways: int = 1) -> None:
+    Args:
+        recompute: ``none``, ``full`` or ``selective``: torch's own activation checkpointing of each block.
+    """
+
+    def __init__(self, workload: Workload, ways: int = 1, recompute: str = "none") -> None:
         super().__init__()
+        self.recompute = recompute
         w = workload
         self.embedding: nn.Module = nn.Embedding(w.vocab, w.hidden)
         self.positions = Positions(w.tokens, w.hidden)
@@ -79,8 +93,15 @@ class PlainGPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.positions(self.embedding(ids))
         for block in self.blocks:
-            x = block(x)
+            x = self._run(block, x)
         return self.head(self.norm(x))
+
+    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.recompute == "none":
+            return block(x)
+        context_fn = partial(create_selective_checkpoint_contexts, KEPT)
+        options = {} if self.recompute == "full" else {"context_fn": context_fn}
+        return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,11 +119,14 @@ class PlainCase:
 
     Args:
         low: forward under autocast to bf16.
+        recompute: the activations of a block, as `PlainGPT`.
     """
 
-    def __init__(self, workload: Workload, rank: int, world: int, *, low: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, rank: int, world: int, *, low: bool = False, recompute: str = "none"
+    ) -> None:
         self.low, self.device = low, workload.device
-        self.model = PlainGPT(workload).to(self.device)
+        self.model = PlainGPT(workload, recompute=recompute).to(self.device)
         self.model.load_state_dict(fuse_qkv(workload.state()))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)

@@ -12,7 +12,7 @@ _top_hooks, _make_saved_tensor = _autograd._top_saved_tensors_default_hooks, _au
 
 
 def is_hooked() -> bool:
-    """Whether activation checkpointing, or another `saved_tensors_hooks`, takes what is saved for backward here."""
+    """Whether activation checkpointing or other `saved_tensors_hooks` take over what is saved for backward."""
     return _top_hooks(True) is not None
 
 
@@ -34,5 +34,5 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     """The tensors, or None, that `save_for_backward` has saved. Under checkpointing this runs a user's forward."""
     early = getattr(ctx, "saved_early", None)
     if early is None:
-        return tuple(ctx.saved_tensors)
+        return ctx.saved_tensors
     return tuple(None if saved is None else saved.unpack() for saved in early)

@@ -77,12 +77,16 @@ class RngStreams:
 
     def snapshot(self) -> Position:
         """The position, and how many draws were made up to it."""
-        return self.step, self.microbatch, dict(self._calls)
+        calls = dict(self._calls)
+        if torch._C._current_graph_task_id() != -1 and not self._replaying:
+            # in a recomputation of torch's own, which repeats a forward whose draws are counted already
+            calls = {key: count for key, count in calls.items() if key[0] != self.microbatch}
+        return self.step, self.microbatch, calls
 
     @contextmanager
     def replay(self, position: Position) -> Iterator[None]:
         """For recomputation: inside, draws from ``position`` (a snapshot) on are repeated."""
-        current, was_replaying = self.snapshot(), self._replaying
+        current, was_replaying = (self.step, self.microbatch, self._calls), self._replaying
         self.step, self.microbatch, self._calls = position[0], position[1], dict(position[2])
         self._replaying = True
         try:

@@ -57,9 +57,10 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         if is_checkpointed(module):
+            where = f"{names[id(module)] or 'the model'} ({type(module).__name__})"
             raise ConfigError(
-                f"{_KEY} = {wanted.type!r}, but {names[id(module)] or 'the model'} ({type(module).__name__}) is told "
-                f"to checkpoint itself (activation_checkpoint= of the model or of its blocks): keep one of the two"
+                f"{_KEY} = {wanted.type!r}, but {where} is told to checkpoint itself (activation_checkpoint= of the "
+                f"model or of its blocks): keep one of the two"
             )
     if wanted.modules is not None:
         found = _matching(dict(model.named_modules()), wanted.modules)

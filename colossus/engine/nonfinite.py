@@ -80,7 +80,7 @@ class Evidence:
         step: from 1.
         loss_sum: of this rank.
         local_sums: of `Strategy.local_sums`.
-        params, norms: of `GradientNorm`, after all sums.
+        norms: of ``norm``, after all sums; None where this rank has no gradients.
         loss_scale: of the mean loss in this step; None where it is not scaled.
         grads_are_there: whether the gradients themselves are still those of the step.
     """

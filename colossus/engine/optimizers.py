@@ -57,6 +57,8 @@ def skipping_on_device(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> A
     if found_inf.device.type == "cpu" or not getattr(optimizer, "_step_supports_amp_scaling", False):
         return None
     for group in optimizer.param_groups:
+        if any(param.device != found_inf.device for param in group["params"]):  # offloaded
+            return None
         keeps_state = group.get("momentum", 1) != 0
         if keeps_state and any(param.grad is not None and param not in optimizer.state for param in group["params"]):
             return None

@@ -66,6 +66,12 @@ class ParameterStore:
         block = self._block_of.get(id(param))
         return param if block is None else block.stored(param)
 
+    def computed(self) -> list[nn.Parameter]:
+        """All parameters as compute sees them, in no order."""
+        sharded = [param for block in self._blocks for param in block.params]
+        stored = {id(self.stored(param)) for param in sharded}
+        return [*sharded, *(param for param in self._stored if id(param) not in stored)]
+
     def summed(self, param: nn.Parameter) -> nn.Parameter:
         """What has the gradient of `stored`, on the device of compute, until `accept_gradients`."""
         block = self._block_of.get(id(param))

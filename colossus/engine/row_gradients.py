@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from colossus.comm import in_parts
 from colossus.engine.flat_rows import FlatRows, Transfer
+from colossus.engine.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
 
 
@@ -29,6 +30,8 @@ class RowGradients:
         #: of the reduction under way: which parameters this rank has used
         self._present: list[bool] = []
         self._reduction: Transfer | None = None
+        #: of all numbers that this rank has put into the reductions of a step
+        self._own_sum: Tensor | None = None
 
     def _stand_in(self, param: nn.Parameter) -> nn.Parameter:
         stored = self.flat.stored[param]
@@ -42,7 +45,7 @@ class RowGradients:
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before; what a user has frozen since gets none."""
-        self._sums = None
+        self._sums = self._own_sum = None
         self._is_used = [False] * len(self.params)
         for param in self.params:
             stored = self.flat.stored[param]
@@ -94,6 +97,8 @@ class RowGradients:
             torch._foreach_copy_(targets, sources)
         if empty:
             torch._foreach_zero_(empty)
+        own_sum = sum_of_all(stacked)
+        self._own_sum = own_sum if self._own_sum is None else self._own_sum + own_sum
 
     @torch.no_grad()
     def _take(self, addends: list[Tensor]) -> None:
@@ -154,6 +159,12 @@ class RowGradients:
                 stored.grad = torch.empty_like(stored, pin_memory=stored.device != summed.device)
                 stored.grad.copy_(summed.grad)
                 summed.grad = None
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what this rank put into the reductions of the last step."""
+        if self._own_sum is None:
+            return []
+        return [(tuple(spec_of(param).name for param in self.params), self._own_sum)]
 
     def abandon(self) -> Transfer | None:
         """Forget those of a step that failed, without a collective; what is to be waited for before the next step."""

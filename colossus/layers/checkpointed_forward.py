@@ -15,6 +15,11 @@ from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.refusal import refusal
 
+#: (module, name) of a buffer
+Place = tuple[nn.Module, str]
+#: bytes of a buffer that is copied rather than looked at
+_SMALL = 1 << 16
+
 
 def checkpoint_module(module: nn.Module, kind: str, context: ParallelContext, *, offload: bool = False) -> None:
     """Let a module compute its activations again in backward: its ``forward``, not its hooks, which run once.
@@ -64,7 +69,7 @@ class CheckpointedForward:
         if self._buffers is None:
             self._buffers = _Buffers(self._module)
             self._draws_anything = any(not _is_ours(inner) for inner in self._module.modules())
-        buffers = self._buffers.before()
+        buffers, before = self._buffers, self._buffers.values()
         is_first = True
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +77,7 @@ class CheckpointedForward:
             if is_first:
                 is_first = False
                 return self._forward(*args, **kwargs)
-            with buffers.again():
+            with buffers.again(before):
                 return self._forward(*args, **kwargs)
 
         out = checkpoint(
@@ -85,7 +90,7 @@ class CheckpointedForward:
             title=_title(self._module),
             **kwargs,
         )
-        buffers.keep_changed()
+        buffers.forget_unchanged(before)
         return out
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,53 +111,41 @@ def _title(module: nn.Module) -> str:
 
 
 class _Buffers:
-    """The buffers of a module and of those in it."""
+    """Buffers in which a module or one in it may keep running statistics; ours keep none."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.places = [
-            (owner, leaf) for owner in module.modules() for leaf, held in owner._buffers.items() if held is not None
-        ]
-        #: those that a forward has changed in place; before the first one any might be
-        self.changing = set(self.places)
-        self.is_known = False
+        owners = [owner for owner in module.modules() if not _is_ours(owner)]
+        self._places = [(owner, leaf) for owner in owners for leaf, held in owner._buffers.items() if held is not None]
+        #: larger ones that a forward has changed; None before the first one, after which their values are compared,
+        #: since batch normalisation does not count what it writes as a change
+        self._changing: set[Place] | None = None
 
-    def before(self) -> _BufferValues:
-        """Their values before a forward, as far as that may change them."""
-        return _BufferValues(self)
+    def held(self) -> dict[Place, Tensor]:
+        found = {place: place[0]._buffers[place[1]] for place in self._places}
+        return {place: held for place, held in found.items() if held is not None}
 
+    def values(self) -> dict[Place, Tensor]:
+        """Copies of the small ones, and of those that change."""
+        return {place: held.detach().clone() for place, held in self.held().items() if self._is_copied(place, held)}
 
-class _BufferValues:
-    """What buffers were before a forward: its recomputation sees that, and leaves no trace."""
+    def _is_copied(self, place: Place, held: Tensor) -> bool:
+        return held.nbytes <= _SMALL or self._changing is None or place in self._changing
 
-    def __init__(self, buffers: _Buffers) -> None:
-        self._buffers = buffers
-        self._before: dict[tuple[nn.Module, str], Tensor] = {}
-        self._versions: dict[tuple[nn.Module, str], tuple[Tensor, int]] = {}
-        for owner, leaf in buffers.places:
-            held = owner._buffers[leaf]
-            if held is not None:
-                self._versions[owner, leaf] = held, held._version
-                self._before[owner, leaf] = held.detach().clone() if (owner, leaf) in buffers.changing else held
-
-    def keep_changed(self) -> None:
-        """After the forward: forget those that it has not changed."""
-        written = set()
-        for (owner, leaf), (held, version) in self._versions.items():
-            if held._version != version:
-                written.add((owner, leaf))
-            elif owner._buffers[leaf] is held:
-                del self._before[owner, leaf]
-        self._versions.clear()
-        buffers = self._buffers
-        buffers.changing = buffers.changing | written if buffers.is_known else written
-        buffers.is_known = True
+    def forget_unchanged(self, before: dict[Place, Tensor]) -> None:
+        """After a forward: no copies of large ones that it has not changed."""
+        held = self.held()
+        if self._changing is None:
+            large = [place for place, value in before.items() if value.nbytes > _SMALL]
+            self._changing = {place for place in large if place in held and not torch.equal(before[place], held[place])}
+        for place in [place for place in before if place in held and not self._is_copied(place, held[place])]:
+            del before[place]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the recomputation."""
-        now = {place: place[0]._buffers[place[1]] for place in self._before}
-        for (owner, leaf), before in self._before.items():
-            owner._buffers[leaf] = before.clone()
+    def again(self, before: dict[Place, Tensor]) -> Iterator[None]:
+        """Around a recomputation: it sees them as they were, and leaves no trace."""
+        now = self.held()
+        for (owner, leaf), held in now.items():
+            owner._buffers[leaf] = before.get((owner, leaf), held).detach().clone()
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from helpers.strategies import Delayed, LocalSteps
 from helpers.training import config_of
 from torch import Tensor, nn
 
+import colossus
 from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.nonfinite import NonFiniteGradients
 from colossus.engine.optimizers import _skipped_where, adamw, sgd, skipping_on_device
@@ -106,6 +107,10 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
         *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.weight")]),
         *("blocks.0.attention.qkv.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
     ),
+    "zero": (
+        *(2, dict(data=2, zero=3), "1f1b", [(1, "blocks.0.mlp.up.weight")]),
+        *("blocks.0.mlp.up.weight on rank 1 (data 1) is nan", {}),
+    ),
     "one process": (1, {}, "1f1b", [(0, TIED)], f"{TIED} on rank 0 is nan", {}),
 }
 
@@ -145,10 +150,31 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     assert words.startswith(told)
 
 
+class RootOfZero(nn.Module):
+    """The square root of 0 has no finite derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late((self.early(x) * 0).sqrt())
+
+
+def test_the_parameter_that_backward_came_to_first_is_named() -> None:
+    """The last one before the operation that made it."""
+    config = dict(train=dict(global_batch_size=2), device="cpu")
+    engine = colossus.initialize(config, model=RootOfZero, loss_fn=lambda y, batch: (y.square().sum(), len(y)))
+    with pytest.raises(NonFiniteGradients) as raised:
+        engine.train_step(torch.randn(2, 3))
+    report = raised.value.report
+    assert (report.parameter, report.value, report.num_others) == ("early.bias", "nan", 1)
+
+
 # -- several in a row -----------------------------------------------------------------------------------------
 
 
-def _in_row() -> None:
+def test_too_many_in_a_row() -> None:
     faulty = Faulty(settings({}, max_skips=2))
     bad = [(0, "norm.bias")]
     with Messages() as messages:
@@ -160,10 +186,6 @@ def _in_row() -> None:
         f"({number} in a row, train.max_skips = 2)" for number in (1, 2, 1, 2)
     ]
     faulty.engine.close()
-
-
-def test_too_many_in_a_row() -> None:
-    _in_row()
 
 
 def test_finite_gradients_whose_norm_overflows_are_told_apart() -> None:

@@ -24,7 +24,7 @@ from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import activation_checkpoint
+from colossus.layers import activation_checkpoint, selective_checkpoint
 from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
@@ -311,9 +311,9 @@ def test_inputs_need_not_be_contiguous() -> None:
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        activation_checkpoint.SAVED.add(ring.RING_ATTENTION)
+        selective_checkpoint.SAVED.add(ring.RING_ATTENTION)
     else:
-        activation_checkpoint.SAVED.discard(ring.RING_ATTENTION)
+        selective_checkpoint.SAVED.discard(ring.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)

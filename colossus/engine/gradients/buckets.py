@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +20,18 @@ LocalSum = tuple[tuple[str, ...], Tensor]
 def sum_of_all(flat: Tensor) -> Tensor:
     """The sum of all numbers of a flat buffer: finite if they are, and are not huge."""
     return flat.sum(dtype=torch.float32 if flat.dtype.itemsize < 4 else None)
+
+
+def first_of_each(sums: Iterable[LocalSum]) -> list[LocalSum]:
+    """Without the names that an earlier piece has: a parameter is in the first collective that took its gradient."""
+    found: list[LocalSum] = []
+    known: set[str] = set()
+    for names, own_sum in sums:
+        names = tuple(name for name in names if name not in known)
+        known.update(names)
+        if names:
+            found.append((names, own_sum))
+    return found
 
 
 class Bucket:

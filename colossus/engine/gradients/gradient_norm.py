@@ -49,6 +49,7 @@ class GradientNorm:
         counted = [is_counted for _, _, is_counted in self._entries]
         #: [entries] 1 for those that this rank counts, else 0; None where it counts all
         self._weights = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=context.device)
+        self._some_are_offloaded = any(param.device.type != context.device.type for param in trainable)
         self._no_gradient = torch.zeros((), device=context.device)
         self.norms: Tensor | None = None
 
@@ -63,7 +64,10 @@ class GradientNorm:
         ]
         if not grads:
             return torch.zeros(0, dtype=torch.float64, device=device)
-        self.norms = torch.stack(torch._foreach_norm(grads))
+        norms = list(torch._foreach_norm(grads))
+        if self._some_are_offloaded:
+            norms = [norm.cpu() for norm in norms]
+        self.norms = torch.stack(norms).to(device)
         squares = self.norms.double().square()
         return squares if self._weights is None else squares * self._weights
 

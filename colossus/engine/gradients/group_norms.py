@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
@@ -15,7 +15,7 @@ class GroupNorms:
     """To which parameter group of the optimizer each entry of a `GradientNorm` belongs.
 
     A group is known by its ``name``, or by its number where it has none. Ranks need not have the same ones, nor need a
-    group have a parameter on each (stages of a pipeline): all count for all groups that any rank has.
+    group have a parameter on each (stages of a pipeline): all count for all groups that have one on any rank.
 
     Args:
         group: the ranks that sum the numbers of a step.
@@ -29,32 +29,42 @@ class GroupNorms:
     @property
     def names(self) -> tuple[str, ...]:
         """Of all groups. Collective at first, and after parameters have been added to the optimizer."""
-        groups = self._optimizer.param_groups
-        sizes = [len(group["params"]) for group in groups]
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != self._sizes:
-            own = tuple(str(group.get("name", number)) for number, group in enumerate(groups))
-            self._names = tuple(dict.fromkeys(name for names in all_gather_object(own, self._group) for name in names))
-            self._index = self._index_of_entries(own)
+            self._names = self._agree_on_names()
+            self._index = self._index_of_entries()
             self._sizes = sizes
         return self._names
 
-    def _index_of_entries(self, own: tuple[str, ...]) -> Tensor:
-        """[entries] the number of each one's group; behind the last where the optimizer does not have it."""
+    def _own(self) -> list[tuple[int, str, list[nn.Parameter]]]:
+        """Number, name and parameters of this rank's groups, without those that are empty here."""
+        groups = enumerate(self._optimizer.param_groups)
+        own = [(number, str(group.get("name", number)), group["params"]) for number, group in groups]
+        return [one for one in own if any(param.numel() for param in one[2])]
+
+    def _agree_on_names(self) -> tuple[str, ...]:
+        """In the order of their numbers, where ranks agree on these."""
+        number_of: dict[str, int] = {}
+        for of_rank in all_gather_object([(number, name) for number, name, _ in self._own()], self._group):
+            for number, name in of_rank:
+                number_of[name] = min(number, number_of.get(name, number))
+        return tuple(sorted(number_of, key=number_of.__getitem__))
+
+    def _index_of_entries(self) -> Tensor:
+        """[entries] the place of each one's group among the names; behind the last where the optimizer lacks it."""
         by_id: dict[int, int] = {}
         by_name: dict[str, int] = {}  # a strategy may give the optimizer other objects, of the same names
-        for name, group in zip(own, self._optimizer.param_groups, strict=True):
-            number = self._names.index(name)
-            for param in group["params"]:
-                by_id[id(param)] = number
-                if spec_of(param).name:
-                    by_name[spec_of(param).name] = number
+        for _, name, params in self._own():
+            for param in params:
+                by_id[id(param)] = by_name[spec_of(param).name] = self._names.index(name)
         none = len(self._names)
-        params = self._norm.params
-        index = [by_id.get(id(param), by_name.get(spec_of(param).name, none)) for param in params]
-        return torch.tensor(index, dtype=torch.int64, device=params[0].device if params else None)
+        entries = self._norm.params
+        index = [by_id.get(id(param), by_name.get(spec_of(param).name, none)) for param in entries]
+        return torch.tensor(index, dtype=torch.int64, device=entries[0].device if entries else None)
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         """Of each group the sum of what `GradientNorm.local_squares` gave for its entries: float64 [groups]."""
         num_groups = len(self.names)
+        self._index = self._index.to(squares.device)  # of offloaded parameters the first time
         sums = torch.zeros(num_groups + 1, dtype=squares.dtype, device=squares.device)
-        return sums.index_add_(0, self._index.to(squares.device), squares)[:num_groups]
+        return sums.index_add_(0, self._index, squares)[:num_groups]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.buckets import LocalSum, first_of_each
 from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
 from colossus.engine.gradients.tied import TiedGradients
@@ -88,15 +88,8 @@ class GradientReduction:
 
         A parameter is in one piece: that of the first collective, before which its gradient is this rank's own.
         """
-        found: list[LocalSum] = []
-        known: set[str] = set()
         own = [one for buckets in self._buckets.values() for one in buckets.local_sums()]
-        for names, own_sum in (*own, *self._tied.local_sums(), *self._copied.local_sums()):
-            names = tuple(name for name in names if name not in known)
-            known.update(names)
-            if names:
-                found.append((names, own_sum))
-        return found
+        return first_of_each([*own, *self._tied.local_sums(), *self._copied.local_sums()])
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then

@@ -10,6 +10,7 @@ from torch import nn
 
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.stage_buckets import gradient_in_parts
 from colossus.engine.prefetch import BlockRuns
 from colossus.engine.row_gradients import RowGradients
@@ -106,6 +107,11 @@ class GradientScatter:
         self._num_stages -= 1
         if not self._num_stages:
             self._reset()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of each piece of gradients that this rank put into the collectives of the last step."""
+        every = (one for stage in self._order for one in (*self._transient[stage], *self._once[stage]))
+        return [found for one in every for found in one.local_sums()]
 
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""

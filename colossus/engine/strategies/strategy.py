@@ -181,12 +181,12 @@ class Strategy:
 
 def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: float | None = None) -> None:
     """Multiply all gradients in place; then clip their elements to at most ``clip_value``, if that is given."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None:
-            by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
-    for dtype, grads in by_dtype.items():
-        torch._foreach_mul_(grads, scale.to(dtype))
+            kinds.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+    for (dtype, device), grads in kinds.items():
+        torch._foreach_mul_(grads, scale.to(device, dtype))
         if clip_value is not None:
             clip_elements(dtype, grads, clip_value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from colossus.engine.gradients.buckets import LocalSum, first_of_each
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -64,6 +65,9 @@ class Zero(Strategy):
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()
+
+    def local_sums(self) -> list[LocalSum]:
+        return first_of_each([*self._scatter.local_sums(), *self._rest.local_sums()])
 
     def abandon(self) -> None:
         self._scatter.abandon()

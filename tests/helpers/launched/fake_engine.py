@@ -47,6 +47,7 @@ class FakeEngine:
             stop_signal=None,
             loss_scale=None,
             num_skipped=0,
+            grad_norms={},
         )
 
     def withdraw_stop(self) -> None:

@@ -1,0 +1,402 @@
+"""``train.activation_checkpoint`` in one process: the same run to the bit; what is computed again and held, counted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.training import SIZES, batch_of, config_of
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.flop_counter import FlopCounterMode
+
+import colossus
+from colossus import layers
+from colossus.comm.early_save import is_hooked
+from colossus.config import ConfigError
+from colossus.config.training import ActivationCheckpoint
+from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
+from colossus.layers.host_memory import HostCopy, goes_to_host
+
+KINDS: list[Any] = [
+    "full",
+    "selective",
+    dict(type="full", every=2),
+    dict(type="full", offload=True),
+    dict(type="selective", offload=True),
+]
+
+
+# -- the same numbers in one process ----------------------------------------------------------------------------
+
+
+class Noisy(nn.Module):
+    """Plain torch, with all that makes recomputation hard: dropout, draws of all generators, running statistics, a nest
+    of arguments of which one tensor comes twice, a mask, and a keyword."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(2 * width, width)
+        self.stats = nn.BatchNorm1d(width)
+        self.norm = spectral_norm(nn.Linear(width, width))
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, state: dict[str, Any], pair: tuple[Tensor, Tensor], *, scale: float, skip: bool = True) -> Any:
+        x = state["x"]
+        assert pair[0] is pair[1] is x
+        if skip and random.random() < 0.3:  # the program's own decision, the same again
+            return {**state, "x": x * 0.5}
+        y = torch.tanh(self.mix(torch.cat(pair, -1)))
+        y = self.stats(y.transpose(1, 2)).transpose(1, 2)
+        y = self.drop(F.gelu(self.norm(y))) + torch.from_numpy(np.random.rand(*y.shape[1:])).to(y.dtype)
+        y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.2)
+        return {**state, "x": x + scale * self.down(self.drop(y)).masked_fill(state["mask"], 0.0)}
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[int], nn.Module] = Noisy) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SIZES["vocab_size"], 12)
+        self.blocks = nn.ModuleList([block(12) for _ in range(4)])
+        self.head = nn.Linear(12, SIZES["vocab_size"])
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state = {"x": self.embedding(ids), "mask": (ids % 5 == 0).unsqueeze(-1), "name": "none"}
+        for block in self.blocks:
+            state = block(state, (state["x"], state["x"]), scale=0.5)
+        out: Tensor = self.head(state["x"])
+        return out
+
+
+def loss_of(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def trained(recompute: Any, model: Any = None, *, microbatches: int = 2, steps: int = 3, **options: Any) -> list[Any]:
+    """Losses and norms, then gradients, parameters and buffers, of a few steps and an evaluation in one process."""
+    config = config_of({}, steps, "fp64", train=dict(activation_checkpoint=recompute), model=options)
+    config["schedule"] = dict(microbatches=microbatches)
+    engine = colossus.initialize(config, model=model, loss_fn=loss_of if model else None)
+    out: list[Any] = []
+    for step in range(steps):
+        result = engine.train_step(batch_of(step))
+        out.append((result.loss, result.grad_norm))
+    out.append(engine.eval_step(batch_of(9)).loss)
+    out += [value.clone() for value in engine.model.state_dict().values()]
+    out += [param.grad.clone() for param in engine.model.parameters() if param.grad is not None]
+    engine.close()
+    return out
+
+
+def assert_equal(found: list[Any], wanted: list[Any]) -> None:
+    assert len(found) == len(wanted)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
+
+
+@pytest.mark.parametrize("recompute", [*KINDS, dict(type="full", modules=["blocks.[02].*", "blocks.3"])], ids=str)
+def test_plain_modules_train_the_same_to_the_bit(recompute: Any) -> None:
+    assert_equal(trained(recompute, Net), trained("none", Net))
+
+
+@pytest.mark.parametrize("recompute", [*KINDS, dict(type="selective", modules=["blocks.*.mlp", "*norm"])], ids=str)
+def test_our_blocks_train_the_same_to_the_bit(recompute: Any) -> None:
+    options = dict(dropout=0.2, attention_dropout=0.1, mlp="swiglu", num_kv_heads=2, positions="rotary")
+    assert_equal(trained(recompute, **options), trained("none", **options))
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_the_model_may_say_it(kind: str) -> None:
+    assert_equal(trained("none", dropout=0.2, activation_checkpoint=kind), trained("none", dropout=0.2))
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_child_that_draws_from_torchs_generator(kind: str) -> None:
+    """One that a user has put into a block of ours, which draws from the context's streams otherwise."""
+
+    def model() -> nn.Module:
+        gpt: Any = colossus.registry.MODELS.build(dict(type="GPT", **SIZES, dropout=0.1))
+        for block in gpt.blocks:
+            block.mlp.up = nn.Sequential(layers.Linear(24, 96), nn.Dropout(0.4))
+        return gpt
+
+    assert_equal(trained(kind, model), trained("none", model))
+
+
+def test_under_autocast() -> None:
+    class Cast(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(ids).float()
+
+    plain, recomputed = (trained(kind, Cast, steps=1) for kind in ("none", "full"))
+    assert_equal(recomputed, plain)
+
+
+class Watched(nn.Module):
+    """Counts its forwards, and whether what is saved in them is taken over."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, state: dict[str, Any], pair: Any, scale: float) -> Any:
+        self.seen.append((is_hooked(), torch.is_grad_enabled()))
+        return {**state, "x": state["x"] + torch.tanh(self.up(state["x"]))}
+
+
+def test_in_training_only() -> None:
+    config = config_of({}, 1, "fp64", train=dict(activation_checkpoint="full"))
+    engine = colossus.initialize(config, model=lambda: Net(Watched), loss_fn=loss_of)
+    block: Any = engine.model.blocks[1]
+    engine.eval_step(batch_of(0))
+    assert block.seen == [(False, False)]
+    engine.train_step(batch_of(0))
+    assert block.seen[1:] == [(True, True), (True, True)]  # forward and recomputation
+    engine.model.eval()
+    engine.model(batch_of(0)["inputs"])
+    assert block.seen[3:] == [(False, True)]
+    engine.close()
+
+
+def test_a_copy_recomputes_itself() -> None:
+    net = colossus.build(with_activation_checkpoint(lambda: Net(), ActivationCheckpoint(type="full")))
+    ids = torch.arange(24).view(2, 12)
+    net(ids).sum().backward()
+    other = copy.deepcopy(net)
+    for param in other.parameters():
+        param.data.mul_(2.0)
+    other.zero_grad()
+    net.zero_grad()
+    other(ids).sum().backward()
+    assert all(param.grad is None for param in net.parameters())
+    assert all(param.grad is not None for param in other.blocks[3].down.parameters())  # type: ignore[union-attr]
+
+
+class Nested(nn.Module):
+    """A block that checkpoints a part of itself by torch's means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 6), layers.Dropout(0.3), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False))
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.drop(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_checkpoints_inside_of_each_other_and_several_backwards(reentrant: bool | None) -> None:
+    """One of torch's inside of ours, ours inside of one of torch's; twice over one graph."""
+    found = []
+    for kind in ("none", "full"):
+        wanted = ActivationCheckpoint(type=kind, modules=None if kind == "none" else ["*"])
+        net = colossus.build(with_activation_checkpoint(lambda: nn.Sequential(Nested(), Nested()), wanted))
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
+        colossus.current_context().rng.move_to(0, 0)
+        y = net(x) if reentrant is None else torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant)
+        if reentrant is None:
+            y.square().sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        found.append([param.grad for param in (x, *net.parameters())])
+    assert_equal(*found)
+
+
+# -- which modules ----------------------------------------------------------------------------------------------
+
+
+class Sequenced(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        (Net, {}, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
+        (Net, dict(every=3), ["blocks.0", "blocks.3"]),
+        (Net, dict(modules=["blocks.[13]*", "blocks.1.down"]), ["blocks.1", "blocks.3"]),
+        (Net, dict(modules=["*.down", "head"], every=2), ["blocks.0.down", "blocks.2.down", "head"]),
+        (Net, dict(modules=["*"]), ["embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]),
+        (Sequenced, {}, ["0", "1.0", "2"]),
+    ],
+)
+def test_which_modules(model: type[nn.Module], options: dict[str, Any], names: list[str]) -> None:
+    assert chosen_modules(model(), ActivationCheckpoint(type="full", **options)) == names
+
+
+def test_which_modules_of_a_gpt() -> None:
+    gpt = colossus.build(lambda: colossus.registry.MODELS.build(dict(type="GPT", **SIZES)))
+    assert chosen_modules(gpt, ActivationCheckpoint(type="full")) == ["blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options", "message"),
+    [
+        (dict(type="full", modules=["blok.*"]), {}, r"'blok\.\*' matches no module of the model; it has 'blocks\.\*'"),
+        (dict(type="full", modules=["blocks.*.mlps"]), {}, r"it has 'blocks\.\*\.mlp', "),
+        (
+            dict(type="full", modules=["blocks"]),
+            {},
+            r"blocks, a ModuleList, which is never called .* take 'blocks\.\*'",
+        ),
+        (
+            "full",
+            dict(activation_checkpoint="selective"),
+            "= 'selective' and train.activation_checkpoint = 'full': keep",
+        ),
+        (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
+        (dict(type="full", modules=[]), {}, "modules names none"),
+        ("some", {}, "must be 'none', 'full' or 'selective'"),
+        (dict(type="full", every=0), {}, "must be greater than or equal to 1|must be at least 1"),
+    ],
+)
+def test_refused(wanted: Any, options: dict[str, Any], message: str) -> None:
+    config = config_of({}, 1, "fp64", train=dict(activation_checkpoint=wanted), model=options)
+    with pytest.raises(ConfigError, match=message):
+        colossus.initialize(config)
+
+
+def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
+    wanted = ActivationCheckpoint(type="full")
+    with pytest.raises(ConfigError, match=r"Linear has no blocks .* say which modules"):
+        chosen_modules(nn.Linear(2, 2), wanted)
+    own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
+    with pytest.raises(ConfigError, match=r"but the model \(TransformerBlock\) is told to checkpoint itself"):
+        chosen_modules(own, wanted)
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    class InPlace(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up = nn.Linear(width, width)
+
+        def forward(self, state: dict[str, Any], pair: Any, scale: float) -> Any:
+            state["x"].mul_(scale)
+            return {**state, "x": self.up(state["x"])}
+
+    with pytest.raises(ValueError, match=r"InPlace changes its input of shape \(4, 12, 12\) in place"):
+        trained("full", lambda: Net(InPlace))
+    # what waits on the host is a copy, made before
+    assert_equal(trained(dict(type="full", offload=True), lambda: Net(InPlace)), trained("none", lambda: Net(InPlace)))
+
+
+def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
+    class InPlace(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up = nn.Linear(width, width)
+
+        def forward(self, state: dict[str, Any], pair: Any, scale: float) -> Any:
+            return {**state, "x": F.relu(self.up(state["x"]), inplace=True)}
+
+    with pytest.raises(ValueError, match=r"keeps the result of aten\.addmm\.default, but it is changed in place"):
+        trained("selective", lambda: Net(InPlace))
+
+
+# -- what is computed again -------------------------------------------------------------------------------------
+
+BATCH, TOKENS, HIDDEN, HEADS, BLOCKS = 2, 6, 8, 2, 4
+ATTENTION = 2 * 2 * BATCH * TOKENS * TOKENS * HIDDEN
+
+
+def blocks_of(recompute: Any, dropout: float = 0.0) -> nn.Module:
+    """Four transformer blocks in a row."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(layers.TransformerBlock(HIDDEN, HEADS, dropout=dropout) for _ in range(BLOCKS)))
+
+    wanted = ActivationCheckpoint.model_validate(recompute)
+    return colossus.build(with_activation_checkpoint(make, wanted), dtype=torch.float64)
+
+
+def flops(recompute: Any) -> int:
+    model = blocks_of(recompute, 0.1)
+    x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    # torch counts no attention on CPU: its forwards are counted here, its backwards not
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter = FlopCounterMode(display=False, custom_mapping={attention: lambda *_, **__: ATTENTION})
+    with counter:
+        model(x).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def test_flops_are_those_of_one_more_forward() -> None:
+    """But for the last product of each block, which nothing needs again."""
+    rows = BATCH * TOKENS
+    up_to_the_last = 2 * rows * HIDDEN * (3 * HIDDEN + HIDDEN + 4 * HIDDEN) + ATTENTION
+    last = 2 * rows * 4 * HIDDEN * HIDDEN
+    plain = flops("none")
+    forward = BLOCKS * (up_to_the_last + last)
+    assert plain == forward + 2 * (forward - BLOCKS * ATTENTION)
+    assert flops("full") == plain + BLOCKS * up_to_the_last
+    assert flops(dict(type="full", every=2)) == plain + BLOCKS // 2 * up_to_the_last
+    assert flops(dict(type="full", modules=["*.mlp"])) == plain + BLOCKS * 2 * rows * HIDDEN * 4 * HIDDEN
+    assert flops("selective") == plain
+
+
+# -- what is held -----------------------------------------------------------------------------------------------
+
+
+def held_after_forward(recompute: Any, dropout: float = 0.0) -> float:
+    """What a forward leaves allocated without its output, in float64 numbers for each token and feature of a block."""
+    model = blocks_of(recompute, dropout)
+    x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    model(x)
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = model(x)
+    results: Any = profile.profiler
+    left = sum(event.nbytes() for event in results.kineto_results.events() if event.name() == "[memory]")
+    return (left - out.nbytes) / (8 * BATCH * TOKENS * HIDDEN * BLOCKS)
+
+
+#: what a block keeps for each token, in features: of its two norms the inputs, outputs, means and deviations, query,
+#: key and value, what attention returns with its log-sum-exp, what gelu takes and returns
+ALL = 2 * (1 + 1 + 2 / HIDDEN) + 3 + 1 + HEADS / HIDDEN + 4 + 4
+#: its input, and the results of its four products and of attention
+PRODUCTS = 1 + 3 + 1 + HEADS / HIDDEN + 1 + 4 + 1
+#: the input of the first block is there anyway
+GIVEN = 1 / BLOCKS
+
+
+def test_a_forward_leaves_what_the_formula_says() -> None:
+    found = {str(kind): held_after_forward(kind) for kind in ("none", *KINDS)}
+    assert found == {
+        "none": ALL - GIVEN,
+        "full": 1 - GIVEN,
+        "selective": PRODUCTS - GIVEN,
+        str(dict(type="full", every=2)): (1 + ALL) / 2 - GIVEN,
+        str(dict(type="full", offload=True)): 1,  # copies, on this machine in the same memory
+        str(dict(type="selective", offload=True)): PRODUCTS,
+    }
+    # a mask of dropout is a byte for each feature; a recomputation needs none to be kept
+    assert held_after_forward("none", 0.1) == pytest.approx(ALL - GIVEN + 2 / 8, rel=0.01)
+    assert held_after_forward("full", 0.1) == 1 - GIVEN
+
+
+def test_what_goes_to_the_host() -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    x = torch.randn(4, 6).t()
+    assert [goes_to_host(each) for each in (x, weight, weight.view(-1), x > 0)] == [True, False, False, False]
+    copied = HostCopy(x)
+    first, wanted = copied.fetch(), x.clone()
+    x.zero_()
+    first.zero_()
+    again = copied.fetch()
+    assert torch.equal(again, wanted)
+    assert again.stride() == x.stride()

@@ -1,0 +1,336 @@
+"""Activation checkpointing on several ranks: the collectives it repeats, counted, and the same run under every plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import strategies
+from helpers.modes import BATCH, MODES, TOKENS, own, with_options
+from helpers.ranks import grid, run_ranks
+from helpers.training import SIZES, batch_of, config_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.comm import accounting
+from colossus.comm.cost import Traffic
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.checkpointed_forward import checkpoint_module
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.traffic import matmul_traffic
+
+# -- what is moved again ----------------------------------------------------------------------------------------
+
+HIDDEN, HEADS, WIDE = 24, 12, 48
+POLICIES = [
+    dict(keep_gathered=keep, weight_scope=weights, **more)
+    for keep, weights in ((False, "matmul"), (True, "matmul"), (False, "microbatch"), (True, "step"))
+    for more in ({}, {"panels": True})
+]
+
+
+def moved(context: ParallelContext, kind: str, dropout: float) -> Traffic:
+    """By a step of one block."""
+    block: Any = colossus.build(
+        lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, dropout=dropout, activation_checkpoint=kind), context
+    )
+    x = own(context, torch.ones(BATCH, TOKENS, HIDDEN)).requires_grad_()
+    weights = model_parallel_of(context).weights
+    weights.begin_step()
+    weights.set_last_microbatch()
+    with accounting.count() as counted:
+        layers.to_user(block(layers.to_outer(x, block.parallel))).square().sum().backward()
+        weights.end_step()
+    return Traffic(counted.calls(), counted.bytes() / 4)
+
+
+def repeated(context: ParallelContext) -> Traffic:
+    """The formula: what the block's linears and norms move forward, but of the last product what backward needs."""
+    shardings = model_parallel_of(context).shardings
+    assert shardings is not None
+    qkv = {"query": HIDDEN, "key": HIDDEN, "value": HIDDEN}
+    linears = [("column", HIDDEN, qkv), ("row", HIDDEN, {"": HIDDEN}), ("column", HIDDEN, {"": WIDE})]
+    options, sizes = context.options, context.grid.sizes
+    total = Traffic()
+    for number, (split, inner, outputs) in enumerate([*linears, ("row", WIDE, {"": HIDDEN})]):
+        sharding = shardings.choose(split, inner, outputs)
+        assert isinstance(sharding, MatmulSharding)
+        source, target = shardings.default_layouts(split)
+        traffic = matmul_traffic(sharding, source, target, (BATCH, TOKENS, inner), sum(outputs.values()), sizes)
+        total += traffic.recomputed(is_last=number == 3, keep=options.keep_gathered, weights=options.weight_scope)
+    outer = model_parallel_of(context).regions.outer
+    ranks = context.size(outer.features) if outer.features else 1
+    if ranks > 1:  # each norm gathers a mean and a square of each row
+        rows = BATCH * TOKENS / context.size(outer.batch)
+        total += Traffic(2, 2 * 2 * (ranks - 1) * rows)
+    return total
+
+
+@pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2.5d_depth2", "3d"])
+def test_a_block_repeats_no_collective_that_nothing_needs(mode: str) -> None:
+    def body(context: ParallelContext) -> list[Any]:
+        found: list[Any] = []
+        for policy, dropout in itertools.product(POLICIES, (0.0, 0.1)):
+            under = with_options(context, **policy)
+            plain, full, selective = (moved(under, kind, dropout) for kind in ("none", "full", "selective"))
+            again = Traffic(full.calls - plain.calls, full.elements - plain.elements)
+            found.append((policy, again, repeated(under), selective, plain))
+        return found
+
+    for policy, again, formula, selective, plain in (entry for rank in MODES[mode].run(body) for entry in rank):
+        assert again.calls == formula.calls, policy
+        assert again.elements == pytest.approx(formula.elements, rel=1e-12), policy
+        if not policy.get("panels") and policy["weight_scope"] == "matmul":
+            assert selective == plain, policy  # it keeps the results
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("colossus.tensor_parallel.matmul.save_for_backward", lambda ctx, *tensors: ctx.save_for_backward(*tensors)),
+        ("colossus.layers.dropout.is_hooked", lambda: False),
+    ],
+)
+def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved when the forward is over, or behind the reduction, is saved too late."""
+    monkeypatch.setattr(name, broken)
+    with pytest.raises(AssertionError, match="keep_gathered"):
+        test_a_block_repeats_no_collective_that_nothing_needs("1d")
+
+
+def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
+    """1D and a ring: what attention returns is an input of what follows, the last sum is one of nothing."""
+
+    def body(context: ParallelContext) -> list[Any]:
+        found = []
+        for kind in ("none", "full", "selective"):
+            block: Any = colossus.build(
+                lambda kind=kind: layers.TransformerBlock(
+                    HIDDEN, HEADS, None, WIDE, dropout=0.1, activation_checkpoint=kind
+                ),
+                context,
+            )
+            x = torch.ones(2, TOKENS, HIDDEN, requires_grad=True)
+            parallel = model_parallel_of(context)
+            split = layers.sharded.wrap(
+                x, parallel.regions.user, parallel.regions.user, parallel, token_dim=layers.token_dim.TokenDim(1)
+            )
+            with accounting.count() as counted:
+                layers.local(block(split)).square().sum().backward()
+            found.append({(row["operation"], row["axes"]): row["calls"] for row in counted.rows()})
+        return found
+
+    for plain, full, selective in run_ranks(4, body, plan=grid(tensor=2, sequence=2)):
+        sends = [key for key in plain if key[1] == "sequence"]
+        # keys and values forward, backward the same and their gradients
+        assert (sum(plain[key] for key in sends), sum(full[key] for key in sends)) == (6, 8)
+        sums = "all_reduce", "tensor"
+        assert (plain[sums], full[sums]) == (4, 5)
+        assert selective == plain
+
+
+# -- the same run -----------------------------------------------------------------------------------------------
+
+KINDS: list[Any] = [
+    "full",
+    "selective",
+    dict(type="full", every=2, offload=True),
+    dict(type="full", modules=["*.mlp", "*.attention"]),
+]
+DROPPED = dict(dropout=0.2, num_layers=3)
+PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "data": (2, dict(data=2), dict(comm=dict(bucket_mb=0.01))),
+    "1d": (2, dict(tensor=2), dict(model=dict(attention_dropout=0.1))),
+    "1d sequence sharded": (2, dict(tensor=dict(size=2, sequence_sharded=True, weights="step")), {}),
+    "ring": (2, dict(sequence=2), {}),
+    "1f1b": (2, dict(pipeline=2), dict(schedule=dict(type="1f1b", microbatches=4))),
+    "zb-h1": (2, dict(pipeline=2), dict(schedule=dict(type="zb-h1", microbatches=4))),
+    "zb-v": (2, dict(pipeline=2), dict(schedule=dict(type="zb-v", microbatches=4))),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4, coalesce=True)), {}),
+    "ulysses, 1d": (4, dict(sequence=dict(size=2, mode="ulysses"), tensor=2), {}),
+    "zb-v, 1d": (4, dict(pipeline=2, tensor=2), dict(schedule=dict(type="zb-v", microbatches=4))),
+    "2.5d": (4, dict(tensor=dict(mode="2.5d", size=4, depth=1)), {}),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8)), dict(train=dict(global_batch_size=8))),
+    "zb-h1, 2d": (
+        8,
+        dict(pipeline=2, tensor=dict(mode="2d", size=4)),
+        dict(schedule=dict(type="zb-h1", microbatches=2)),
+    ),
+}
+SHORT = ("data", "1d", "ring", "1f1b", "zb-v", "2d")
+
+
+def run(recompute: Any, plan: dict[str, Any], more: dict[str, Any], model: Any = None, loss: Any = None) -> list[Any]:
+    """Losses, norms, weights and gradients of this rank after two steps."""
+    settings = config_of(plan, 2, "fp64", **{**more, "model": {**DROPPED, **more.get("model", {})}})
+    settings["train"]["activation_checkpoint"] = recompute
+    engine = colossus.initialize(settings, model=model, loss_fn=loss)
+    out: list[Any] = []
+    index, count = engine.context.index("data"), engine.context.size("data")
+    for step in range(2):
+        whole = batch_of(step)
+        result = engine.train_step({key: value.chunk(count)[index] for key, value in whole.items()})
+        out.append((result.loss, result.grad_norm))
+    out += [param.detach().clone() for param in engine.model.parameters()]
+    out += [param.grad.clone() for param in engine.model.parameters() if param.grad is not None]
+    engine.close()
+    return out
+
+
+def differences(rank: int, names: list[str], kinds: list[Any], *more: Any) -> list[str]:
+    found = []
+    for name in names:
+        ranks, plan, options = PLANS[name]
+        plain = run("none", plan, options, *more)
+        for kind in kinds:
+            pairs = list(zip(run(kind, plan, options, *more), plain, strict=True))
+            same = [is_same(mine, other, exact=ranks <= 2) for mine, other in pairs]
+            if not all(same):
+                found.append(f"{name}, {kind}: {same}")
+    return found
+
+
+def is_same(mine: Any, other: Any, *, exact: bool) -> bool:
+    """To the bit; with more ranks than cores to the last digits, in which two plain runs differ, too."""
+    if not isinstance(mine, Tensor):
+        mine, other = (torch.tensor(each, dtype=torch.float64) for each in (mine, other))
+    return torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=1e-12, atol=1e-15)
+
+
+def by_ranks(names: Iterable[str]) -> list[list[str]]:
+    def ranks(name: str) -> int:
+        return PLANS[name][0]
+
+    return [list(group) for _, group in itertools.groupby(sorted(names, key=ranks), ranks)]
+
+
+LONG = [name for name in PLANS if name not in SHORT]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *by_ranks(SHORT),
+        *(pytest.param(names, marks=pytest.mark.long) for names in by_ranks(LONG)),
+    ],
+    ids=", ".join,
+)
+def test_every_plan_trains_the_same(names: list[str]) -> None:
+    for found in run_ranks(PLANS[names[0]][0], differences, names, KINDS, with_context=False):
+        assert not found, "\n".join(found)
+
+
+class Plain(nn.Module):
+    """A user's own blocks of torch's modules, each taking a nest."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.2)
+            self.up, self.down = nn.Linear(width, 5), nn.Linear(5, width, bias=False)
+
+        def forward(self, state: dict[str, Tensor], *, gain: Tensor) -> dict[str, Tensor]:
+            x = state["x"]
+            return {"x": x + gain * self.drop(self.down(F.gelu(self.up(self.norm(x))))), "ids": state["ids"]}
+
+    class Body(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(width))
+            self.blocks = nn.ModuleList([Plain.Block(width) for _ in range(3)])
+
+        def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+            for block in self.blocks:
+                state = block(state, gain=self.gain)
+            return state
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(SIZES["vocab_size"], 8)
+        self.body = self.Body(8)
+        self.head = nn.Linear(8, SIZES["vocab_size"])
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body({"x": self.embedding(ids), "ids": ids})["x"])
+        return out
+
+
+def plain_loss(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch["labels"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+PLANS.update(
+    {
+        f"stored by row, {scope}": (
+            2,
+            dict(data=2, strategy=dict(type=strategies.Sharded), tensor=dict(weights=scope)),
+            dict(schedule=dict(microbatches=2)),
+        )
+        for scope in ("matmul", "microbatch", "step")
+    }
+)
+
+
+def test_plain_modules_under_plans() -> None:
+    """Dropout of torch's own generators; tokens that are split; weights that are gathered by block, also where blocks
+    are computed again together."""
+    names = ["data", "ring", *(name for name in PLANS if name.startswith("stored"))]
+    kinds = [
+        *KINDS[:3],
+        dict(type="full", modules=["*.up", "body.blocks.1", "head"]),
+        dict(type="full", modules=["body"]),
+    ]
+    for found in run_ranks(2, differences, names, kinds, Plain, plain_loss, with_context=False):
+        assert not found, "\n".join(found)
+
+
+class Heads(nn.Module):
+    """What is split goes into modules that are computed again: heads, and features between a pair."""
+
+    class Core(nn.Module):
+        def forward(self, query: Tensor, *, rest: tuple[Tensor, Tensor]) -> Tensor:
+            return F.scaled_dot_product_attention(query, *rest, is_causal=True)
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = layers.Dropout(0.2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(torch.tanh(x) * torch.sigmoid(x)) + x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = layers.Linear(8, {"query": 8, "key": 8, "value": 8}, split="column")
+        self.core, self.gate = self.Core(), self.Gate()
+        self.out = layers.Linear(8, 8, split="row")
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, *rest = (layers.split_heads(each, 4) for each in self.qkv(x))
+        y: Tensor = self.out(self.gate(layers.merge_heads(self.core(query, rest=tuple(rest)))))
+        return y
+
+
+def test_what_is_split_is_an_input_like_others() -> None:
+    def body(context: ParallelContext) -> list[Tensor]:
+        found = []
+        for options in (None, {}, dict(offload=True)):
+            net = colossus.build(Heads, context)
+            for name in () if options is None else ("core", "gate"):
+                checkpoint_module(net.get_submodule(name), "full", context, **options)
+            context.rng.move_to(0, 0)
+            net(torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8)).square().sum().backward()
+            found.append(torch.cat([param.grad.flatten() for param in net.parameters() if param.grad is not None]))
+        return found
+
+    for plain, full, offloaded in run_ranks(2, body):
+        assert torch.equal(full, plain)
+        assert torch.equal(offloaded, plain)
