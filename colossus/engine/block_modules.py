@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,23 @@ def by_block(
 def modules_of_blocks(model: nn.Module, chain: Sequence[NamedBlock] | None) -> list[nn.Module]:
     """The module of each block, as `by_block` takes them, those without parameters too."""
     return list(dict.fromkeys(_of_containers(model) if chain is None else _of_chain(model, chain)))
+
+
+def in_buckets(
+    blocks: Iterable[tuple[nn.Module, list[HeldParameter]]], limit: int
+) -> list[tuple[list[nn.Module], list[HeldParameter]]]:
+    """Blocks that follow each other, together while they have at most ``limit`` bytes: fewer collectives."""
+    buckets: list[tuple[list[nn.Module], list[HeldParameter]]] = []
+    size = 0
+    for module, held in blocks:
+        nbytes = sum(one.param.nbytes for one in held)
+        if not buckets or size + nbytes > limit:
+            buckets.append(([], []))
+            size = 0
+        buckets[-1][0].append(module)
+        buckets[-1][1].extend(held)
+        size += nbytes
+    return buckets
 
 
 def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Module]:

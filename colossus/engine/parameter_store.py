@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from colossus.comm import collectives
+from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.block_modules import by_block, run_around
+from colossus.engine.block_modules import by_block, in_buckets, run_around
 from colossus.engine.flat_rows import Storage
 from colossus.engine.gradients.scatter import GradientScatter
 from colossus.engine.prefetch import BlockRuns
@@ -43,7 +44,7 @@ class ParameterStore:
     ) -> None:
         self.weights = weights
         self._model, self._context, self._chain = model, context, chain
-        #: in the order of the model, the root block last
+        #: in the order of the model, the root block, whose gradients are complete last, before all
         self._blocks: list[ShardedBlock] = []
         self._root: ShardedBlock | None = None
         self._runs = BlockRuns()
@@ -99,13 +100,15 @@ class ParameterStore:
         storage = Storage(keeps_whole=stage < 3, keeps_gradients=stage < 2, offload=offload)
         self._group = group
         blocks, root = by_block(self._model, self._chain(), lambda param: stage == 3 or param.requires_grad)
-        for module, held in blocks:
+        is_transient = stage == 3 and self.weights.scope != "step"
+        for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(held, group, context, self.weights.scope, storage)
-            run_around(module, block, self._runs)
+            for module in modules:
+                run_around(module, block, self._runs)
             self._blocks.append(block)
         if root:
             self._root = ShardedBlock(root, group, context, "step", storage)
-            self._blocks.append(self._root)
+            self._blocks.insert(0, self._root)
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
         self._block_of = {id(param): block for block in self._blocks for param in block.params}

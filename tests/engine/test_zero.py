@@ -27,6 +27,7 @@ from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.engine import flat_rows
 from colossus.engine.row_gradients import RowGradients
+from colossus.engine.sharded_block import ShardedBlock
 from colossus.engine.zero_memory import ParameterSize, ZeroMemory, zero_memory
 from colossus.layout.parameter import spec_of
 
@@ -129,6 +130,9 @@ def _ten_steps(rank: int) -> dict[tuple[Any, ...], dict[str, Tensor]]:
         ):
             _, config = settings("data4", stage, "fp64", 10, optimizer, offload=offload)
             config["parallel"] |= dict(data=2, tensor=dict(weights=scope))
+            if (optimizer, stage, offload) == ("SGD", 3, False):  # by messages; blocks recomputed in backward
+                config["comm"] = dict(shared_memory=False)
+                config["model"] = {**config["model"], "activation_checkpoint": "selective"}
             ends[optimizer, stage, offload, scope] = train(rank, config, 10).end
     return ends
 
@@ -413,3 +417,77 @@ def test_fsdp2_makes_the_same_weights() -> None:
             assert list(weights) == list(theirs)
             for name, value in theirs.items():
                 torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-10, msg=f"{name}, stage {stage}")
+
+
+# -- while something else runs --------------------------------------------------------------------------------
+
+
+class Turning(Net):
+    """Blocks run in another order in every third forward, and not all of them in each fifth."""
+
+    num_forwards = 0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        self.num_forwards += 1
+        blocks = list(self.blocks)[:: -1 if self.num_forwards % 3 == 0 else 1]
+        for block in blocks[: 2 if self.num_forwards % 5 == 0 else 3]:
+            x = x + block(x)
+        return self.head(x)
+
+
+def _watched(rank: int, parallel: dict[str, Any], model: type[nn.Module]) -> tuple[Any, ...]:
+    """Losses of five steps, each with an evaluation after it, and, of the last two, whether each block's gather was
+    started ahead of its use, and whether each reduction began inside of backward; the most gathers ahead."""
+    config = dict(
+        parallel=parallel,
+        optimizer=OPTIMIZERS["SGD"],
+        train=dict(steps=5, global_batch_size=8, precision="fp64", seed=5),
+    )
+    ahead: list[bool] = []
+    inside: list[bool] = []
+    most = 0
+    gather, start = ShardedBlock.gather, RowGradients.start
+
+    def watched_gather(block: ShardedBlock) -> None:
+        nonlocal most
+        if not block.is_whole and block is not engine.store._root:
+            ahead.append(bool(block._gathers))
+        gather(block)
+        most = max(most, sum(bool(other._gathers) for other in engine.store._blocks))
+
+    def watched_start(gradients: RowGradients) -> None:
+        inside.append(torch._C._current_graph_task_id() != -1)
+        start(gradients)
+
+    ShardedBlock.gather, RowGradients.start = watched_gather, watched_start
+    engine = colossus.initialize(config, model=model, loss_fn=_loss)
+    losses = []
+    for step in range(5):
+        if step == 3:
+            ahead.clear()
+            inside.clear()
+        ids = torch.randint(0, 31, (8, 6), generator=torch.Generator().manual_seed(step))
+        ids = ids.chunk(engine.context.size("data"))[engine.context.index("data")]
+        batch = dict(inputs=ids[:, :-1], labels=ids[:, 1:])
+        losses.append(engine.train_step(batch).loss)
+        assert not any(block._gathers for block in engine.store._blocks), "an update follows"
+        losses.append(engine.eval_step(batch).loss)
+    engine.close()
+    return losses, ahead, inside, most
+
+
+@pytest.mark.parametrize("model", [Net, Turning])
+def test_blocks_are_gathered_ahead_and_reduced_in_backward(model: type[nn.Module]) -> None:
+    losses = run_ranks(1, _watched, {}, model, with_context=False)[0][0]
+    for stage in (2, 3):
+        (mine, ahead, inside, most), _ = run_ranks(2, _watched, dict(data=2, zero=stage), model, with_context=False)
+        assert mine == pytest.approx(losses, rel=1e-10)
+        assert most <= 1
+        if model is Turning:
+            continue
+        if stage == 2:  # one bucket of blocks, and the root's, both complete within backward
+            assert inside == [True, True] * 2
+        else:  # forward and backward of a step, forward of an evaluation; three blocks, and the root's gradients
+            assert ahead == [False, True, True] * 6
+            assert inside == [True] * 8

@@ -33,7 +33,7 @@ class GradientScatter:
     `start`; then `finish` for each stage, after which `RowGradients.summed` have their gradients.
 
     Args:
-        blocks: all of this rank.
+        blocks: all of this rank; their gradients are complete in the reversed order.
         parameters_by_stage: the parameters, as compute sees them, whose gradients are complete with each stage.
     """
 
