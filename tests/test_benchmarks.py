@@ -82,7 +82,9 @@ def parameters(workload: Workload) -> int:
 @pytest.mark.long
 def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
     names = ["serial", "zero-redundancy-2", "fsdp-2", "fsdp-keep-2", "fsdp-prefetch-2"]
-    low = ["ddp-bf16-2", "zero-redundancy-bf16-2", "fsdp-bf16-2"]
+    names += ["colossus-zero1-2", "colossus-zero2-2", "colossus-zero3-2", "colossus-zero3-keep-2"]
+    low = ["colossus-bf16", "ddp-bf16-2", "zero-redundancy-bf16-2", "fsdp-bf16-2"]
+    low += ["colossus-data-bf16-2", "colossus-zero1-bf16-2", "colossus-zero3-bf16-2"]
     _, payload = smoke("train_step", tmp_path, "--cases", *names, *low)
     (result,) = payload["results"]
     trajectories = result["loss_and_norm"]
@@ -96,6 +98,9 @@ def test_peers_that_shard_and_that_compute_in_bf16(tmp_path: Path) -> None:
         whole = 4 * parameters(train_step.SMOKE)
         assert held["fsdp-2"] == pytest.approx(2 * whole, rel=0.2)
         assert held["zero-redundancy-2"] < 3.5 * whole < held["serial"]
+        few = 8 << 10  # buffers of a step's own numbers, whatever the size of the model
+        assert held["colossus-zero3-2"] <= held["fsdp-2"] + few
+        assert held["colossus-zero1-2"] <= held["zero-redundancy-2"] + few
 
 
 @pytest.mark.long

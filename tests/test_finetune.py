@@ -30,6 +30,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zb-v": (2, dict(parallel=dict(pipeline=2), schedule=dict(type="zb-v", microbatches=4))),
     "data2_1d": (4, dict(parallel=dict(data=2, tensor=2))),
     "sequence2": (2, dict(parallel=dict(sequence=2))),
+    "zero1": (2, dict(parallel=dict(data=2, zero=1))),
+    "zero2": (2, dict(parallel=dict(data=2, zero=2))),
+    "zero3": (2, dict(parallel=dict(data=2, zero=3))),
+    "zero3_1d": (4, dict(parallel=dict(data=2, tensor=2, zero=3))),
 }
 
 
@@ -65,8 +69,9 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
 
 
 def reduced_numbers(engine: Any) -> int:
-    """Numbers in the buffers of gradients that are summed over ranks, without the flags behind them."""
-    stages = engine.strategy._reduction._buckets.values()
+    """Numbers in the buffers of gradients that are summed over ranks whole, without the flags behind them."""
+    reduction = getattr(engine.strategy, "_reduction", None)
+    stages = reduction._buckets.values() if reduction is not None else ()
     return sum(bucket.flat.numel() - len(bucket.params) for stage in stages for bucket in stage._buckets or ())
 
 

@@ -42,6 +42,8 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any] | None, Callable[[Named], torch.optim
     "two groups": (None, two_groups),
 }
 
+#: what another plan tells as well
+LONG = ("1d_sharded", "zero1")
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "1d": (2, dict(tensor=2)),
@@ -49,6 +51,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4))),
     "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "data2_pipeline2": (4, dict(data=2, pipeline=2)),
+    "zero1": (2, dict(data=2, zero=1)),
+    "zero3": (2, dict(data=2, zero=3)),
 }
 
 
@@ -97,9 +101,7 @@ def plain(name: str) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan == "1d_sharded")) for plan in PLANS]
-)
+@pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in LONG)) for plan in PLANS])
 def test_ten_steps_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     # Adam turns the rounding noise that is the gradient of a key bias into steps of full size

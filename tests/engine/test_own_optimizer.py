@@ -260,6 +260,40 @@ def test_all_ranks_are_told_what_is_wrong_on_one() -> None:
     assert "(rank 2)" in str(error.value)
 
 
+def stored(rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], str]:
+    """Under ZeRO-3: what a function is given, and what it is told when it holds what compute sees."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+    plan = settings(parallel=dict(data=2, zero=3))
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        seen.extend((name, tuple(param.shape)) for name, param in named)
+        return sgd(named)
+
+    engine = colossus.initialize(plan, model=Net, loss_fn=square, optimizer=make)
+    engine.train_step(numbers()[rank * 4 : rank * 4 + 4])
+    assert engine.optimizer.param_groups[0]["params"] == engine.strategy.optimizer_parameters()
+    engine.close()
+    computed: list[Tensor] = []
+
+    def remembers() -> nn.Module:
+        net = Net()
+        computed.extend(param for param in net.parameters() if param.requires_grad)
+        return net
+
+    try:
+        colossus.initialize(plan, model=remembers, loss_fn=square, optimizer=lambda named: sgd(computed))
+    except ValueError as error:
+        return seen, str(error)
+    return seen, "nothing"
+
+
+def test_under_zero_a_function_gets_what_a_rank_stores() -> None:
+    for seen, told in run_ranks(2, stored, with_context=False):
+        assert [name for name, _ in seen] == NAMES
+        assert seen[0][1] == (2, 4)
+        assert "it holds 3 parameter(s) that were not given to it: hidden.weight, hidden.bias, out.weight" in told
+
+
 class Split(nn.Module):
     def __init__(self) -> None:
         super().__init__()

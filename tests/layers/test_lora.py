@@ -103,6 +103,23 @@ def test_training_starts_from_the_base() -> None:
     assert adapted.first.weight.grad.abs().max() == 0
 
 
+def test_under_autocast_it_is_plain_torch_to_the_bit() -> None:
+    adapted = ours(HIDDEN, WIDE, "column")
+    twin = plain(HIDDEN, WIDE)
+    twin.load_state_dict(adapted.state_dict())
+    nn.init.normal_(adapted.second.weight)
+    twin.second.weight.data.copy_(adapted.second.weight.data)
+    found = []
+    for module in (adapted, twin):
+        x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = module(x)
+        out.float().square().sum().backward()
+        found.append([out, x.grad, module.first.weight.grad, module.second.weight.grad])
+    assert found[0][0].dtype == torch.bfloat16
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
 def traffic(context: ParallelContext) -> list[list[tuple[str, int]]]:
     """Calls and bytes of a transformer block forward and backward, without and with adapters on its four linears."""
     found = []
