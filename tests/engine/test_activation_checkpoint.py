@@ -20,10 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import colossus
 from colossus import layers
+from colossus.cli.show import render
 from colossus.comm.early_save import is_hooked
-from colossus.config import ConfigError
+from colossus.config import Config, ConfigError, load_config, resolve_sizes
 from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
+from colossus.launch.dry_run import describe
+from colossus.launch.model_check import check_model
 from colossus.layers.host_memory import HostCopy, goes_to_host
 
 KINDS: list[Any] = [
@@ -285,6 +288,22 @@ def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
     own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
     with pytest.raises(ConfigError, match=r"but the model \(TransformerBlock\) is told to checkpoint itself"):
         chosen_modules(own, wanted)
+
+
+def resolved(**train: Any) -> Config:
+    return resolve_sizes(load_config(config_of({}, 1, "fp64", train=train), nproc=1), 1)
+
+
+def test_it_is_shown_and_checked_before_anything_runs() -> None:
+    wanted = dict(type="full", every=2, offload=True)
+    config = resolved(activation_checkpoint=wanted)
+    line = "full, every 2nd of the blocks, kept on the host"
+    assert f"recomputed  {line}" in render(config)
+    assert f"recomputed  {line}" in describe(config, check_model(config), None, 1, 1)
+    with pytest.raises(ConfigError, match=r"^train\.activation_checkpoint\.modules: '\*\.mpl' matches no module"):
+        check_model(resolved(activation_checkpoint=dict(type="full", modules=["*.mpl"])))
+    plain = resolved()
+    assert "recomputed" not in render(plain) + describe(plain, check_model(plain), None, 1, 1)
 
 
 def test_an_input_that_is_changed_in_place_is_refused() -> None:
