@@ -32,9 +32,8 @@ def checkpoint(
     preserve_rng_state: bool = True,
     offload: bool = False,
     title: str = "",
-    **kwargs: Any,
 ) -> Any:
-    """``function(*args, **kwargs)`` whose activations are computed again in backward instead of kept.
+    """``function(*args)`` whose activations are computed again in backward instead of kept.
 
     A recomputation ends as soon as it has made all that backward needs: products and collectives behind that are not
     repeated.
@@ -54,20 +53,17 @@ def checkpoint(
     if kind not in KINDS:
         raise refusal(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
     if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    inputs = _Inputs((args, kwargs))
+        return function(*args)
+    inputs = _Inputs(args)
     versions = inputs.versions()
     repeated = _Repeated(context, kind, preserve_rng_state)
-    first: list[Any] = [args, kwargs]
+    first = [args]
 
     def run(*tensors: Tensor) -> Any:
-        if first:
-            given, named = first
-            first.clear()  # from here on they are in what is saved only, which may be on the host
-            return function(*given, **named)
-        given, named = inputs.rebuild(tensors)
+        if first:  # taken out: from here on they are in what is saved only, which may be on the host
+            return function(*first.pop())
         with repeated.again():
-            return function(*given, **named)
+            return function(*inputs.rebuild(tensors))
 
     options: dict[str, Any] = {}
     if kind == "selective":

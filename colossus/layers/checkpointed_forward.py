@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from colossus.refusal import refusal
 
 #: (module, name) of a buffer
 Place = tuple[nn.Module, str]
-#: bytes of a buffer that is copied rather than looked at
+#: bytes of a buffer whose copy is always kept
 _SMALL = 1 << 16
 
 
@@ -56,41 +56,33 @@ class CheckpointedForward:
         #: a ``forward`` that somebody has given to this module alone
         self._replaced = module.__dict__.get("forward")
         self._parallel = model_parallel_of(context)
-        self._buffers: _Buffers | None = None
-        self._draws_anything = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what the first forward finds out, which a copy does again."""
-        return {**vars(self), "_buffers": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._module.training or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        if self._buffers is None:
-            self._buffers = _Buffers(self._module)
-            self._draws_anything = any(not _is_ours(inner) for inner in self._module.modules())
-        buffers, before = self._buffers, self._buffers.values()
+        foreign = [inner for inner in self._module.modules() if not _is_ours(inner)]
+        buffers = _Buffers(foreign)
         is_first = True
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(args: Any, kwargs: Any) -> Any:
             nonlocal is_first
             if is_first:
                 is_first = False
                 return self._forward(*args, **kwargs)
-            with buffers.again(before):
+            with buffers.again():
                 return self._forward(*args, **kwargs)
 
         out = checkpoint(
             forward,
-            *args,
+            args,
+            kwargs,
             context=self._parallel.context,
             kind=self._kind,
-            preserve_rng_state=self._draws_anything,
+            preserve_rng_state=bool(foreign),
             offload=self._offload,
             title=_title(self._module),
-            **kwargs,
         )
-        buffers.forget_unchanged(before)
+        buffers.forget_unchanged()
         return out
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,43 +103,37 @@ def _title(module: nn.Module) -> str:
 
 
 class _Buffers:
-    """Buffers in which a module or one in it may keep running statistics; ours keep none."""
+    """Buffers in which modules may keep running statistics, and their values before a forward."""
 
-    def __init__(self, module: nn.Module) -> None:
-        owners = [owner for owner in module.modules() if not _is_ours(owner)]
-        self._places = [(owner, leaf) for owner in owners for leaf, held in owner._buffers.items() if held is not None]
-        #: larger ones that a forward has changed; None before the first one, after which their values are compared,
-        #: since batch normalisation does not count what it writes as a change
-        self._changing: set[Place] | None = None
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places = [(module, leaf) for module in modules for leaf in module._buffers]
+        held = self._held()
+        self._before = {place: buffer.detach().clone() for place, buffer in held.items()}
+        self._versions = {place: (buffer, buffer._version) for place, buffer in held.items()}
 
-    def held(self) -> dict[Place, Tensor]:
-        found = {place: place[0]._buffers[place[1]] for place in self._places}
+    def _held(self) -> dict[Place, Tensor]:
+        found = {place: place[0]._buffers.get(place[1]) for place in self._places}
         return {place: held for place, held in found.items() if held is not None}
 
-    def values(self) -> dict[Place, Tensor]:
-        """Copies of the small ones, and of those that change."""
-        return {place: held.detach().clone() for place, held in self.held().items() if self._is_copied(place, held)}
+    def forget_unchanged(self) -> None:
+        """After the forward: no copies of large ones (masks, tables) that it has not changed.
 
-    def _is_copied(self, place: Place, held: Tensor) -> bool:
-        return held.nbytes <= _SMALL or self._changing is None or place in self._changing
-
-    def forget_unchanged(self, before: dict[Place, Tensor]) -> None:
-        """After a forward: no copies of large ones that it has not changed."""
-        held = self.held()
-        if self._changing is None:
-            large = [place for place, value in before.items() if value.nbytes > _SMALL]
-            self._changing = {place for place in large if place in held and not torch.equal(before[place], held[place])}
-        for place in [place for place in before if place in held and not self._is_copied(place, held[place])]:
-            del before[place]
+        Of small ones they stay: batch normalisation does not count what it writes as a change.
+        """
+        for place, buffer in self._held().items():
+            earlier, version = self._versions.get(place, (None, 0))
+            if earlier is buffer and version == buffer._version and buffer.nbytes > _SMALL:
+                del self._before[place]
+        self._versions.clear()
 
     @contextmanager
-    def again(self, before: dict[Place, Tensor]) -> Iterator[None]:
+    def again(self) -> Iterator[None]:
         """Around a recomputation: it sees them as they were, and leaves no trace."""
-        now = self.held()
-        for (owner, leaf), held in now.items():
-            owner._buffers[leaf] = before.get((owner, leaf), held).detach().clone()
+        now = self._held()
+        for (module, leaf), held in now.items():
+            module._buffers[leaf] = self._before.get((module, leaf), held).detach().clone()
         try:
             yield
         finally:
-            for (owner, leaf), held in now.items():
-                owner._buffers[leaf] = held
+            for (module, leaf), held in now.items():
+                module._buffers[leaf] = held

@@ -29,6 +29,7 @@ class HostCopy:
         self._device = x.device
         self._fetched: Tensor | None = None
         self._arrived: Any = None
+        self._is_used = False
         self._before: weakref.ref[HostCopy] | None = None
         x = x.detach()
         if x.device.type == "cpu":
@@ -52,6 +53,7 @@ class HostCopy:
         """Send it back to its device, behind what travels already."""
         if self._fetched is not None:
             return
+        self._is_used = True
         stream = self._stream()
         with torch.get_device_module(self._device).stream(stream):
             self._fetched = self._host.to(self._device, non_blocking=True)
@@ -68,7 +70,7 @@ class HostCopy:
         here.wait_event(self._arrived)
         out.record_stream(here)
         before = self._before() if self._before is not None else None
-        if before is not None:
+        if before is not None and not before._is_used:
             before.start_fetch()
         return out
 
