@@ -302,7 +302,7 @@ class Heads(nn.Module):
             self.drop = layers.Dropout(0.2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.drop(torch.tanh(x) * torch.sigmoid(x)) + x
+            return self.drop(self.drop(torch.tanh(x) * torch.sigmoid(x)).square()) + x
 
     def __init__(self) -> None:
         super().__init__()
