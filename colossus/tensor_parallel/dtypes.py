@@ -42,4 +42,6 @@ def to_wide_dtype(x: Tensor) -> Tensor:
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
     """Of ``weight.grad``: that of the weight, unless it says otherwise."""
+    if torch.compiler.is_compiling():  # which cannot trace that
+        return weight.dtype
     return weight.grad_dtype or weight.dtype

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import strategies
 from helpers.modes import BATCH, MODES, TOKENS, own, with_options
 from helpers.ranks import grid, run_ranks
 from helpers.training import SIZES, batch_of, config_of
@@ -268,7 +267,7 @@ PLANS.update(
     {
         f"stored by row, {scope}": (
             2,
-            dict(data=2, strategy=dict(type=strategies.Sharded), tensor=dict(weights=scope)),
+            dict(data=2, zero=3, tensor=dict(weights=scope)),
             dict(schedule=dict(microbatches=2)),
         )
         for scope in ("matmul", "microbatch", "step")
