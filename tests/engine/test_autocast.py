@@ -134,7 +134,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("around", [pytest.param(True, marks=pytest.mark.long), False])
 def test_plans_train_as_one_process_does_under_autocast(around: bool) -> None:
     """bfloat16 has 8 bits: losses agree to 1e-4, norms to 2e-3, and each gradient to 2^-6 of its norm."""
     references: dict[int, Any] = {}

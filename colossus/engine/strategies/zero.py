@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from colossus.engine.gradients.buckets import LocalSum, first_of_each
 from colossus.engine.gradients.reduction import GradientReduction
@@ -72,18 +68,6 @@ class Zero(Strategy):
 
     def local_sums(self) -> list[LocalSum]:
         return first_of_each([*self._scatter.local_sums(), *self._rest.local_sums()])
-
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scale: Tensor,
-        before_update: Callable[[], None],
-        found_inf: Tensor | None = None,
-        clip_value: float | None = None,
-    ) -> None:
-        if self._offload and found_inf is not None:  # where the update runs
-            found_inf = found_inf.cpu()
-        super().step(optimizer, scale, before_update, found_inf, clip_value)
 
     def abandon(self) -> None:
         self._scatter.abandon()
