@@ -28,7 +28,7 @@ HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
 PLAIN = Mode("1d", (1,))
 ALL = {"none": PLAIN, **{name: MODES[name] for name in ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d")}}
 #: 2.5D is 2D whose copies share the batch, as data ranks do: nothing of it is about modules
-SOME = [pytest.param(name, marks=pytest.mark.long) if name in ("2.5d_depth2", "2d_2x3") else name for name in ALL]
+SOME = [pytest.param(name, marks=pytest.mark.long) if name == "2.5d_depth2" else name for name in ALL]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
