@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of
-from colossus.config.sizes import describe_sizes, world_size
+from colossus.config.sizes import describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
@@ -90,6 +90,8 @@ def _head(config: Config, grid: RankGrid) -> str:
         kind = f" (tensor mode {tensor.mode}{'' if grid.public['tensor'] == ('tensor',) else ': ' + axes})"
     if parallel.sequence.size > 1:
         kind += f" (sequence mode {parallel.sequence.mode})"
+    if parallel.zero.stage:
+        kind += f" ({describe_zero(parallel)})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
     each = batch // (parallel.data * microbatches)
     lines = [

@@ -17,6 +17,7 @@ from colossus.config.sizes import (
     batch_problems,
     describe_processes,
     describe_sizes,
+    describe_zero,
     mode_problems,
     shard_problems,
     world_size,
@@ -135,12 +136,13 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
 
 
 def describe_plan(config: Config) -> str:
-    """``data 2 x pipeline 2 x tensor 4 (2d), 1f1b, 2 microbatches``."""
+    """``data 2 x pipeline 2 x tensor 4 (2d), ZeRO 1, 1f1b, 2 microbatches``."""
     tensor, microbatches = config.parallel.tensor, config.schedule.microbatches
     mode = f" ({tensor.mode}{', sequence sharded' if tensor.sequence_sharded else ''})" if tensor.size > 1 else ""
     schedule = f", {name_of(config.schedule.type)}" if config.parallel.pipeline.size > 1 else ""
     split = f", {microbatches} microbatches" if microbatches > 1 else ""
-    return f"{describe_sizes(config.parallel)}{mode}{schedule}{split}"
+    zero = describe_zero(config.parallel)
+    return f"{describe_sizes(config.parallel)}{mode}{zero and f', {zero}'}{schedule}{split}"
 
 
 def name_of(kind: Any) -> str:

@@ -20,6 +20,15 @@ def describe_sizes(parallel: Parallel) -> str:
     return factors({**data, **{name: size for name, size in sizes.items() if size > 1}}) or "1"
 
 
+def describe_zero(parallel: Parallel) -> str:
+    """``ZeRO 3 in groups of 4, offloaded``; nothing without it."""
+    zero = parallel.zero
+    if not zero.stage:
+        return ""
+    groups = f" in groups of {zero.shard}" if zero.shard is not None and zero.shard != parallel.data else ""
+    return f"ZeRO {zero.stage}{groups}{', offloaded' if zero.offload else ''}"
+
+
 def describe_processes(count: int | None) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 

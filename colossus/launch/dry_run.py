@@ -6,6 +6,7 @@ from pathlib import Path
 
 from colossus.arithmetic import factors
 from colossus.config import Config
+from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch.model_check import ModelInfo
 from colossus.machine import threads_per_rank, usable_cores
@@ -21,6 +22,7 @@ def describe(config: Config, model: ModelInfo | None, folder: Path | None, local
         for name, section in (("tensor", parallel.tensor), ("sequence", parallel.sequence))
         if section.size > 1
     ]
+    modes += filter(None, [describe_zero(parallel)])
     mode = f" ({', '.join(modes)})" if modes else ""
     where = f" on each of {nnodes} nodes" if nnodes > 1 else ""
     threads = f"{threads_per_rank(local_ranks)} thread(s) each, {usable_cores()} cores here"

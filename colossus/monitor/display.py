@@ -14,6 +14,7 @@ from rich.text import Text
 
 from colossus.arithmetic import factors
 from colossus.config import model_options
+from colossus.config.sizes import describe_zero
 from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
@@ -67,6 +68,8 @@ class Display(Hook):
         sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
         options = model_options(engine.config)
         size = f", {options.num_parameters():,} parameters" if options is not None else ""
+        zero = describe_zero(engine.config.parallel)
+        sizes += zero and f", {zero}"
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
         if engine.loaders is not None:
             lines.append(engine.loaders.description)
