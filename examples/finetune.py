@@ -78,6 +78,9 @@ def train(engine: Any, what: str) -> None:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     save = next((word[5:] for word in sys.argv[1:] if word.startswith("save=")), None)
     overrides = [word for word in sys.argv[1:] if not word.startswith("save=")]
     # in practice the trunk comes from a file: state = torch.load("trunk.pt")

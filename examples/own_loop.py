@@ -64,6 +64,9 @@ def make_dataset(split: str = "train") -> TensorDataset:
 
 
 def main() -> None:
+    if {"-h", "--help"} & {*sys.argv}:
+        print(__doc__)
+        return
     log = next((Path(word[4:]) for word in sys.argv[1:] if word.startswith("log=")), None)
     engine = colossus.initialize(
         CONFIG,

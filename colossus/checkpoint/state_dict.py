@@ -90,6 +90,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             entry.held.copy_(chosen[name])
         else:
             entry.held.local().copy_(shard(chosen[name], entry.held.layout, context))
+    torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
 
 
 def _value(name: str, entry: _Entry, state: Mapping[str, Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -55,8 +55,15 @@ class PrecisionSection(ShortSection):
                 f"params = {self.params!r} and optimizer = {self.optimizer!r}: the optimizer has the dtype of params, "
                 f"or fp32 where that is low"
             )
-        if self.reduce == "fp64" and self.params != "fp64":
-            raise ValueError(f"params = {self.params!r} and reduce = 'fp64': fp64 is for all four or none")
+        if self.optimizer == "fp16":
+            raise ValueError("optimizer = 'fp16': the numbers of an optimizer vanish in fp16; take fp32, or bf16")
+        if (self.reduce == "fp64") != (self.params == "fp64"):
+            raise ValueError(f"params = {self.params!r} and reduce = {self.reduce!r}: fp64 is for all four or none")
+        if self.reduce == "fp16" and self.compute != "fp16":
+            raise ValueError(
+                f"compute = {self.compute!r} and reduce = 'fp16': sums of gradients fit into fp16 only where the loss "
+                f"is scaled, for compute = 'fp16'"
+            )
         return self
 
     @property
@@ -76,7 +83,7 @@ def _wide(params: DType) -> DType:
 class LossScale(Section):
     """Of fp16: the loss is scaled so that its gradients fit, as torch.amp.GradScaler does."""
 
-    init: Positive = 65536.0
+    init: Annotated[float, Field(gt=0, le=2.0**64)] = 65536.0
     #: steps without an overflow after which the scale is doubled; an overflow halves it
     growth_interval: Count = 2000
 

@@ -25,6 +25,7 @@ def build(
     context: ParallelContext | None = None,
     *,
     dtype: torch.dtype | None = None,
+    buffer_dtype: torch.dtype | None = None,
     materialize: bool = True,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -39,6 +40,7 @@ def build(
         factory: a class or function without arguments.
         context: by default the current one.
         dtype: of all floating-point parameters and buffers; by default what the constructor chose.
+        buffer_dtype: of the buffers, where that is another.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
             None: these are never materialised, and the values of the others are what they are without it. See also
@@ -70,7 +72,7 @@ def build(
         after = _registered(model)
         dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        TensorReplacer(_Materializer(trace, context, dtype).materialize, dropped).run(model)
+        TensorReplacer(_Materializer(trace, context, dtype, buffer_dtype or dtype).materialize, dropped).run(model)
     return model
 
 
@@ -88,18 +90,20 @@ def _fix_seed(trace: InitTrace, context: ParallelContext, tensor: Tensor, path: 
 class _Materializer:
     """Makes the tensor with values in the place of one that a constructor left on the meta device."""
 
-    def __init__(self, trace: InitTrace, context: ParallelContext, dtype: torch.dtype | None) -> None:
-        self.trace, self.context, self.dtype = trace, context, dtype
+    def __init__(
+        self, trace: InitTrace, context: ParallelContext, dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
+    ) -> None:
+        self.trace, self.context, self.dtype, self.buffer_dtype = trace, context, dtype, buffer_dtype
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         name = _join(path, leaf)
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor, name))
+            return self._cast(self._traced_value(tensor, name), self.buffer_dtype)
         spec = spec_of(tensor)
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec)
         else:
-            value = self._cast(self._traced_value(tensor, name))
+            value = self._cast(self._traced_value(tensor, name), self.dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -133,8 +137,8 @@ class _Materializer:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self.context.device, self.dtype if value.is_floating_point() else None)
+    def _cast(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return value.to(self.context.device, dtype if value.is_floating_point() else None)
 
 
 def _join(*parts: str) -> str:

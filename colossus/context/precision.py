@@ -17,7 +17,7 @@ class Precision:
     """The policy of a run.
 
     Attributes:
-        params: of stored parameters and of a batch's numbers.
+        params: of stored parameters.
         compute: of products and of the activations between them. Where it is low, a model runs under `torch.autocast`
             of it; what loses by it (norms, softmax statistics, losses) computes in float32 inside.
         reduce: in which gradients are accumulated over microbatches and summed over ranks.
@@ -38,6 +38,11 @@ class Precision:
     def of(cls, dtype: torch.dtype) -> Precision:
         """Everything in one dtype."""
         return cls(dtype, dtype, dtype, dtype)
+
+    @property
+    def data(self) -> torch.dtype:
+        """Of a batch's numbers and of buffers: what is not trained is not rounded to low parameters."""
+        return self.optimizer
 
     @property
     def gradients(self) -> torch.dtype:

@@ -67,11 +67,14 @@ def build_optimizer(
         return _from_config(config, named) if named else _updates_nothing([config.optimizer.lr]), config
     made = _make(factory, config, named)
     problem = None if made is _EMPTY else _problem(made, named)
-    told = all_gather_object(_Told(problem, _rates(made, problem)), context.group(context.grid.names))
+    told = all_gather_object(
+        _Told(problem, _rates(made, problem), _sizes(made, problem)), context.group(context.grid.names)
+    )
     source = "optimizer.type" if factory is None else "optimizer="
     for rank, each in enumerate(told):
         if each.problem is not None:
             raise ValueError(f"{source}: {each.problem}" + (f" (rank {rank})" if context.world_size > 1 else ""))
+    _require_equal_replicas(source, told, context)
     rates = next((each.rates for each in told if each.rates), None)
     if rates is None:
         raise ValueError(f"{source}: the optimizer has no parameter on any rank, so nothing would be trained")
@@ -90,12 +93,30 @@ _OWN = ("AdamW", "SGD")
 _EMPTY: Any = object()
 
 
+def _require_equal_replicas(source: str, told: Sequence[_Told], context: ParallelContext) -> None:
+    """That ranks which hold the same stages update them alike."""
+    first: dict[int, int] = {}
+    for rank, each in enumerate(told):
+        other = first.setdefault(context.grid.coordinates(rank)["pipeline"], rank)
+        if told[other] != each:
+            raise ValueError(
+                f"{source}: the optimizers of ranks {other} and {rank}, which train the same stage, differ: groups of "
+                f"{told[other].sizes} parameters with learning rates {told[other].rates}, and of {each.sizes} with "
+                f"{each.rates}. Make them alike on all ranks"
+            )
+
+
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others: what is wrong, and the learning rate of each of its groups (none: no optimizer)."""
+    """What a rank tells the others: what is wrong, and the learning rate of each of its groups (none: no optimizer).
+
+    Attributes:
+        sizes: how many parameters each group has.
+    """
 
     problem: str | None
     rates: list[float | None]
+    sizes: list[int]
 
 
 def _from_config(config: Config, named: NamedParameters) -> torch.optim.Optimizer:
@@ -199,6 +220,10 @@ def _rates(made: Any, problem: str | None) -> list[float | None]:
     if made is _EMPTY or problem is not None:
         return []
     return [float(group["lr"]) if "lr" in group else None for group in made.param_groups]
+
+
+def _sizes(made: Any, problem: str | None) -> list[int]:
+    return [] if made is _EMPTY or problem is not None else [len(group["params"]) for group in made.param_groups]
 
 
 def _warn_of_left_out(optimizer: torch.optim.Optimizer, named: NamedParameters, context: ParallelContext) -> None:

@@ -116,6 +116,8 @@ class FlatRows:
             stored = nn.Parameter(rows.view(shape), requires_grad=param.requires_grad)
             spec = StoredSpec(spec_of(param), group.axes, context.grid.sizes)
             self.stored[param] = mark_split(attach(stored, spec))
+            if param._backward_hooks is not None:  # one dict: hooks that are added or removed later are those of both
+                stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:
                 param.grad_dtype = dtypes.gradient
         self._targets, self._takes = self._prepare_copies()

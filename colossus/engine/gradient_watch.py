@@ -72,8 +72,8 @@ class GradientWatch:
             if math.isfinite(norm.item()):
                 self._num_in_row = 0
                 return None
-            self.num_skipped += 1
             self._settle(self._gather_evidence(step, loss_sum, is_late=False))
+            self.num_skipped += 1
             return torch.ones((), dtype=torch.bool)
         found = norm.isfinite().logical_not()
         self.num_skipped = self.num_skipped + found

@@ -114,7 +114,7 @@ def _assemble(
     if held is not None:
         index, size = context.index("data"), context.size("data")
         loaders = loaders_of(config, held, data_rank=index, data_size=size, device=context.device)
-    inputs = Inputs(context, dtype, pad=config.parallel.sequence.pad)
+    inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _assemble(
         _require_dense_gradients(whole)
         pipeline.split(whole, costs)
 
-    module = build(factory, context, dtype=dtype, prepare=prepare)
+    module = build(factory, context, dtype=dtype, buffer_dtype=context.precision.data, prepare=prepare)
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
     for param in module.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,9 +25,9 @@ class LossScaler:
     halved by each, whose step is skipped (Micikevicius et al., 1710.03740, section 3.2).
 
     It is the scale of the gradient of the *mean* loss, as there. The engine backpropagates sums, which are larger by
-    the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number. That is taken
-    from the shapes of the first batch and agreed on once by all ranks: a division by it is exact, and the same under
-    every plan.
+    the number of tokens; so a loss is multiplied by the scale over n, a power of two near that number: a division by it
+    is exact. In the first step it is guessed from the shapes of the batch, agreed on by all ranks, and from then on it
+    is what the loss function counted in that step: the same under every plan.
 
     Args:
         options: None: the defaults.
@@ -44,6 +45,8 @@ class LossScaler:
         #: steps without an overflow since the scale last changed
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=context.device)
         self._num_tokens: int | None = None
+        #: whether that is a count, not a guess by shapes
+        self._is_counted = False
         self.factor: Tensor | None = None
 
     def begin_step(self, batch: Any) -> Tensor:
@@ -55,13 +58,18 @@ class LossScaler:
         self.factor = self.scale / self._num_tokens
         return self.factor
 
-    def update(self, found_inf: Tensor | None) -> None:
-        """After a step; waits for nothing.
+    def update(self, found_inf: Tensor | None, count: Tensor) -> None:
+        """After a step; waits for nothing, but after the first for the count.
 
         Args:
+            count: samples or tokens whose losses were summed in the global batch.
             found_inf: whether a gradient was not finite, bool scalar; None: all were.
         """
         found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
+        if not self._is_counted:
+            number = count.item()
+            if math.isfinite(number) and number >= 1:
+                self._num_tokens, self._is_counted = power_of_two_below(int(number)), True
         torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)
 
     def state_dict(self) -> dict[str, float]:
@@ -74,6 +82,7 @@ class LossScaler:
         self.scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
         self._num_tokens = int(state["num_tokens"]) if "num_tokens" in state else None
+        self._is_counted = self._num_tokens is not None
 
 
 def tokens_per_sample(batch: Any) -> int:

@@ -47,6 +47,7 @@ class NonFiniteReport:
         value: of its gradient: ``nan``, ``inf``, or ``too large`` for a norm of finite numbers that overflows.
         num_others: how many more parameters have such a gradient after the sums, on all ranks.
         loss: of ``rank``, if that is not finite.
+        is_of_sum: whether no rank's own gradient was so, only their sum.
     """
 
     step: int
@@ -56,6 +57,7 @@ class NonFiniteReport:
     value: str
     num_others: int
     loss: float | None
+    is_of_sum: bool = False
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} ({self.where})" if self.where else f"rank {self.rank}"
@@ -68,6 +70,10 @@ class NonFiniteReport:
             return f"{told}; gradients that are not finite: {self.parameter}{f' and {more}' if more else ''}"
         if self.parameter is None:
             return f"{told}the gradient norm of the global batch is not finite, but no gradient was found that is not"
+        if self.is_of_sum:
+            return (
+                f"{told}the sum over ranks of the gradient of {self.parameter} is {self.value}, though no rank's own is"
+            )
         is_value = "so large that its norm overflows" if self.value == "too large" else self.value
         return f"{told}the gradient of {self.parameter} on {rank} is {is_value}{f' (also of {more})' if more else ''}"
 
@@ -127,6 +133,7 @@ def make_report(evidence: Evidence, order: Mapping[str, int], grid: RankGrid, gr
         names = by_rank[rank].own & after.keys()
         return max(names, key=lambda name: order.get(name, -1), default=None)
 
+    culprits: list[tuple[int, int]] = []
     if with_loss:
         rank = with_loss[0]
         # the ranks that hold its stages and shards have the gradients; what came first there is the same for all
@@ -135,10 +142,12 @@ def make_report(evidence: Evidence, order: Mapping[str, int], grid: RankGrid, gr
     else:
         culprits = [(order.get(name, -1), -rank) for rank in by_rank if (name := last_of(rank)) is not None]
         rank = -max(culprits)[1] if culprits else min(by_rank)
-        parameter, loss = last_of(rank), None
+        parameter = last_of(rank) or max(after, key=lambda name: order.get(name, -1), default=None)
+        loss = None
     others = len(after) - (parameter in after)
     value = after.get(parameter, "") if parameter is not None else ""
-    return NonFiniteReport(evidence.step, rank, grid.where(rank), parameter, value, others, loss)
+    is_of_sum = loss is None and parameter is not None and not culprits
+    return NonFiniteReport(evidence.step, rank, grid.where(rank), parameter, value, others, loss, is_of_sum)
 
 
 def _finding(evidence: Evidence) -> _Finding:

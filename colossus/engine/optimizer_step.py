@@ -67,7 +67,8 @@ class OptimizerStep:
             strategy.after_step(step)
             numbers = strategy.reduce_scalars(numbers)
             if scaler is not None:
-                scaler.update(found_inf)
+                scaler.update(found_inf, numbers[1])
+        torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
             lr,

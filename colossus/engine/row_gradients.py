@@ -9,6 +9,7 @@ from colossus.comm import in_parts
 from colossus.engine.flat_rows import FlatRows, Transfer
 from colossus.engine.gradients.buckets import LocalSum, sum_of_all
 from colossus.layout.parameter import attach, spec_of
+from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 
 
 class RowGradients:
@@ -51,6 +52,8 @@ class RowGradients:
             stored = self.flat.stored[param]
             if param.requires_grad != stored.requires_grad:
                 param.requires_grad = stored.requires_grad
+            if stored._backward_hooks is not param._backward_hooks and stored._backward_hooks:
+                param._backward_hooks = stored._backward_hooks  # registered between steps, on what modules hold then
             param.grad = self.summed[param].grad = stored.grad = None
 
     @torch.no_grad()
@@ -150,6 +153,7 @@ class RowGradients:
             stored = self.flat.stored[param]
             if param.grad is not None:
                 stored.grad, param.grad = param.grad.view(stored.shape).to(stored.dtype), None
+                run_grad_hooks(stored)
 
     def give_to_host(self) -> None:
         """Offloaded rows get their gradients from their stand-ins."""

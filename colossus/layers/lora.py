@@ -38,10 +38,12 @@ class LoRALinear(Layer):
         super().__init__()
         if not isinstance(base, Linear):
             raise refusal(
-                f"LoRALinear around a {type(base).__name__}: it takes a colossus.layers.Linear; around other modules "
-                f"plain torch is right, outside of a pair"
+                f"LoRALinear around a {type(base).__module__}.{type(base).__qualname__}: it takes a "
+                f"colossus.layers.Linear; put one in its place, or adapt it with plain torch outside of a pair"
             )
         self.base, self.rank = base.requires_grad_(False), operator.index(rank)
+        if self.rank < 1:
+            raise refusal(f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more")
         self.scale = 1.0 if alpha is None else alpha / self.rank
         self.is_fused = base.is_fused
         outputs: Any = base.outputs if base.is_fused else base.out_features

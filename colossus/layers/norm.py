@@ -122,7 +122,8 @@ class LayerNorm(_Norm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
-        y = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0)
+        weight, bias = (as_wide_as(x, parameter) for parameter in (self.weight, self.bias))
+        y = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
         return y.to(x.dtype) if x.dtype in LOW else y
 
     def _normalize_split(self, x: Tensor, group: AxisGroup) -> Tensor:
@@ -157,6 +158,12 @@ class RMSNorm(_Norm):
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         weight = self._shard(self.weight, group)
         return split_norm(x, weight, None, group, len(self.normalized_shape), eps, centred=False)
+
+
+def as_wide_as(x: Tensor, parameter: Tensor | None) -> Tensor | None:
+    """A parameter of low precision in the dtype of an x that is not, which torch's kernel would not take."""
+    is_narrow = parameter is not None and parameter.dtype in LOW and x.dtype not in LOW
+    return parameter.to(x.dtype) if is_narrow else parameter  # type: ignore[union-attr]
 
 
 def split_norm(

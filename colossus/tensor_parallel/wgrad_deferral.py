@@ -51,7 +51,7 @@ class WgradDeferral:
         finally:
             accumulated, self._accumulated = self._accumulated, None
         for weight in accumulated.values():
-            _run_grad_hooks(weight)
+            run_grad_hooks(weight)
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
         """Add a gradient to ``weight.grad`` as autograd would, with the hooks of the weight before and after."""
@@ -60,12 +60,12 @@ class WgradDeferral:
             gradient = gradient if changed is None else changed
         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         if self._accumulated is None:
-            _run_grad_hooks(weight)
+            run_grad_hooks(weight)
         else:
             self._accumulated[id(weight)] = weight
 
 
-def _run_grad_hooks(weight: Tensor) -> None:
+def run_grad_hooks(weight: Tensor) -> None:
     """Call the post-accumulate hooks of a weight."""
     for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
         hook(weight)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
 from colossus.layout.parameter import ParameterSpec, spec_of
 
 #: rows of a parameter, or all of them (None), and whether this rank counts their gradient
@@ -64,7 +65,7 @@ class GradientNorm:
         ]
         if not grads:
             return torch.zeros(0, dtype=torch.float64, device=device)
-        norms = list(torch._foreach_norm(grads))
+        norms = list(_norms(grads))
         if self._some_are_offloaded:
             norms = [norm.cpu() for norm in norms]
         self.norms = torch.stack(norms).to(device)
@@ -86,3 +87,9 @@ def _entries_of(
     if len(set(counted)) == 1:
         return [(param, None, counted[0])]
     return [(param, shard.rows, owned) for shard, owned in zip(spec.shards, counted, strict=True)]
+
+
+def _norms(grads: list[Tensor]) -> tuple[Tensor, ...]:
+    if any(grad.dtype in LOW for grad in grads):  # whose norms would be rounded, or overflow
+        return torch._foreach_norm(grads, 2, torch.float32)
+    return torch._foreach_norm(grads)

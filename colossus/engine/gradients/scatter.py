@@ -17,6 +17,7 @@ from colossus.engine.row_gradients import RowGradients
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layout.split_parameter import as_shards
 from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 
 #: how many reduce-scatters may be under way: what has been given to one is freed when it is done
 _MOST = 2
@@ -105,8 +106,7 @@ class GradientScatter:
             for param in one.params:
                 summed = one.summed[param]
                 if summed.grad is not None:
-                    for hook in list((summed._post_accumulate_grad_hooks or {}).values()):
-                        hook(summed)
+                    run_grad_hooks(summed)
         self._num_stages -= 1
         if not self._num_stages:
             self._reset()
