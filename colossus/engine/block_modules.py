@@ -109,12 +109,9 @@ def _of_containers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
-    """Gather a block before its module's forward and, where it is freed in between, before its backward."""
+    """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        runs.gather(block)
-
-    def before_transient(_: nn.Module, args: Any, kwargs: Any) -> None:
         runs.gather(block)
         if torch.is_grad_enabled() and not block.in_backward:
             nodes = _nodes((args, kwargs))
@@ -131,7 +128,7 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
             for node in nodes:
                 node.register_prehook(input_done)
 
-    def after_transient(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             call = block.call
 
@@ -145,11 +142,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
         block.after_forward()
         runs.after_release()
 
-    if block.is_transient:
-        module.register_forward_pre_hook(before_transient, with_kwargs=True, prepend=True)
-        module.register_forward_hook(after_transient, with_kwargs=True)
-    else:
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    module.register_forward_hook(after, with_kwargs=True)
 
 
 def _nodes(nest: Any) -> list[Node]:

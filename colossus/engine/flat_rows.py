@@ -15,7 +15,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
 from colossus.layout.parameter import StoredSpec, attach, spec_of
-from colossus.layout.split_parameter import mark_split
+from colossus.layout.split_parameter import FreedParameter, mark_split
 from colossus.refusal import refusal
 
 
@@ -121,8 +121,7 @@ class FlatRows:
             if param.requires_grad and param.dtype != dtypes.gradient:
                 param.grad_dtype = dtypes.gradient
         self._targets, self._takes = self._prepare_copies()
-        #: versions of the stored rows as they were gathered last; None: not since an update
-        self._gathered: tuple[int, ...] | None = self._versions()
+        self._types = [type(param) for param in self.params]
 
     def _store(self) -> list[Tensor]:
         """The rank's rows, flat, in the order in which they travel: of all parameters in one, or of each."""
@@ -181,21 +180,8 @@ class FlatRows:
                     targets.append(self.layout.rows_in(wholes[piece.param], piece, rank))
         return targets, takes
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the stored rows are others than when they were gathered: updated, or loaded."""
-        return self._gathered != self._versions()
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(rows._version for rows in self._rows)
-
-    def mark_changed(self) -> None:
-        """An optimizer has updated the rows; fused ones do not count versions."""
-        self._gathered = None
-
     def start_gather(self) -> Transfer:
         """Start to fill the whole parameters, whose memory is taken when the rows of all ranks are there."""
-        self._gathered = self._versions()
         transfer = Transfer()
         transfer.pending = in_parts.all_gather(
             self.layout.size,
@@ -216,8 +202,9 @@ class FlatRows:
     @torch.no_grad()
     def _take(self, shards: list[Tensor]) -> None:
         if not self.storage.keeps_whole:
-            for param in self.params:
+            for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
+                param.__class__ = kind
         sources: list[Tensor] = []
         for shard, sizes, takes in zip(shards, self.layout.splits, self._takes, strict=True):
             sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
@@ -243,12 +230,12 @@ class FlatRows:
         for param in changed:
             if param not in self._views:
                 self._copy_own_rows(param, self._rows_of[param], self.layout.pieces_of(param)[0].offset)
-            self._gathered = None
 
     def release(self) -> None:
         """Free the whole parameters."""
         for param in self.params:
             param.untyped_storage().resize_(0)
+            param.__class__ = FreedParameter
 
 
 def _fills_its_storage(value: Tensor) -> bool:

@@ -47,6 +47,8 @@ class ParameterStore:
         #: in the order of the model, the root block, whose gradients are complete last, before all
         self._blocks: list[ShardedBlock] = []
         self._root: ShardedBlock | None = None
+        #: those of them that are whole for all of a step
+        self._lasting: list[ShardedBlock] = []
         self._runs = BlockRuns()
         self._group: AxisGroup | None = None
         self._block_of: dict[int, ShardedBlock] = {}
@@ -103,12 +105,13 @@ class ParameterStore:
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(held, group, context, self.weights.scope, storage)
-            for module in modules:
+            for module in modules if is_transient else ():
                 run_around(module, block, self._runs)
             self._blocks.append(block)
         if root:
             self._root = ShardedBlock(root, group, context, "step", storage)
             self._blocks.insert(0, self._root)
+        self._lasting = [block for block in self._blocks if not block.is_transient]
         self._model.register_forward_pre_hook(lambda *_: self._before_model(), prepend=True)
         self._model.register_forward_hook(lambda *_: self._after_model())
         self._block_of = {id(param): block for block in self._blocks for param in block.params}
@@ -129,11 +132,6 @@ class ParameterStore:
         for block in self._blocks:
             for gradients in block.gradients:
                 gradients.give_whole()
-
-    def mark_changed(self) -> None:
-        """The stored parameters have been updated: what is kept whole is out of date."""
-        for block in self._blocks:
-            block.mark_changed()
 
     # -- a step or an evaluation --------------------------------------------------------------------------
 
@@ -159,27 +157,34 @@ class ParameterStore:
             counts = torch.tensor([num_forwards, -num_forwards], device=self._context.device)
             most, least = collectives.all_reduce(counts, self._group, op="max", owned=True).wait().tolist()
             is_uneven = most != -least
-        for block in self._blocks:
-            if is_uneven or not block.is_transient:
-                block.gather()
-                block.is_held = is_uneven
+        self.gather_lasting()  # a rank without samples runs no stage
+        for block in self._blocks if is_uneven else ():
+            block.gather()
+            block.is_held = True
 
     def _begin_run(self) -> None:
         self.release()
         self._is_running = True
+        self._runs.is_running = True
         for block in self._blocks:
             block.settle()
-            block.look_for_changes()
 
     def begin_action(self) -> None:
         """A forward or a backward of a stage begins."""
         if self._blocks:
             self._runs.begin()
 
-    def gather_root(self) -> None:
-        """Before a stage runs: what its blocks do not gather themselves."""
-        if self._root is not None:
-            self._root.gather()
+    def gather_lasting(self) -> None:
+        """Before a stage runs: the blocks that are whole for a step or an evaluation, each while the next travels."""
+        if not self._lasting or self._lasting[-1].is_whole:
+            for block in self._lasting:
+                block.gather()  # for a user's code that has let the modules hold other parameters
+            return
+        for block, following in zip(self._lasting, [*self._lasting[1:], None], strict=True):
+            block.start_gather()
+            if following is not None:
+                following.start_gather()
+            block.gather()
 
     def after_backward(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""
@@ -205,17 +210,21 @@ class ParameterStore:
 
     def _end_run(self) -> None:
         self._runs.reset()
-        self._is_running = False
+        self._is_running = self._runs.is_running = False
 
     # -- a model that is called outside of a step -----------------------------------------------------------
 
     def _before_model(self) -> None:
         if not self._is_running:
-            for block in self._blocks:
-                block.look_for_changes()
+            if not torch.is_grad_enabled():
+                self.release()
             self._runs.begin()
-        self.gather_root()
+        self.gather_lasting()
 
     def _after_model(self) -> None:
-        if not self._is_running and not torch.is_grad_enabled():
+        if self._is_running:
+            return
+        if not torch.is_grad_enabled():
             self.release()
+        for block in self._blocks:  # what a backward may need stays whole, but is not what a state dict is to find
+            block.unplace()

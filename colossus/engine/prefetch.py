@@ -18,10 +18,12 @@ class BlockRuns:
 
     Attributes:
         on_backward: called with a block whose backward is over, before it is let go.
+        is_running: whether a step or an evaluation is.
     """
 
     def __init__(self) -> None:
         self.on_backward: Callable[[ShardedBlock], None] = lambda block: None
+        self.is_running = False
         #: block, whether in backward -> the block gathered after it
         self._next: dict[tuple[ShardedBlock, bool], ShardedBlock] = {}
         self._last: tuple[ShardedBlock, bool] | None = None

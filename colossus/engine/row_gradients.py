@@ -116,7 +116,7 @@ class RowGradients:
             self._is_used = [True] * len(self.params)
         else:
             flags = torch.stack([addend[size:] for addend in addends]).sum(0).tolist()
-            self._is_used = [used or flag > 0 for used, flag in zip(self._is_used, flags, strict=True)]
+            self._is_used = [used or flag != 0 for used, flag in zip(self._is_used, flags, strict=True)]
 
     def wait(self) -> None:
         """Wait for the sums that `start` has started, if any."""

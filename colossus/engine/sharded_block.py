@@ -55,7 +55,7 @@ class ShardedBlock:
 
     In a step or an evaluation the modules of a block that has been gathered hold the parameters that compute uses, else
     the stored ones. The former are always the same objects. Their memory is there while they are gathered only, or
-    (`Storage.keeps_whole`) always: then a block is gathered once after each update.
+    (`Storage.keeps_whole`) always: then a block is gathered once for each step or evaluation.
 
     Args:
         held: parameters with at least one dim, their values whole on each rank of the group.
@@ -149,11 +149,11 @@ class ShardedBlock:
         self._wait_for_gathers()
 
     def release(self) -> None:
-        """Let the modules hold the stored parameters, and free the gathered ones."""
-        if self._is_placed:
-            for one in self._held:
-                _put(one.places, self._stored[id(one.param)])
-            self._is_placed = False
+        """Let the modules hold the stored parameters, and free the gathered ones, or keep their memory only.
+
+        What is kept is not relied on: an optimizer, a load or a user may have written to the stored rows.
+        """
+        self.unplace()
         if not self.is_whole:
             return
         with as_shards():
@@ -161,23 +161,20 @@ class ShardedBlock:
                 flat.take_back_changes()
                 if not self._keeps:
                     flat.release()
-        self.is_whole = self._keeps
+        self.is_whole = False
+
+    def unplace(self) -> None:
+        """Let the modules hold the stored parameters."""
+        if self._is_placed:
+            for one in self._held:
+                _put(one.places, self._stored[id(one.param)])
+            self._is_placed = False
 
     def _place(self) -> None:
         if not self._is_placed:
             for one in self._held:
                 _put(one.places, one.param)
             self._is_placed = True
-
-    def look_for_changes(self) -> None:
-        """Between steps: what was kept whole is out of date where somebody has written to the stored rows."""
-        self.is_whole = self.is_whole and not any(flat.is_changed for flat in self._flats)
-
-    def mark_changed(self) -> None:
-        """An update has changed the stored rows."""
-        for flat in self._flats:
-            if flat.is_trainable:
-                flat.mark_changed()
 
     def after_forward(self) -> None:
         """A forward that a backward may follow is over."""
@@ -246,8 +243,6 @@ class ShardedBlock:
         self._gathers = []
         with as_shards():
             self._abandoned += [left for each in self.gradients if (left := each.abandon()) is not None]
-        for flat in self._flats:  # ranks may have come to different blocks
-            flat.mark_changed()
         self.end_step()
 
 

@@ -54,6 +54,28 @@ class SplitParameter(nn.Parameter):
         return out
 
 
+class FreedParameter(SplitParameter):
+    """A whole parameter whose memory is freed while its block does not run (ZeRO-3)."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ABOUT or func in _BACKWARD:
+            return super().__torch_function__(func, types, args, kwargs)
+        parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        raise refusal(
+            f"{spec_of(parameter).name or 'a parameter'}: {getattr(func, '__name__', func)} was called with it while "
+            f"its block does not run: parallel.zero = 3 has freed it. {_CALL_THE_BLOCK}"
+        )
+
+
+#: what to do about a parameter that is gathered with its block
+_CALL_THE_BLOCK = (
+    "A block is whole while it is called, as block(x): compute inside of its forward what needs its parameters, and "
+    "neither keep nor return them; or take parallel.zero = 2 or less, or parallel.tensor.weights = 'step'"
+)
+
 #: functions for which a shard is wrong whether or not gradients are wanted
 _PRODUCTS: set[Any] = {
     F.linear, F.bilinear, F.embedding, F.embedding_bag, torch.einsum, F.conv1d, F.conv2d, F.conv3d, F.layer_norm,
@@ -77,8 +99,9 @@ _OF_ITS_SHAPE: set[Any] = {Tensor.view_as, Tensor.expand_as}
 _ABOUT: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "grad", "data", "requires_grad", "is_leaf",
                                                  "grad_fn", "is_meta", "layout", "ndim", "_backward_hooks",
-                                                 "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda")),
-    *(getattr(Tensor, name).__set__ for name in ("grad", "data", "requires_grad", "_backward_hooks")),
+                                                 "_post_accumulate_grad_hooks", "_version", "is_cpu", "is_cuda",
+                                                 "grad_dtype")),
+    *(getattr(Tensor, name).__set__ for name in ("grad", "data", "requires_grad", "_backward_hooks", "grad_dtype")),
     *(getattr(Tensor, name) for name in ("dim", "size", "numel", "stride", "data_ptr", "detach", "clone",
                                          "is_floating_point", "is_contiguous", "element_size", "requires_grad_",
                                          "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__")),
@@ -102,7 +125,8 @@ def _refusal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     part = " x ".join(map(str, parameter.shape))
     return (
         f"{spec.name or 'parameter'} ({spec.description}): {name} was called with the parameter itself, of which this "
-        f"rank holds {part}, stored as {spec.layout}; the result would be wrong. {_remedy(func)}"
+        f"rank holds {part}, stored as {spec.layout}; the result would be wrong. "
+        f"{_CALL_THE_BLOCK if spec.layout.stored else _remedy(func)}"
     )
 
 

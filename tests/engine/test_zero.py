@@ -488,6 +488,6 @@ def test_blocks_are_gathered_ahead_and_reduced_in_backward(model: type[nn.Module
             continue
         if stage == 2:  # one bucket of blocks, and the root's, both complete within backward
             assert inside == [True, True] * 2
-        else:  # forward and backward of a step, forward of an evaluation; three blocks, and the root's gradients
+        else:  # forward and backward of a step, forward of an evaluation; three blocks, after them the root's gradients
             assert ahead == [False, True, True] * 6
-            assert inside == [True] * 8
+            assert inside == [True, True, True, False] * 2

@@ -126,7 +126,8 @@ class GradientScatter:
         self._armed, self._num_started, self._num_stages = None, dict.fromkeys(self._order, 0), 0
 
     def _on_backward(self, block: ShardedBlock) -> None:
-        if not self._weights.deferral.is_active and not block.is_kept:
+        # a backward that a user runs between steps is no part of one
+        if self._runs.is_running and not self._weights.deferral.is_active and not block.is_kept:
             self._start(block.gradients)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
@@ -137,7 +138,9 @@ class GradientScatter:
         if one in several[:begin]:
             raise gradient_in_parts(param)
         self._complete.add(id(param))
-        if stage != self._order[self._num_stages]:  # stages before this one start theirs first
+        # stages before this one start theirs first; beside blocks that are gathered and reduced meanwhile, the order
+        # would not be that of other ranks, where one of them uses what another does not
+        if stage != self._order[self._num_stages] or self._transient[stage]:
             return
         end = begin
         while end < len(several) and self._is_complete(several[end]):

@@ -129,7 +129,6 @@ class Strategy:
                 self.update(optimizer)
         elif not bool(found_inf):
             self.update(optimizer)
-        self.store.mark_changed()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
