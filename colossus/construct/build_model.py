@@ -86,7 +86,9 @@ def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
     """The parameters of norms, and scalars."""
     norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
     found = [param for norm in norms for param in norm.parameters(recurse=False)]
-    found += [param for param in model.parameters() if not isinstance(param, UninitializedParameter) and not param.dim()]
+    found += [
+        param for param in model.parameters() if not isinstance(param, UninitializedParameter) and not param.dim()
+    ]
     return {id(param): param for param in found}
 
 

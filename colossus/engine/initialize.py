@@ -225,9 +225,7 @@ def _measure(
     first = batch.microbatches[0]
     sample = inputs.mark_tokens(model_input(inputs.local(first)), first)
     with context:
-        return measure_blocks(
-            factory, context, sample, batch.info, dtype=dtype, wide_dtype=context.precision.data
-        )
+        return measure_blocks(factory, context, sample, batch.info, dtype=dtype, wide_dtype=context.precision.data)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:

@@ -269,7 +269,11 @@ def _not_rounded(rank: int, precision: Any, parallel: dict[str, Any]) -> Any:
     for param in engine.store.computed():
         stored = engine.store.stored(param)
         assert stored.grad is not None or not stored.numel()
-        dtypes[spec_of(param).name] = {param.dtype, stored.dtype, torch.float32 if stored.grad is None else stored.grad.dtype}
+        dtypes[spec_of(param).name] = {
+            param.dtype,
+            stored.dtype,
+            torch.float32 if stored.grad is None else stored.grad.dtype,
+        }
     end = full_state_dict(engine.model, engine.context)
     engine.close()
     return seen, start, end, dtypes
@@ -336,9 +340,7 @@ def _norm_between(rank: int, parallel: dict[str, Any]) -> float:
 
 
 def test_a_norm_of_a_wide_input_runs_alone_as_it_does_split() -> None:
-    (alone,), split = (
-        run_ranks(world, _norm_between, dict(tensor=world), with_context=False) for world in (1, 2)
-    )
+    (alone,), split = (run_ranks(world, _norm_between, dict(tensor=world), with_context=False) for world in (1, 2))
     assert all(relative(loss, alone) < 2**-8 for loss in split)  # of 32 numbers, each rounded to that
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 

@@ -156,7 +156,8 @@ def test_what_adapters_send_is_thin() -> None:
 @pytest.mark.parametrize("base", [nn.Linear(4, 4), nn.Identity()])
 def test_around_something_else_it_is_refused(base: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"LoRALinear around a torch\.nn\.[a-z.]+\.{type(base).__name__}: it takes a colossus\.layers\.Linear"
+        ValueError,
+        match=rf"LoRALinear around a torch\.nn\.[a-z.]+\.{type(base).__name__}: it takes a colossus\.layers\.Linear",
     ):
         layers.LoRALinear(base, 2)
 
