@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,7 +25,7 @@ def build(
     context: ParallelContext | None = None,
     *,
     dtype: torch.dtype | None = None,
-    buffer_dtype: torch.dtype | None = None,
+    wide_dtype: torch.dtype | None = None,
     materialize: bool = True,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
@@ -40,7 +40,8 @@ def build(
         factory: a class or function without arguments.
         context: by default the current one.
         dtype: of all floating-point parameters and buffers; by default what the constructor chose.
-        buffer_dtype: of the buffers, where that is another.
+        wide_dtype: of the buffers, of the parameters of norms and of those without a dim, where that is another: norms
+            of torch take no parameters narrower than their statistics, and beside a tensor a scalar is just a number.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
             None: these are never materialised, and the values of the others are what they are without it. See also
@@ -72,8 +73,23 @@ def build(
         after = _registered(model)
         dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        TensorReplacer(_Materializer(trace, context, dtype, buffer_dtype or dtype).materialize, dropped).run(model)
+        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model))
+        TensorReplacer(materializer.materialize, dropped).run(model)
     return model
+
+
+#: of torch, those with and without running statistics, too
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
+    """The parameters of norms, and scalars."""
+    norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
+    found = [param for norm in norms for param in norm.parameters(recurse=False)]
+    found += [
+        param for param in model.parameters() if not isinstance(param, UninitializedParameter) and not param.dim()
+    ]
+    return {id(param): param for param in found}
 
 
 def _registered(model: nn.Module) -> dict[int, Tensor]:
@@ -91,19 +107,24 @@ class _Materializer:
     """Makes the tensor with values in the place of one that a constructor left on the meta device."""
 
     def __init__(
-        self, trace: InitTrace, context: ParallelContext, dtype: torch.dtype | None, buffer_dtype: torch.dtype | None
+        self,
+        trace: InitTrace,
+        context: ParallelContext,
+        dtype: torch.dtype | None,
+        wide_dtype: torch.dtype | None,
+        wide: Mapping[int, Tensor],
     ) -> None:
-        self.trace, self.context, self.dtype, self.buffer_dtype = trace, context, dtype, buffer_dtype
+        self.trace, self.context, self.dtype, self.wide_dtype, self.wide = trace, context, dtype, wide_dtype, wide
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
         name = _join(path, leaf)
         if not isinstance(tensor, nn.Parameter):
-            return self._cast(self._traced_value(tensor, name), self.buffer_dtype)
-        spec = spec_of(tensor)
+            return self._cast(self._traced_value(tensor, name), self.wide_dtype)
+        spec, dtype = spec_of(tensor), self.wide_dtype if id(tensor) in self.wide else self.dtype
         if tensor.is_meta and not spec.is_plain:
-            value = self._draw_shards(tensor, path, leaf, spec)
+            value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._traced_value(tensor, name), self.dtype)
+            value = self._cast(self._traced_value(tensor, name), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -113,7 +134,9 @@ class _Materializer:
                 setattr(real, hooks, getattr(tensor, hooks))
         return mark_split(real)
 
-    def _draw_shards(self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec) -> Tensor:
+    def _draw_shards(
+        self, tensor: nn.Parameter, path: str, leaf: str, spec: ParameterSpec, dtype: torch.dtype | None
+    ) -> Tensor:
         if not self.trace.is_sharded(tensor):
             raise ValueError(
                 f"{_join(path, leaf)} was given other values (.data = ...) while the model was built, but a sharded "
@@ -124,7 +147,7 @@ class _Materializer:
         def key_of(shard_name: str) -> int:
             return self.context.rng.key("init", _join(path, shard_name, leaf))
 
-        dtype = self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return allocate.draw(
             spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=dtype, device=self.context.device
         )

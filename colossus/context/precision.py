@@ -41,7 +41,7 @@ class Precision:
 
     @property
     def data(self) -> torch.dtype:
-        """Of a batch's numbers and of buffers: what is not trained is not rounded to low parameters."""
+        """Of a batch's numbers, of buffers and of the parameters of norms, which are not rounded to low parameters."""
         return self.optimizer
 
     @property

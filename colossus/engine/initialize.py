@@ -125,12 +125,10 @@ def _assemble(
         _require_dense_gradients(whole)
         pipeline.split(whole, costs)
 
-    module = build(factory, context, dtype=dtype, buffer_dtype=context.precision.data, prepare=prepare)
+    module = build(factory, context, dtype=dtype, wide_dtype=context.precision.data, prepare=prepare)
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
         require_same_values(module, existing, context)
     for param in module.parameters():
-        if param.dtype in LOW and not param.dim():  # beside a tensor it is one number, whatever its dtype
-            param.data = param.data.to(context.precision.optimizer)
         if param.dtype in LOW:
             param.grad_dtype = context.precision.gradients
     _require_position_wise(module, context)
@@ -227,7 +225,7 @@ def _measure(
     first = batch.microbatches[0]
     sample = inputs.mark_tokens(model_input(inputs.local(first)), first)
     with context:
-        return measure_blocks(factory, context, sample, batch.info, dtype=dtype)
+        return measure_blocks(factory, context, sample, batch.info, dtype=dtype, wide_dtype=context.precision.data)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:

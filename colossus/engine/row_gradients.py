@@ -163,6 +163,7 @@ class RowGradients:
                 stored.grad = torch.empty_like(stored, pin_memory=stored.device != summed.device)
                 stored.grad.copy_(summed.grad)
                 summed.grad = None
+                run_grad_hooks(stored)
 
     def local_sums(self) -> list[LocalSum]:
         """Of what this rank put into the reductions of the last step."""

@@ -34,6 +34,8 @@ class _Norm(Layer):
     """Base of both: parameters of the normalized shape, replicated on all tensor ranks."""
 
     local_layouts = 1
+    #: whose parameters `colossus.build` keeps in its wide dtype, as those of torch's norms
+    is_norm = True
 
     def __init__(self, normalized_shape: int | Sequence[int], eps: float | None) -> None:
         super().__init__()

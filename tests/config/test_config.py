@@ -157,6 +157,22 @@ def test_schedule_steps_follow_steps() -> None:
             dict(train=dict(precision=dict(params="bf16", optimizer="fp16"))),
             "train.precision: params = 'bf16' and optimizer = 'fp16': the optimizer has the dtype of params, or fp32",
         ),
+        (
+            dict(train=dict(precision=dict(params="fp16", optimizer="fp16"))),
+            "train.precision: optimizer = 'fp16': the numbers of an optimizer vanish in fp16; take fp32, or bf16",
+        ),
+        (
+            dict(train=dict(precision=dict(compute="bf16", reduce="fp16"))),
+            "train.precision: compute = 'bf16' and reduce = 'fp16': sums of gradients fit into fp16 only where the",
+        ),
+        (
+            dict(train=dict(precision=dict(params="fp64", compute="fp64", reduce="fp32"))),
+            "train.precision: params = 'fp64' and reduce = 'fp32': fp64 is for all four or none",
+        ),
+        (
+            dict(train=dict(precision="fp16", loss_scale=dict(init=1e40))),
+            "train.loss_scale.init: must be at most 1.84467e+19, got 1e+40",
+        ),
         (dict(train=dict(loss_scale=dict(init=8))), "train: loss_scale is for fp16, whose gradients would vanish, but"),
         (dict(parallel=dict(zero=dict(shard=2))), "parallel.zero: shard: nothing without a stage"),
         (dict(train=5), "train: must be a section, dict(...), got 5"),

@@ -137,7 +137,7 @@ def test_a_scaler_goes_on_from_its_state() -> None:
     assert other.state_dict() == state
     assert other.begin_step(torch.zeros(8, 3)).item() == 64.0
     for _ in range(2000):
-        other.update(None)
+        other.update(None, torch.tensor(77.0))  # it has counted before
     assert other.state_dict() == {"scale": 1024.0, "growth_tracker": 0, "num_tokens": 8}
 
 
@@ -150,6 +150,43 @@ def test_an_overflow_at_every_scale_is_none() -> None:
         assert engine.train_step(pairs(step, 8)).skipped
     with pytest.raises(NonFiniteGradients, match=r"layers.0.weight on rank 0 .* although the loss is scaled by 6.1.*"):
         engine.train_step(pairs(2, 8))
+
+
+class OfWords(nn.Module):
+    """One answer for many words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(16, 8), nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.table(ids).mean(1))
+
+
+def test_from_the_second_step_on_the_factor_follows_what_the_loss_counted() -> None:
+    """The shapes of the batch are a first guess: here of 512 words for each of the 8 losses."""
+    train = dict(global_batch_size=8, precision="fp16", loss_scale=dict(init=4096.0))
+    config = dict(train=train, optimizer=dict(type="SGD", lr=0.1), device="cpu")
+    engine = colossus.initialize(
+        config, model=OfWords, loss_fn=lambda out, batch: (F.cross_entropy(out, batch[1], reduction="sum"), len(out))
+    )
+    ids = torch.randint(0, 16, (8, 512), generator=torch.Generator().manual_seed(0))
+    factors, norms = [], []
+    engine.model.out.bias.register_hook(lambda grad: norms.append(grad.norm().item()))
+    for _ in range(3):
+        engine.train_step((ids, torch.tensor([0, 1, 0, 0, 0, 0, 0, 0])))
+        factors.append(engine.loss_scaler.factor.item())
+    assert factors == [4096.0 / (8 * 512), 4096.0 / 8, 4096.0 / 8]
+    assert norms[1] > 100 * norms[0]  # what backward began with
+    assert engine.loss_scaler.state_dict()["num_tokens"] == 8
+
+
+def test_a_loss_that_counted_nothing_is_no_count() -> None:
+    scaler = LossScaler(None, current_context(), 8)
+    scaler.begin_step(torch.zeros(8, 3))
+    for count in (float("nan"), 0.0, 32.0, 64.0):
+        scaler.update(None, torch.tensor(count))
+    assert scaler.state_dict()["num_tokens"] == 32
 
 
 # -- several ranks --------------------------------------------------------------------------------------------

@@ -171,6 +171,45 @@ def test_the_parameter_that_backward_came_to_first_is_named() -> None:
     assert (report.parameter, report.value, report.num_others) == ("early.bias", "nan", 1)
 
 
+class Sides(nn.Module):
+    """Of which one has large gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(x).float() * 80000 + self.small(x).float()
+
+
+def _overflow_in_a_sum(rank: int, zero: int) -> tuple[list[str], list[Any]]:
+    """Each rank's gradient is 40000 at a loss scale of 1, which float16 has; it does not have their sum."""
+    config = dict(
+        parallel=dict(data=2, **(dict(zero=zero) if zero else {})),
+        train=dict(global_batch_size=2, precision=dict(compute="fp16", reduce="fp16"), loss_scale=dict(init=1.0)),
+        optimizer=dict(type="SGD", lr=1e-9),
+        device="cpu",
+    )
+    with Messages() as messages:
+        engine = colossus.initialize(config, model=Sides, loss_fn=lambda out, batch: (out.sum(), len(out)))
+        results = [engine.train_step(torch.ones(1, 3)) for _ in range(2)]
+    engine.close()
+    return messages.lines, [result.skipped for result in results]
+
+
+def _of_stages(rank: int) -> Any:
+    return [_overflow_in_a_sum(rank, zero) for zero in (0, 2)]
+
+
+def test_a_gradient_that_is_not_finite_in_the_sum_only_is_named() -> None:
+    others, first = run_ranks(2, _of_stages, with_context=False)[::-1]
+    told = "step 1: the sum over ranks of the gradient of large.weight is inf, though no rank's own is: float16 "
+    for lines, skipped in first:
+        assert [line[: len(told)] for line in lines] == [told]
+        assert skipped == [True, False]  # at half the scale it is 40000
+    assert others == [([], [True, False])] * 2
+
+
 # -- several in a row -----------------------------------------------------------------------------------------
 
 

@@ -260,6 +260,37 @@ def test_all_ranks_are_told_what_is_wrong_on_one() -> None:
     assert "(rank 2)" in str(error.value)
 
 
+def unlike(rank: int, kind: str) -> None:
+    """Two data ranks of two stages; one rank makes another optimizer than the one it shares its stage with."""
+    plan = settings(parallel=dict(data=2, pipeline=2), schedule=dict(type="1f1b", microbatches=2))
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        if kind == "rates":
+            return sgd(named, lr=0.2 if rank == 1 else 0.1)
+        chosen = [param for _, param in named]
+        return torch.optim.SGD(chosen[: 1 if (kind, rank) == ("sizes", 1) else None], lr=0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        colossus.initialize(plan, model=Net, loss_fn=square, optimizer=make).close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("rates", "groups of [2] parameters with learning rates [0.1], and of [2] with [0.2]"),
+        ("sizes", "groups of [2] parameters with learning rates [0.1], and of [1] with [0.1]"),
+    ],
+)
+def test_replicas_with_other_optimizers_are_refused_on_all_ranks(kind: str, told: str) -> None:
+    """Each would update its copy of the same parameters in its own way."""
+    with pytest.raises(RankError) as error:
+        run_ranks(4, unlike, kind, with_context=False)
+    words = f"optimizer=: the optimizers of ranks 0 and 1, which train the same stage, differ: {told}. Make them alike"
+    assert str(error.value).count(words) == 4, str(error.value)
+    run_ranks(4, unlike, "none", with_context=False)  # unlike stages are no replicas
+
+
 def stored(rank: int) -> tuple[list[tuple[str, tuple[int, ...]]], str]:
     """Under ZeRO-3: what a function is given, and what it is told when it holds what compute sees."""
     seen: list[tuple[str, tuple[int, ...]]] = []

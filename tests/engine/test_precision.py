@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
 from colossus.comm.collectives import Pending, Ready
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.lookup import look_up
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.parameter import spec_of
 
 STEPS = 3
 #: relative, between runs of which each rounds in its own places: of losses, of norms, and of each gradient or weight
@@ -173,6 +174,7 @@ def _narrow(rank: int) -> tuple[list[float], list[float], list[str]]:
     engine = colossus.initialize(config, model=Plain)
     start = full_state_dict(engine.model, engine.context)
     twin = Plain().bfloat16()
+    twin.norm.float()
     twin.load_state_dict(start)
     copies = {name: value.float().requires_grad_() for name, value in start.items()}
     optimizer = torch.optim.SGD(copies.values(), lr=0.3)
@@ -221,6 +223,168 @@ def test_narrow_parameters_under_every_plan(world: int, parallel: dict[str, Any]
     for trace in run_plan(world, config, STEPS):
         assert outside(trace, alone, "bf16") == []
         assert {value.dtype for value in (*trace.end.values(), *trace.gradients[0].values())} == {torch.float32}
+
+
+class Regression(nn.Module):
+    """Norms, one of them on what the batch has, a scalar, a table that is no parameter, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm, self.linear, self.norm = nn.BatchNorm1d(4), nn.Linear(4, 8), layers.LayerNorm(8)
+        self.groups, self.out, self.scale = nn.GroupNorm(2, 8), nn.Linear(8, 1), nn.Parameter(torch.tensor(0.07))
+        nn.init.normal_(self.batch_norm.weight, 1.0, 0.1)
+        self.register_buffer("table", torch.tensor([1001.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.groups(self.norm(self.linear(self.batch_norm(x))))).float() * self.scale + self.table
+
+
+#: whose parameters stay wide
+WIDE = ("batch_norm", "norm", "groups", "scale")
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) + 100.0
+Y = torch.tensor([[1001.3], [70001.0], [0.1], [-3.0]])
+
+
+def _not_rounded(rank: int, precision: Any, parallel: dict[str, Any]) -> Any:
+    """Targets as the loss sees them, state at the start and the end, and of each parameter the dtypes of what compute
+    sees, of what is stored, and of its gradient."""
+    seen: list[float] = []
+
+    def loss(out: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        seen.extend(batch[1].flatten().tolist())
+        return (out - batch[1]).square().sum(), len(out)
+
+    config = dict(
+        parallel=parallel,
+        train=dict(global_batch_size=4, precision=precision),
+        optimizer=dict(type="SGD", lr=1e-9),
+        lr_schedule=dict(type="constant", warmup_steps=0),
+        device="cpu",
+    )
+    engine = colossus.initialize(config, model=Regression, loss_fn=loss)
+    start = {name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()}
+    part = slice(2 * rank, 2 * rank + 2) if parallel else slice(None)
+    engine.train_step((X[part], Y[part]))
+    dtypes = {}
+    for param in engine.store.computed():
+        stored = engine.store.stored(param)
+        assert stored.grad is not None or not stored.numel()
+        dtypes[spec_of(param).name] = {
+            param.dtype,
+            stored.dtype,
+            torch.float32 if stored.grad is None else stored.grad.dtype,
+        }
+    end = full_state_dict(engine.model, engine.context)
+    engine.close()
+    return seen, start, end, dtypes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_what_is_not_trained_is_not_rounded_to_narrow_parameters(precision: str) -> None:
+    seen, start, end, dtypes = _not_rounded(0, dict(params=precision), {})
+    _, wide, *_ = _not_rounded(0, "fp32", {})
+    assert seen == Y.flatten().tolist()
+    low = dict(bf16=torch.bfloat16, fp16=torch.float16)[precision]
+    for name, value in wide.items():
+        is_rounded = name.partition(".")[0] in ("linear", "out")
+        assert torch.equal(start[name], value.to(low).float() if is_rounded else value), name
+        assert name not in dtypes or dtypes[name] == ({low, torch.float32} if is_rounded else {torch.float32}), name
+    assert start["scale"].item() == pytest.approx(0.07, rel=1e-7)
+    twin = nn.BatchNorm1d(4)
+    twin(X)
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(end[f"batch_norm.{name}"], getattr(twin, name))
+    assert torch.equal(end["table"], torch.tensor([1001.3]))
+
+
+def _of_strategies(rank: int) -> Any:
+    plans: list[dict[str, Any]] = [dict(data=2), *(dict(data=2, zero=stage) for stage in (1, 2, 3))]
+    return [_not_rounded(rank, dict(params="bf16"), plan)[1:] for plan in plans]
+
+
+def test_norms_keep_wide_parameters_under_every_strategy() -> None:
+    """Start, dtypes and update are the same under all of them."""
+    for ((start, reference, _), *others), alone in zip(
+        run_ranks(2, _of_strategies, with_context=False), [_not_rounded(0, dict(params="bf16"), {})[1]] * 2, strict=True
+    ):
+        for first, end, dtypes in ((start, reference, None), *others):
+            for name, value in alone.items():
+                assert torch.equal(first[name], value), name
+                if not name.startswith("batch_norm.running"):
+                    torch.testing.assert_close(end[name], reference[name], rtol=1e-6, atol=1e-7)
+            for name, found in (dtypes or {}).items():
+                if name.partition(".")[0] in WIDE:
+                    assert found == {torch.float32}, name
+                else:
+                    assert torch.bfloat16 in found, name
+        assert not torch.equal(reference["batch_norm.bias"], alone["batch_norm.bias"])  # it was updated
+
+
+def _norm_between(rank: int, parallel: dict[str, Any]) -> float:
+    """A norm of our own, on float32 between a pair whose products are not under autocast."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = layers.Linear(8, 8, split="column"), layers.Linear(8, 8, split="row")
+            self.norm = layers.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.norm(self.up(x).float()))
+
+    config = dict(parallel=parallel, train=dict(global_batch_size=4, precision=dict(params="bf16")), device="cpu")
+    engine = colossus.initialize(config, model=Net, loss_fn=lambda out, batch: (out.float().square().sum(), len(out)))
+    result = engine.train_step(torch.randn(4, 8, generator=torch.Generator().manual_seed(1)))
+    engine.close()
+    return result.loss
+
+
+def test_a_norm_of_a_wide_input_runs_alone_as_it_does_split() -> None:
+    (alone,), split = (run_ranks(world, _norm_between, dict(tensor=world), with_context=False) for world in (1, 2))
+    assert all(relative(loss, alone) < 2**-8 for loss in split)  # of 32 numbers, each rounded to that
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+    def body(context: ParallelContext) -> Tensor:
+        """All of it in bfloat16, as a model may be built."""
+        norm: Any = colossus.build(lambda: layers.LayerNorm(8), context, dtype=torch.bfloat16)
+        assert norm.weight.dtype == torch.bfloat16
+        return norm(x)
+
+    (out,) = run_ranks(1, body)
+    assert torch.equal(out, F.layer_norm(x, (8,)))
+
+
+# -- casts that an outer block keeps ----------------------------------------------------------------------------
+
+
+def test_an_autocast_block_around_steps_sees_the_new_weights() -> None:
+    config = settings("bf16", {}, {})
+    del config["model"]
+    engine = colossus.initialize(config, model=Plain)
+    batch = batch_of(0)
+    autocast = engine.context.precision.autocast(engine.device)
+
+    def fresh() -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return engine.model(batch["inputs"])
+
+    def stays_in_the_cache() -> Tensor:
+        out: Tensor = engine.model(batch["inputs"])  # with a graph: only then does torch keep casts
+        return out.detach()
+
+    start = {name: value.clone() for name, value in full_state_dict(engine.model, engine.context).items()}
+    with autocast:
+        before = stays_in_the_cache()
+        engine.train_step(batch)
+        after = stays_in_the_cache()
+        load_full_state_dict(engine.model, start, engine.context)
+        loaded = stays_in_the_cache()
+        torch.clear_autocast_cache()
+        assert torch.equal(loaded, fresh())
+    engine.train_step(batch)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, fresh())
+    assert torch.equal(loaded, before)
 
 
 # -- what travels ---------------------------------------------------------------------------------------------

@@ -156,6 +156,13 @@ def test_what_adapters_send_is_thin() -> None:
 @pytest.mark.parametrize("base", [nn.Linear(4, 4), nn.Identity()])
 def test_around_something_else_it_is_refused(base: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"LoRALinear around a {type(base).__name__}: it takes a colossus.layers.Linear"
+        ValueError,
+        match=rf"LoRALinear around a torch\.nn\.[a-z.]+\.{type(base).__name__}: it takes a colossus\.layers\.Linear",
     ):
         layers.LoRALinear(base, 2)
+
+
+@pytest.mark.parametrize("rank", [0, -3])
+def test_without_an_inner_size_it_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more"):
+        layers.LoRALinear(layers.Linear(4, 4), rank)

@@ -33,6 +33,7 @@ def measure_blocks(
     info: BatchInfo | None = None,
     *,
     dtype: torch.dtype | None = None,
+    wide_dtype: torch.dtype | None = None,
     repeats: int = 3,
 ) -> list[BlockCost]:
     """The cost of each block of a model, the mean over all ranks, so that they agree. All ranks must call.
@@ -45,7 +46,7 @@ def measure_blocks(
         factory: builds the model; called once for every block.
         sample: the model's input, for one microbatch on this rank.
         info: what layers may ask about the batch.
-        dtype: as of `build`.
+        dtype, wide_dtype: as of `build`.
         repeats: timed runs, after one that is not timed; the fastest counts.
 
     Raises:
@@ -58,7 +59,7 @@ def measure_blocks(
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:
-        model, partition = _build_block(factory, scratch, len(measured), dtype)
+        model, partition = _build_block(factory, scratch, len(measured), dtype, wide_dtype)
         num_blocks = partition.num_stages
         with scratch, model_parallel_of(scratch).batch_scope.enter(info or BatchInfo()):
             cost, x = _measure(model, partition.blocks[len(measured)], x, context, repeats)
@@ -67,7 +68,11 @@ def measure_blocks(
 
 
 def _build_block(
-    factory: Callable[[], nn.Module], context: ParallelContext, index: int, dtype: torch.dtype | None
+    factory: Callable[[], nn.Module],
+    context: ParallelContext,
+    index: int,
+    dtype: torch.dtype | None,
+    wide_dtype: torch.dtype | None,
 ) -> tuple[nn.Module, Partition]:
     """The model with only block ``index`` allocated, and the partition with one stage for each block."""
     partitions: list[Partition] = []
@@ -76,7 +81,7 @@ def _build_block(
         partitions.append(_one_stage_per_block(model))
         keep_stages_of(model, partitions[0], index)
 
-    return build(factory, context, dtype=dtype, prepare=prepare), partitions[0]
+    return build(factory, context, dtype=dtype, wide_dtype=wide_dtype, prepare=prepare), partitions[0]
 
 
 def _one_stage_per_block(model: nn.Module) -> Partition:
