@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import HeldParameter, Place, ShardedBlock
 from colossus.layers import Classifier, Embedding, Linear, LMHead
+from colossus.layers.checkpointed_forward import has_forward
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.nest import tensors
 
@@ -33,10 +34,6 @@ def held_parameters(model: nn.Module) -> list[HeldParameter]:
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Linear, LMHead, Classifier, Embedding)
 
 
-#: what is never called, only what it holds
-_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
 def _takes_product(module: nn.Module, leaf: str) -> bool:
     forward = type(module).forward
     return leaf in ("weight", "bias") and any(forward is product.forward for product in _PRODUCTS)
@@ -48,7 +45,8 @@ def by_block(
     """The parameters of each block of a model, with the module that uses them, and those of the root block.
 
     Blocks are those of the model's chain that are one module each; of a model that is no chain, the children of its
-    outermost ModuleLists and Sequentials. What belongs to none of them, or to several, is the root's.
+    outermost ModuleLists and Sequentials (of one without a forward, a ModuleList in the list, the modules in it). What
+    belongs to none of them, or to several, is the root's.
 
     Args:
         chain: the blocks of this rank; None for a model that is no chain.
@@ -96,48 +94,61 @@ def _of_chain(model: nn.Module, chain: Sequence[NamedBlock]) -> Iterator[nn.Modu
     for block in chain:
         first = block.modules[0] if block.modules else ""
         names = (*block.modules[1:], *block.parameters, *block.buffers)
-        if first and all(name.startswith(f"{first}.") for name in names) and not isinstance(known[first], _NOT_CALLED):
+        if first and all(name.startswith(f"{first}.") for name in names) and has_forward(known[first]):
             yield known[first]
 
 
 def _of_containers(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from child.children()
+            for inner in child.children():
+                yield from _called(inner)
         else:
             yield from _of_containers(child)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """A module, or those in it that can be called where it cannot."""
+    if has_forward(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
 
 
 def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
     """Gather a block that is freed within a step before its module's forward and backward, and let it go after each."""
 
+    #: the number of the first node that the last forward makes
+    first_node = 0
+
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        nonlocal first_node
         runs.gather(block)
+        first_node = torch._C._autograd._get_sequence_nr()
         if torch.is_grad_enabled() and not block.in_backward:
-            nodes = _nodes((args, kwargs))
+            # On one device autograd runs what was made last first: when what made any of the inputs runs, the backward
+            # of all that was made after it is over. Gradients of the other inputs may still be awaited from elsewhere.
+            nodes = _nodes((args, kwargs), block.params[0].device)
             call = block.begin_forward(is_left_by_input=bool(nodes))
-            # what made an input runs its backward when all gradients of this input are there
-            left = len(nodes)
-
-            def input_done(_: Any) -> None:
-                nonlocal left
-                left -= 1
-                if not left:
-                    runs.leave_backward(block, call)
-
             for node in nodes:
-                node.register_prehook(input_done)
+                node.register_prehook(lambda _: runs.leave_backward(block, call))
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             call = block.call
+            nodes = _nodes(output)
+            # not what made an input that is returned as it is: it runs when the backward of this block is over
+            made_here = [node for node in nodes if node._sequence_nr() >= first_node]
 
             def enter(_: Any) -> None:
                 runs.enter_backward(block, call)
-                if not call.is_left_by_input:  # at the end of this backward, which may be inside of another
+                if not made_here:  # the block has only handed on its inputs; other ranks may have run it
+                    runs.leave_backward(block, call)
+                elif not call.is_left_by_input:  # at the end of this backward, which may be inside of another
                     torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, call))
 
-            for node in _nodes(output):
+            for node in made_here or sorted(nodes, key=lambda node: node._sequence_nr())[-1:]:
                 node.register_prehook(enter)
         block.after_forward()
         runs.after_release()
@@ -146,7 +157,8 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def _nodes(nest: Any) -> list[Node]:
-    """What made the tensors of a nest, whatever types these are."""
+def _nodes(nest: Any, device: torch.device | None = None) -> list[Node]:
+    """What made the tensors of a nest (on one device), whatever types these are."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [tensor.grad_fn for _, tensor in tensors(nest) if tensor.grad_fn is not None]
+        found = [tensor for _, tensor in tensors(nest) if device is None or tensor.device == device]
+        return [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]

@@ -13,12 +13,10 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.context.parallel_context import current_context
 from colossus.engine.block_modules import modules_of_blocks
 from colossus.layers.block import TransformerBlock
-from colossus.layers.checkpointed_forward import checkpoint_module, is_checkpointed
+from colossus.layers.checkpointed_forward import checkpoint_module, has_forward, is_checkpointed
 from colossus.layers.pipeline_block import is_chain, pipeline_blocks
 
 _KEY = "train.activation_checkpoint"
-#: modules that only hold others: nobody calls them
-_HOLDERS = (nn.ModuleList, nn.ModuleDict)
 #: names that an error offers
 _MOST = 3
 
@@ -48,8 +46,8 @@ def chosen_modules(model: nn.Module, wanted: ActivationCheckpoint) -> list[str]:
     """Names of the modules to checkpoint, in the model's order: of the whole model, before a pipeline cuts it.
 
     With ``modules`` those whose names match, of nested ones the outermost; else the blocks: TransformerBlocks, where
-    there are none the blocks of the model's chain, or the children of its outermost ModuleLists and Sequentials. Of
-    these the first, and every k-th after it.
+    there are none those of `colossus.engine.block_modules.modules_of_blocks` that have parameters. Of these the first,
+    and every k-th after it.
 
     Raises:
         ConfigError: see `with_activation_checkpoint`.
@@ -89,7 +87,7 @@ def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[st
         if not names:
             near = _nearest(pattern, modules)
             raise ConfigError(f"{_KEY}.modules: {pattern!r} matches no module of the model{near}")
-        called = [name for name in names if not isinstance(modules[name], _HOLDERS)]
+        called = [name for name in names if has_forward(modules[name])]
         if not called:
             kind = type(modules[names[0]]).__name__
             raise ConfigError(

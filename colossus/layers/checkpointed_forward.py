@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,6 @@ from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.refusal import refusal
 
-#: (module, name) of a buffer
-Place = tuple[nn.Module, str]
 #: bytes of a buffer whose copy is always kept
 _SMALL = 1 << 16
 
@@ -31,13 +29,23 @@ def checkpoint_module(module: nn.Module, kind: str, context: ParallelContext, *,
         kind, offload: as of `colossus.layers.checkpoint`.
 
     Raises:
-        ValueError: for another kind, and for a module that is checkpointed already.
+        ValueError: for another kind, for a module that is checkpointed already, and for one that has no forward.
     """
     if kind not in KINDS:
         raise refusal(f"activation checkpointing {kind!r}: use 'none', 'full' or 'selective'")
     if is_checkpointed(module):
         raise refusal(f"{type(module).__name__}: its activations are checkpointed already; once is enough")
+    if not has_forward(module):
+        raise refusal(
+            f"{type(module).__name__} has no forward, so that it is never called, only what it holds: checkpoint the "
+            f"modules in it"
+        )
     module.__dict__["forward"] = CheckpointedForward(module, kind, context, offload)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a ModuleList, a ModuleDict or a bare nn.Module only holds others."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def is_checkpointed(module: nn.Module) -> bool:
@@ -106,34 +114,42 @@ class _Buffers:
     """Buffers in which modules may keep running statistics, and their values before a forward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places = [(module, leaf) for module in modules for leaf in module._buffers]
-        held = self._held()
-        self._before = {place: buffer.detach().clone() for place, buffer in held.items()}
-        self._versions = {place: (buffer, buffer._version) for place, buffer in held.items()}
-
-    def _held(self) -> dict[Place, Tensor]:
-        found = {place: place[0]._buffers.get(place[1]) for place in self._places}
-        return {place: held for place, held in found.items() if held is not None}
+        self._modules = list(modules)
+        #: of each module; None as the value of a buffer that has none yet
+        self._before: list[dict[str, Tensor | None]] = [_copies(module._buffers) for module in self._modules]
+        self._versions = [
+            {leaf: (held, held._version) for leaf, held in module._buffers.items() if held is not None}
+            for module in self._modules
+        ]
 
     def forget_unchanged(self) -> None:
         """After the forward: no copies of large ones (masks, tables) that it has not changed.
 
         Of small ones they stay: batch normalisation does not count what it writes as a change.
         """
-        for place, buffer in self._held().items():
-            earlier, version = self._versions.get(place, (None, 0))
-            if earlier is buffer and version == buffer._version and buffer.nbytes > _SMALL:
-                del self._before[place]
+        for module, before, versions in zip(self._modules, self._before, self._versions, strict=True):
+            for leaf, (held, version) in versions.items():
+                if module._buffers.get(leaf) is held and version == held._version and held.nbytes > _SMALL:
+                    before[leaf] = held
         self._versions.clear()
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Around a recomputation: it sees them as they were, and leaves no trace."""
-        now = self._held()
-        for (module, leaf), held in now.items():
-            module._buffers[leaf] = self._before.get((module, leaf), held).detach().clone()
+        now = [dict(module._buffers) for module in self._modules]
+        for module, before in zip(self._modules, self._before, strict=True):
+            _replace(module._buffers, _copies(before))
         try:
             yield
         finally:
-            for (module, leaf), held in now.items():
-                module._buffers[leaf] = held
+            for module, held in zip(self._modules, now, strict=True):
+                _replace(module._buffers, held)
+
+
+def _copies(buffers: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {leaf: None if held is None else held.detach().clone() for leaf, held in buffers.items()}
+
+
+def _replace(buffers: dict[str, Tensor | None], others: Mapping[str, Tensor | None]) -> None:
+    buffers.clear()
+    buffers.update(others)

@@ -78,9 +78,10 @@ class _Kept:
     def get(self, func: Any) -> Tensor:
         if isinstance(self._kept, Tensor) and self._kept._version != self._version:
             raise refusal(
-                f"selective activation checkpointing keeps the result of {func}, but it is changed in place afterwards "
-                f"(by nn.ReLU(inplace=True), say), so that backward would compute with another one: take what makes a "
-                f"new tensor, or activation checkpointing of type 'full'"
+                f"selective activation checkpointing keeps the result of {func}, but it is changed in place "
+                f"afterwards, so that backward would compute with another one. nn.ReLU(inplace=True) behind it does "
+                f"that: take what makes a new tensor. nn.LSTM, nn.GRU and nn.RNN do it inside of themselves: take "
+                f"activation checkpointing of type 'full', with which both work"
             )
         return from_host(self._kept)
 

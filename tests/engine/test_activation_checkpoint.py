@@ -6,7 +6,7 @@ import copy
 import gc
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from colossus.config.training import ActivationCheckpoint
 from colossus.engine.checkpointed_modules import chosen_modules, with_activation_checkpoint
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
+from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.host_memory import HostCopy, goes_to_host
 
 KINDS: list[Any] = [
@@ -234,9 +235,28 @@ class Sequenced(nn.Sequential):
         super().__init__(nn.Embedding(5, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 5))
 
 
+class Held(nn.Module):
+    """Blocks in lists of lists and in dicts, as many write them, and in a module that has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bare = nn.Module()
+        bare.up = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(
+            [
+                nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))]),
+                nn.ModuleDict(dict(up=nn.Linear(4, 4), down=nn.ModuleList([nn.Linear(4, 4)]))),
+                bare,
+                nn.ParameterList([torch.ones(2)]),
+            ]
+        )
+
+
 @pytest.mark.parametrize(
     ("model", "options", "names"),
     [
+        (Held, {}, ["layers.0.0", "layers.0.1", "layers.1.up", "layers.1.down.0", "layers.2.up"]),
+        (Held, dict(modules=["layers.[12]*"]), ["layers.1.up", "layers.1.down.0", "layers.2.up"]),
         (Net, {}, ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]),
         (Net, dict(every=3), ["blocks.0", "blocks.3"]),
         (Net, dict(modules=["blocks.[13]*", "blocks.1.down"]), ["blocks.1", "blocks.3"]),
@@ -288,6 +308,8 @@ def test_a_model_without_blocks_and_one_that_does_it_itself() -> None:
     own = colossus.build(lambda: layers.TransformerBlock(8, 2, activation_checkpoint="full"))
     with pytest.raises(ConfigError, match=r"but the model \(TransformerBlock\) is told to checkpoint itself"):
         chosen_modules(own, wanted)
+    with pytest.raises(ValueError, match=r"^ModuleList has no forward, .* checkpoint the modules in it"):
+        checkpoint_module(nn.ModuleList([own]), "full", colossus.current_context())
 
 
 def resolved(**train: Any) -> Config:
@@ -331,8 +353,50 @@ def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
         def forward(self, state: dict[str, Any], pair: Any, kind: float) -> Any:
             return {**state, "x": F.relu(self.up(state["x"]), inplace=True)}
 
-    with pytest.raises(ValueError, match=r"keeps the result of aten\.addmm\.default, but it is changed in place"):
-        trained("selective", lambda: Net(InPlace))
+    class Recurrent(InPlace):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.cells = nn.LSTM(width, width, batch_first=True)
+
+        def forward(self, state: dict[str, Any], pair: Any, kind: float) -> Any:
+            return {**state, "x": self.cells(state["x"])[0]}
+
+    for block in (InPlace, Recurrent):
+        with pytest.raises(
+            ValueError, match=r"result of aten\.\w+\.default, but .* in place .* nn\.LSTM.* type 'full'"
+        ):
+            trained("selective", partial(Net, block), steps=1)
+    assert_equal(trained("full", partial(Net, Recurrent), steps=1), trained("none", partial(Net, Recurrent), steps=1))
+
+
+class Begun(nn.Module):
+    """Sets a buffer that had no value, registers one and deletes one, in its first forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.register_buffer("mean", None)
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+    def forward(self, state: dict[str, Any], pair: Any, kind: float) -> Any:
+        x = torch.tanh(state["x"])
+        if self.mean is None:
+            self.mean = x.detach().mean()
+        else:
+            x = x - self.mean
+        if hasattr(self, "scale"):
+            x = x * self.scale
+            del self.scale
+        else:
+            self.register_buffer("shift", torch.tensor(0.5))
+            x = torch.tanh(x + self.shift)
+        return {**state, "x": state["x"] + self.up(x)}
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_buffers_that_a_forward_makes_and_deletes(kind: str) -> None:
+    model = partial(Net, Begun)
+    assert_equal(trained(kind, model), trained("none", model))
 
 
 # -- what is computed again -------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -491,3 +491,81 @@ def test_blocks_are_gathered_ahead_and_reduced_in_backward(model: type[nn.Module
         else:  # forward and backward of a step, forward of an evaluation; three blocks, after them the root's gradients
             assert ahead == [False, True, True] * 6
             assert inside == [True, True, True, False] * 2
+
+
+class Attended(nn.Module):
+    """Six blocks that all take one tensor made before them, as decoders take what the encoder has made; in a list of
+    lists. They return it, too."""
+
+    num_used = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.memory, self.head = nn.Embedding(31, 10), nn.Linear(10, 10), nn.Linear(10, 31)
+        self.layers = nn.ModuleList(nn.ModuleList([Attending(10), Attending(10)]) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        memory = self.memory(x)
+        for number, (first, second) in enumerate(self.layers):
+            x, memory = first(x, memory, 2 * number < self.num_used)
+            x, memory = second(x, memory)
+        return self.head(x)
+
+
+class Handed(Attended):
+    """The fifth block only hands on its inputs."""
+
+    num_used = 4
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 17), nn.Linear(17, width)
+
+    def forward(self, x: Tensor, memory: Tensor, is_used: bool = True) -> tuple[Tensor, Tensor]:
+        return (x + self.down(torch.tanh(self.up(x * memory))), memory) if is_used else (x, memory)
+
+
+def _most_whole(rank: int, parallel: dict[str, Any], model: type[nn.Module], **train: Any) -> tuple[Any, ...]:
+    """Losses of four steps; in the last, gathers of blocks, and the most blocks whole at once, the root aside."""
+    config = dict(
+        parallel=parallel,
+        optimizer=OPTIMIZERS["SGD"],
+        train=dict(steps=4, global_batch_size=8, precision="fp64", seed=5, **train),
+    )
+    gathers = most = 0
+    gather = ShardedBlock.gather
+
+    def counted(block: ShardedBlock) -> None:
+        nonlocal gathers, most
+        gathers += not block.is_whole and block is not engine.store._root
+        gather(block)
+        most = max(most, sum(other.is_whole for other in engine.store._blocks if other is not engine.store._root))
+
+    engine = colossus.initialize(config, model=model, loss_fn=_loss)
+    losses = []
+    for step in range(4):
+        ids = torch.randint(0, 31, (8, 6), generator=torch.Generator().manual_seed(step))
+        ids = ids.chunk(engine.context.size("data"))[engine.context.index("data")]
+        if step == 3:
+            ShardedBlock.gather = counted
+        try:
+            losses.append(engine.train_step(dict(inputs=ids[:, :-1], labels=ids[:, 1:])).loss)
+        finally:
+            ShardedBlock.gather = gather
+    engine.close()
+    return losses, gathers, most
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute", "whole"), [(Attended, "none", 2), (Attended, "full", 2), (Handed, "none", 3)]
+)
+def test_few_blocks_that_share_an_input_are_whole_at_once(model: type[nn.Module], recompute: str, whole: int) -> None:
+    """One that begins its backward, the one behind it, and one between them that does nothing."""
+    ((losses, *_),) = run_ranks(1, _most_whole, {}, model, with_context=False)
+    body = partial(_most_whole, activation_checkpoint=recompute)
+    for mine, gathers, most in run_ranks(2, body, dict(data=2, zero=3), model, with_context=False):
+        assert mine == pytest.approx(losses, rel=1e-10)
+        assert (gathers, most) == (12, whole)
