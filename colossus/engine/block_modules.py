@@ -143,9 +143,7 @@ def run_around(module: nn.Module, block: ShardedBlock, runs: BlockRuns) -> None:
 
             def enter(_: Any) -> None:
                 runs.enter_backward(block, call)
-                if not made_here:  # the block has only handed on its inputs; other ranks may have run it
-                    runs.leave_backward(block, call)
-                elif not call.is_left_by_input:  # at the end of this backward, which may be inside of another
+                if not call.is_left_by_input:  # at the end of this backward, which may be inside of another
                     torch.autograd.Variable._execution_engine.queue_callback(lambda: runs.leave_backward(block, call))
 
             for node in made_here or sorted(nodes, key=lambda node: node._sequence_nr())[-1:]:
