@@ -104,7 +104,8 @@ _ABOUT: set[Any] = {
     *(getattr(Tensor, name).__set__ for name in ("grad", "data", "requires_grad", "_backward_hooks", "grad_dtype")),
     *(getattr(Tensor, name) for name in ("dim", "size", "numel", "stride", "data_ptr", "detach", "clone",
                                          "is_floating_point", "is_contiguous", "element_size", "requires_grad_",
-                                         "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__")),
+                                         "register_hook", "register_post_accumulate_grad_hook", "__hash__", "__len__",
+                                         "untyped_storage")),
 }  # fmt: skip
 
 # as torch.distributed does for DTensor: else an optimizer on CUDA takes these parameters one by one

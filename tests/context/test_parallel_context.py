@@ -151,6 +151,7 @@ def _silent_rank(rank: int) -> tuple[float, str]:
     return time.monotonic() - started, " | ".join(errors)
 
 
+@pytest.mark.long
 def test_the_timeout_holds_for_every_group() -> None:
     """Groups of single axes come from the DeviceMesh, whose own default is half an hour."""
     waited, errors = run_ranks(4, _silent_rank, with_context=False, timeout=20)[0]

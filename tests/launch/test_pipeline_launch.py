@@ -66,9 +66,10 @@ def test_a_bad_schedule_is_refused_with_its_first_bad_action(
     [
         ("raise", ["the block of stage 1 has failed", "rank 1", "pipeline 1", "_trouble"]),
         ("kill", ["rank 1", "pipeline 1", "SIGKILL"]),
-        (
+        pytest.param(
             "hang",
             ["run failed: rank 1 at step 3", "in _trouble", "rank 0 said: timeout: rank 1 did not send the gradient"],
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -271,7 +271,7 @@ def representative() -> Iterator[Case]:
 
 REPRESENTATIVE = list(representative())
 #: beside these the others are more of the same, and run with -m long: 2.5D is 2D on a share of the batch
-FEW = ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d")
+FEW = ("1d_sequence", "2d_2x3", "2.5d_depth2", "3d")
 BY_MODE = [mode if mode in FEW else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
 
 
