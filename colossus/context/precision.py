@@ -20,7 +20,7 @@ class Precision:
         params: of stored parameters.
         compute: of products and of the activations between them. Where it is low, a model runs under `torch.autocast`
             of it; what loses by it (norms, softmax statistics, losses) computes in float32 inside.
-        reduce: in which gradients are accumulated over microbatches and summed over ranks.
+        reduce: in which gradients are summed over ranks.
         optimizer: of the optimizer's state, and of the copy of the parameters that it updates where that is not params.
     """
 
@@ -33,11 +33,6 @@ class Precision:
     def from_config(cls, section: Any) -> Precision:
         """Of a ``train.precision`` section."""
         return cls(*(DTYPES[getattr(section, key)] for key in ("params", "compute", "reduce", "optimizer")))
-
-    @classmethod
-    def of(cls, dtype: torch.dtype) -> Precision:
-        """Everything in one dtype."""
-        return cls(dtype, dtype, dtype, dtype)
 
     @property
     def data(self) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -52,8 +53,6 @@ class ParameterStore:
         self._runs = BlockRuns()
         self._group: AxisGroup | None = None
         self._block_of: dict[int, ShardedBlock] = {}
-        #: between the begin and the end of a step or of an evaluation
-        self._is_running = False
         self._stored = list(model.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
@@ -88,8 +87,8 @@ class ParameterStore:
 
         Args:
             stage: of ZeRO. 3: parameters are whole while their block runs. 2: they keep their memory, and are gathered
-                once after each update; parameters that get no gradient are not cut. 1: so are whole gradients, until
-                the step ends.
+                once for each step or evaluation; parameters that get no gradient are not cut. 1: so are whole
+                gradients, until the step ends.
             offload: the rows, which the optimizer updates, are in the memory of the host.
         """
         assert not self._blocks, "the parameters are sharded already"
@@ -164,7 +163,6 @@ class ParameterStore:
 
     def _begin_run(self) -> None:
         self.release()
-        self._is_running = True
         self._runs.is_running = True
         for block in self._blocks:
             block.settle()
@@ -180,11 +178,11 @@ class ParameterStore:
             for block in self._lasting:
                 block.gather()  # for a user's code that has let the modules hold other parameters
             return
-        for block, following in zip(self._lasting, [*self._lasting[1:], None], strict=True):
-            block.start_gather()
-            if following is not None:
-                following.start_gather()
+        self._lasting[0].start_gather()
+        for block, following in pairwise(self._lasting):
+            following.start_gather()
             block.gather()
+        self._lasting[-1].gather()
 
     def after_backward(self) -> None:
         """A stage's backward is over, also of blocks whose inputs get no gradient."""
@@ -210,19 +208,19 @@ class ParameterStore:
 
     def _end_run(self) -> None:
         self._runs.reset()
-        self._is_running = self._runs.is_running = False
+        self._runs.is_running = False
 
     # -- a model that is called outside of a step -----------------------------------------------------------
 
     def _before_model(self) -> None:
-        if not self._is_running:
+        if not self._runs.is_running:
             if not torch.is_grad_enabled():
                 self.release()
             self._runs.begin()
         self.gather_lasting()
 
     def _after_model(self) -> None:
-        if self._is_running:
+        if self._runs.is_running:
             return
         if not torch.is_grad_enabled():
             self.release()
