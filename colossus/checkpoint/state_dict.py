@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from colossus.checkpoint.entries import Entry, Position, entries_of
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.parameter import LogicalParameter, full_model_order, logical_parameters
 from colossus.layout.redistribute import gather, shard
-
-#: where an entry stands in the state dict of the whole model: number of its parameter or buffer, number within it
-_Position = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A logical parameter, or a buffer, that this rank holds.
-
-    Attributes:
-        names: with the place of each; one that is tied has several, of which the first is the model's first.
-    """
-
-    held: LogicalParameter | Tensor
-    names: dict[str, _Position]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.held.shape)
 
 
 def full_state_dict(
@@ -49,8 +29,8 @@ def full_state_dict(
     Returns:
         Tensors of full shape. Each rank holds all of them: this is for models that fit on one rank.
     """
-    own: dict[str, tuple[_Entry, Tensor]] = {}
-    for name, entry in _entries(model).items():
+    own: dict[str, tuple[Entry, Tensor]] = {}
+    for name, entry in entries_of(model).items():
         if isinstance(entry.held, Tensor):
             if not gradients:
                 own[name] = entry, entry.held.detach().clone()
@@ -73,7 +53,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         ValueError: naming every key that is missing or left over, or whose shape differs, or names of one parameter
             under which the state dict has different values.
     """
-    entries = _entries(model)
+    entries = entries_of(model)
     by_stage = all_gather_object(
         {name: list(entry.names) for name, entry in entries.items()}, context.group("pipeline")
     )
@@ -93,7 +73,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
 
 
-def _value(name: str, entry: _Entry, state: Mapping[str, Tensor]) -> Tensor:
+def _value(name: str, entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
     """What the state dict has for an entry, under one or several of its names."""
     given = [each for each in entry.names if each in state]
     for each in given:
@@ -109,23 +89,8 @@ def _value(name: str, entry: _Entry, state: Mapping[str, Tensor]) -> Tensor:
     return value
 
 
-def _entries(model: nn.Module) -> dict[str, _Entry]:
-    """The logical parameters and persistent buffers of this rank by their first names."""
-    order = full_model_order(model)
-    found: dict[tuple[int, str], _Entry] = {}
-    for number, logical in enumerate(logical_parameters(model, keep_ties=True)):
-        entry = found.setdefault((id(logical.parameter), logical.shard_name), _Entry(logical, {}))
-        entry.names[logical.name] = order[logical.parameter_name], number
-    persistent = model.state_dict(keep_vars=True)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in persistent:
-            entry = found.setdefault((id(buffer), ""), _Entry(buffer, {}))
-            entry.names[name] = order[name], 0
-    return {next(iter(entry.names)): entry for entry in found.values()}
-
-
 def _exchange_stages(
-    own: dict[str, tuple[_Entry, Tensor]], context: ParallelContext, *, aliases: bool
+    own: dict[str, tuple[Entry, Tensor]], context: ParallelContext, *, aliases: bool
 ) -> dict[str, Tensor]:
     """The entries of all stages on each of them, sorted by position; of a tied parameter those of the first stage."""
     group = context.group("pipeline")
@@ -134,7 +99,7 @@ def _exchange_stages(
     for source, of_stage in enumerate(by_stage):
         for name in of_stage:
             first.setdefault(name, source)
-    found: dict[str, tuple[_Position, Tensor]] = {}
+    found: dict[str, tuple[Position, Tensor]] = {}
     for name, source in sorted(first.items(), key=lambda item: by_stage[item[1]][item[0]][0][item[0]]):
         names, shape, dtype = by_stage[source][name]
         x = own[name][1] if name in own else torch.empty(shape, dtype=dtype, device=context.device)

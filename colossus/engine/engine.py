@@ -15,6 +15,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
+from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.inputs import Inputs, StepBatch
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.loss_scale import LossScaler
@@ -102,6 +103,11 @@ class Engine:
     def loss_scaler(self) -> LossScaler | None:
         """Of fp16, else None."""
         return self._optimizer_step.loss_scaler
+
+    @property
+    def gradient_watch(self) -> GradientWatch:
+        """What becomes of steps whose gradients are not finite."""
+        return self._optimizer_step.watch
 
     # -- data ---------------------------------------------------------------------------------------------
 

@@ -88,6 +88,14 @@ class GradientWatch:
             self._settle(self._evidence)
         return found
 
+    def state_dict(self) -> dict[str, int]:
+        """Waits for the device."""
+        return {"num_skipped": int(self.num_skipped), "num_skipped_in_row": self._num_in_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Take back what `state_dict` gave; what it does not have is 0."""
+        self.num_skipped, self._num_in_row = state.get("num_skipped", 0), state.get("num_skipped_in_row", 0)
+
     def _gather_evidence(self, step: int, loss_sum: Tensor, *, is_late: bool) -> Evidence:
         scale = None if self._scaler is None else self._scaler.scale.clone()
         sums = self._strategy.local_sums()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from colossus.engine.results import EvalSummary, StepResult
 
@@ -39,3 +40,10 @@ class Hook:
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors. That of rank 0 is saved."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave: on all ranks, before ``on_train_start``. Not called where it gave nothing."""

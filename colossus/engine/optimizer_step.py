@@ -25,6 +25,7 @@ class OptimizerStep:
     Attributes:
         learning_rate: of each step.
         loss_scaler: of fp16, else None.
+        watch: for gradients that are not finite.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class OptimizerStep:
         watch: GradientWatch,
         loss_scaler: LossScaler | None,
     ) -> None:
-        self._optimizer, self._strategy, self._reduction, self._watch = optimizer, strategy, reduction, watch
+        self._optimizer, self._strategy, self._reduction, self.watch = optimizer, strategy, reduction, watch
         self.learning_rate, self.loss_scaler = LearningRate(config, optimizer), loss_scaler
         self._clip_value = config.train.clip_grad_value
         self._late_stops = LateValue()
@@ -61,7 +62,7 @@ class OptimizerStep:
         factor = None if scaler is None else scaler.factor
         with as_shards():
             numbers, scale = self._reduction.finish_step(totals.loss_sum, totals.tokens, stop, mark, factor)
-            found_inf = self._watch.check(step + 1, numbers[2], totals.loss_sum)
+            found_inf = self.watch.check(step + 1, numbers[2], totals.loss_sum)
             lr = self.learning_rate.set(step)
             strategy.step(self._optimizer, scale, before_update, found_inf, self._clip_value)
             strategy.after_step(step)
@@ -77,6 +78,6 @@ class OptimizerStep:
             self._reduction.batch_check.require_zero if mark is not None else None,
             groups=self._reduction.group_names,
             skipped=False if found_inf is None else found_inf,
-            num_skipped=self._watch.num_skipped,
+            num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
         )

@@ -170,6 +170,14 @@ class Strategy:
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or
+        plain values. It is saved by logical name, so that it can be taken back under another plan."""
+        return {}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Take back what `parameter_state` gave; empty when the checkpoint has none."""
+
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
         return {}

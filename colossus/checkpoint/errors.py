@@ -1,0 +1,7 @@
+"""What is wrong with a checkpoint, in words."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be written, read or used: says which one, what is wrong, and what to do."""

@@ -1,0 +1,120 @@
+"""Reading a checkpoint: any box of any tensor, whoever wrote which part of it. No code is run from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.folder import require_files
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.tensor_file import DTYPES, checksum, read_box
+from colossus.comm.objects import all_gather_object
+from colossus.context.groups import AxisGroup
+from colossus.layout.layout import Box
+
+#: files kept open at a time
+_MOST_OPEN = 64
+
+
+class CheckpointReader:
+    """Reads a checkpoint folder; ``with CheckpointReader(folder) as reader`` closes its files.
+
+    Raises:
+        CheckpointError: when the manifest or a file is missing, truncated or foreign (checksums: `verify`).
+
+    Attributes:
+        folder: of the checkpoint.
+        manifest: what is in it.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        require_files(self.folder)
+        self.manifest = read_manifest(self.folder)
+        self._descriptors: dict[str, int] = {}
+
+    def read_into(self, held: HeldTensor) -> None:
+        """Fill a rank's box of a tensor, whose shape in the checkpoint must be the same. Casts to the box's dtype."""
+        self.read_box(held.key, held.box, held.local)
+
+    def read_box(self, key: str, box: Box, out: Tensor) -> None:
+        """Fill ``out`` with a box of a tensor."""
+        entry = self.manifest.tensors[key]
+        assert len(box) == len(entry.shape)
+        dtype = DTYPES[entry.dtype]
+        for chunk in entry.chunks:
+            try:
+                read_box(self._open(chunk.file), chunk, dtype, box, out)
+            except (OSError, CheckpointError) as error:
+                reason = error.strerror or error if isinstance(error, OSError) else error
+                raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole tensor, on the host."""
+        entry = self.manifest.tensors[key]
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read_box(key, tuple((0, size) for size in entry.shape), out)
+        return out
+
+    def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
+        """Compare the checksums of all files, which the ranks of a group share out. Collective over the group.
+
+        Raises:
+            CheckpointError: on all of its ranks, naming the files.
+        """
+        index, size = (0, 1) if group is None else (group.index, group.size)
+        problems = list(self._problems(self._share(index, size), on_block))
+        if group is not None:
+            problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
+        if problems:
+            raise CheckpointError(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
+
+    def _share(self, index: int, size: int) -> list[str]:
+        """The files of one of ``size`` ranks: each to the one with the fewest bytes so far."""
+        given = [0] * size
+        mine = []
+        for name, file in sorted(self.manifest.files.items(), key=lambda item: (-item[1].num_bytes, item[0])):
+            chosen = given.index(min(given))
+            given[chosen] += file.num_bytes
+            if chosen == index:
+                mine.append(name)
+        return mine
+
+    def _problems(self, names: Iterable[str], on_block: Callable[[], None]) -> Iterator[str]:
+        for name in names:
+            try:
+                found, wanted = checksum(self.folder / name, on_block), self.manifest.files[name].crc32
+            except OSError as error:
+                yield f"{name} cannot be read: {error.strerror or error}"
+            else:
+                if found != wanted:
+                    yield f"{name} is corrupted: its CRC-32 is {found:08x}, it was written with {wanted:08x}"
+
+    def _open(self, name: str) -> int:
+        if name not in self._descriptors:
+            if len(self._descriptors) >= _MOST_OPEN:
+                self.close()
+            self._descriptors[name] = os.open(self.folder / name, os.O_RDONLY)
+        return self._descriptors[name]
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,90 @@
+"""What one rank adds to a checkpoint, and its copy in memory while training goes on."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.tensor_file import dtype_name
+
+
+@dataclass
+class RankState:
+    """What a rank adds to a checkpoint.
+
+    Attributes:
+        tensors: that it holds a box of; it writes some of them.
+        values: encoded JSON by path; a path is given by one rank only.
+        aliases: other names of tied parameters and buffers -> the name under which the value is.
+    """
+
+    tensors: list[HeldTensor] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def written(self) -> list[HeldTensor]:
+        """The tensors that the rank writes, those with larger elements first: so all are aligned in a file."""
+        mine = [held for held in self.tensors if held.writes and (held.local.numel() or 0 in held.shape)]
+        for held in mine:
+            dtype_name(held.local.dtype)
+        return sorted(mine, key=lambda held: -held.local.element_size())
+
+
+class Staging:
+    """Memory of the host that tensors are copied to, kept from one checkpoint to the next.
+
+    Pinned where tensors come from an accelerator, so that their copies need not wait for each other; else in large
+    pages, which are there at once.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.numel() if self._memory is not None else 0
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Contiguous copies on the host, valid until the next call. Waits for devices once."""
+        sizes = [-(-tensor.numel() * tensor.element_size() // 64) * 64 for tensor in tensors]
+        devices = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        self._reserve(sum(sizes), is_pinned=bool(devices))
+        copies = list(self._places(tensors, sizes))
+        for kind in {(tensor.dtype, tensor.device) for tensor in tensors}:
+            pairs = [
+                (copy, tensor)
+                for copy, tensor in zip(copies, tensors, strict=True)
+                if (tensor.dtype, tensor.device) == kind and tensor.numel()
+            ]
+            if pairs:
+                targets, sources = map(list, zip(*pairs, strict=True))
+                torch._foreach_copy_(targets, sources, non_blocking=kind[1].type != "cpu")
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return copies
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if self.num_bytes >= num_bytes:
+            return
+        self._memory = None
+        if is_pinned:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return
+        memory = mmap.mmap(-1, max(num_bytes, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _places(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[Tensor]:
+        assert self._memory is not None
+        start = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            used = tensor.numel() * tensor.element_size()
+            yield self._memory[start : start + used].view(tensor.dtype).view(tensor.shape)
+            start += size

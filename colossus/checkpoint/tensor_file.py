@@ -1,0 +1,228 @@
+"""A safetensors file, written as a stream and read in boxes.
+
+The library writes from a copy of everything that goes into a file, and reads slices through a copy; here a file is
+written from where tensors lie, and rows of a chunk are read into where they belong. `safetensors.safe_open` reads what
+this writes. The format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.manifest import Chunk
+from colossus.layout.layout import Box
+
+#: what is written, read and summed at a time
+BLOCK_BYTES = 1 << 23
+#: parts of rows that are longer are read one by one, shorter ones with what lies between them
+_LONG_ROW_BYTES = 1 << 15
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+#: complex numbers are stored as their real and imaginary parts, in a last dim of 2
+_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_CODES, *_COMPLEX)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the manifest has it.
+
+    Raises:
+        CheckpointError: for a dtype that a checkpoint cannot hold.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"a tensor of dtype {name} cannot be saved; dtypes are {', '.join(sorted(DTYPES))}")
+    return name
+
+
+@dataclass(frozen=True)
+class Header:
+    """Of a safetensors file.
+
+    Attributes:
+        data: the file's first bytes.
+        offsets: key -> of its first byte in the file.
+        num_bytes: of the whole file.
+    """
+
+    data: bytes
+    offsets: dict[str, int]
+    num_bytes: int
+
+
+def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> Header:
+    """Of a file with these (key, dtype, shape), which lie in it in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for key, dtype, shape in tensors:
+        if dtype in _COMPLEX:
+            dtype, shape = _COMPLEX[dtype], (*shape, 2)
+        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        entries[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        offsets[key] = start
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    moved = {key: first + offset for key, offset in offsets.items()}
+    return Header(len(text).to_bytes(8, "little") + text, moved, first + end)
+
+
+def write_file(
+    path: Path, header: Header, tensors: Iterable[Tensor], on_block: Callable[[], None] = lambda: None
+) -> int:
+    """Write and flush a file whose header was made of these tensors, one after the other.
+
+    A tensor that is not on the host, or not contiguous, is copied first, one at a time.
+
+    Args:
+        on_block: called after each `BLOCK_BYTES`.
+
+    Returns:
+        The CRC-32 of the file.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        crc = _write(descriptor, memoryview(header.data), 0, on_block)
+        for tensor in tensors:
+            crc = _write(descriptor, host_bytes(tensor), crc, on_block)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return crc
+
+
+def _write(descriptor: int, data: memoryview, crc: int, on_block: Callable[[], None]) -> int:
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        crc = zlib.crc32(block, crc)
+        while block:
+            block = block[os.write(descriptor, block) :]
+        on_block()
+    return crc
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; of a contiguous one on the host its memory."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return _memory(tensor) if tensor.numel() else memoryview(b"")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
+    """The CRC-32 of a file."""
+    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while count := os.readv(descriptor, [buffer]):
+            crc = zlib.crc32(buffer[:count], crc)
+            on_block()
+    finally:
+        os.close(descriptor)
+    return crc
+
+
+def read_box(descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
+    """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box.
+
+    Contiguous memory of the host with the chunk's dtype is read into directly, else in blocks of rows.
+    """
+    overlap = [
+        (max(start, low), min(start + size, high))
+        for start, size, (low, high) in zip(chunk.start, chunk.size, box, strict=True)
+    ]
+    if any(low >= high for low, high in overlap):
+        return
+    target = out
+    for dim, ((low, high), (first, _)) in enumerate(zip(overlap, box, strict=True)):
+        target = target.narrow(dim, low - first, high - low)
+    inside = [(low - start, high - start) for (low, high), start in zip(overlap, chunk.start, strict=True)]
+    _read_region(descriptor, chunk.offset, chunk.size, inside, dtype, target)
+
+
+def _read_region(
+    descriptor: int,
+    offset: int,
+    size: Sequence[int],
+    inside: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    target: Tensor,
+) -> None:
+    """Read a region of a row-major array of this size at an offset of a file."""
+    item = dtype.itemsize
+    if not size:
+        _read_rows(descriptor, offset, dtype, target)
+        return
+    row = item * torch.Size(size[1:]).numel()
+    (first, last), others = inside[0], inside[1:]
+    if all((low, high) == (0, whole) for (low, high), whole in zip(others, size[1:], strict=True)):
+        _read_rows(descriptor, offset + first * row, dtype, target)
+        return
+    if item * torch.Size([high - low for low, high in others]).numel() >= _LONG_ROW_BYTES:
+        for index in range(first, last):
+            _read_region(descriptor, offset + index * row, size[1:], others, dtype, target[index - first])
+        return
+    block = max(1, BLOCK_BYTES // row)
+    for start in range(first, last, block):
+        stop = min(start + block, last)
+        rows = torch.empty((stop - start, *size[1:]), dtype=dtype)
+        _read_rows(descriptor, offset + start * row, dtype, rows)
+        for dim, (low, high) in enumerate(others, 1):
+            rows = rows.narrow(dim, low, high - low)
+        target[start - first : stop - first].copy_(rows)
+
+
+def _read_rows(descriptor: int, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+    """Fill a tensor from consecutive bytes."""
+    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        read_exactly(descriptor, offset, _memory(target))
+        return
+    if target.dim() == 0 or target.numel() * dtype.itemsize <= BLOCK_BYTES:
+        whole = torch.empty(target.shape, dtype=dtype)
+        read_exactly(descriptor, offset, _memory(whole))
+        target.copy_(whole)
+        return
+    step = target[0].numel() * dtype.itemsize
+    count = max(1, BLOCK_BYTES // step)
+    for start in range(0, target.shape[0], count):
+        part = target[start : start + count]
+        if part.shape[0] == 1 and step > BLOCK_BYTES:
+            _read_rows(descriptor, offset + start * step, dtype, part[0])
+        else:
+            _read_rows(descriptor, offset + start * step, dtype, part)
+
+
+def read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:
+    while len(buffer):
+        count = os.preadv(descriptor, [buffer[: 1 << 30]], offset)
+        if not count:
+            raise CheckpointError("the file ends early: it was truncated while it was read")
+        offset, buffer = offset + count, buffer[count:]

@@ -1,0 +1,94 @@
+"""State that is no tensor of the model, as JSON and plain tensors: nothing that would have to be unpickled."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from colossus.checkpoint.errors import CheckpointError
+
+#: a dict with one of these keys is not a dict of the user's
+_TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A nest of plain Python values, tensors and arrays as JSON.
+
+    Tensors and arrays go to ``tensors``, under keys that begin with ``path``.
+
+    Raises:
+        CheckpointError: for any other object: what it is, and where.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {"$tuple": [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and not any(key in _TAGS for key in value):
+            return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
+        items = enumerate(value.items())
+        return {
+            "$items": [[encode(key, path, tensors), encode(each, f"{path}.{n}", tensors)] for n, (key, each) in items]
+        }
+    if type(value) in (set, frozenset):
+        return {"$set": [encode(each, path, tensors) for each in sorted(value)]}
+    if type(value) in (bytes, bytearray):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {"$numpy": [value.dtype.str, value.item()]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        array = np.ascontiguousarray(value)
+        key = _unused(path, tensors)
+        tensors[key] = torch.from_numpy(array.reshape(-1).view(np.uint8).copy())
+        return {"$array": [key, value.dtype.str, list(value.shape)]}
+    if isinstance(value, Tensor):
+        key = _unused(path, tensors)
+        tensors[key] = value.detach()
+        return {"$tensor": key}
+    raise CheckpointError(
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved: a checkpoint holds numbers, "
+        f"strings, bytes, lists, tuples, dicts, sets, tensors and arrays, and no pickled objects; let the state_dict "
+        f"that gives it return these"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The nest that `encode` made JSON of; ``tensor`` reads one by its key."""
+    if isinstance(value, list):
+        return [decode(each, tensor) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    tag = next(iter(value), None)
+    if len(value) != 1 or tag not in _TAGS:
+        return {key: decode(each, tensor) for key, each in value.items()}
+    inside = value[tag]
+    match tag:
+        case "$tuple":
+            return tuple(decode(each, tensor) for each in inside)
+        case "$items":
+            return {decode(key, tensor): decode(each, tensor) for key, each in inside}
+        case "$set":
+            return {decode(each, tensor) for each in inside}
+        case "$bytes":
+            return base64.b64decode(inside)
+        case "$numpy":
+            return np.dtype(inside[0]).type(inside[1])
+        case "$array":
+            key, dtype, shape = inside
+            return tensor(key).numpy().view(np.dtype(dtype)).reshape(shape)
+    return tensor(inside)
+
+
+def _unused(path: str, tensors: Mapping[str, Tensor]) -> str:
+    key, number = path, 1
+    while key in tensors:
+        number += 1
+        key = f"{path}~{number}"
+    return key

@@ -1,0 +1,1 @@
+"""The state of an engine as a checkpoint has it: by logical name and full shape, whatever the plan."""

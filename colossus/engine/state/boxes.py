@@ -1,0 +1,81 @@
+"""This rank's boxes of the model's parameters, and which of them it writes to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from colossus.checkpoint.entries import Entry, entries_of
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.shares import WriterShares
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.layout import Box, Layout
+from colossus.layout.parameter import LogicalParameter
+
+
+@dataclass(frozen=True)
+class ParameterBox:
+    """A logical parameter and the rank's box of it.
+
+    Attributes:
+        name: full logical name, the first of a tied one.
+        aliases: its other names on this rank.
+        logical: where it lives.
+        box: (start, stop) of every dim of the full shape; may be empty.
+        writes: whether this rank writes it, and what else has its shape (its momentum).
+        writes_scalars: whether it writes what is the same on all ranks (the number of its updates).
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    logical: LogicalParameter
+    box: Box
+    writes: bool
+    writes_scalars: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.logical.parameter
+
+    def held(self, key: str, buffer: Tensor | None = None) -> HeldTensor:
+        """Of the parameter, or of a buffer of the shape of the torch parameter that holds it."""
+        local = self.logical.local(buffer)
+        return HeldTensor.of_chunk(key, self.logical.shape, self.box, local, writes=self.writes)
+
+
+def parameter_boxes(
+    model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter]
+) -> list[ParameterBox]:
+    """The boxes of all parameters as the rank stores them, in the order of the model. No communication.
+
+    Args:
+        counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
+    """
+    sizes, at = context.grid.sizes, context.coordinates
+    shares = WriterShares(sizes, at)
+    elsewhere = {id(param) for param in counted_elsewhere}
+    found = []
+    for name, entry in entries_of(model).items():
+        logical = entry.held
+        if not isinstance(logical, LogicalParameter):
+            continue
+        is_here = id(logical.parameter) not in elsewhere
+        item = logical.parameter.element_size()
+        found.append(
+            ParameterBox(
+                name,
+                tuple(each for each in entry.names if each != name),
+                logical,
+                logical.layout.box(logical.shape, sizes, at),
+                shares.takes(logical.layout, logical.shape, item) and is_here,
+                shares.takes(Layout.whole(0), (), item) and is_here,
+            )
+        )
+    return found
+
+
+def buffers_of(model: nn.Module) -> dict[str, Entry]:
+    """The persistent buffers of this rank, by first name."""
+    return {name: entry for name, entry in entries_of(model).items() if isinstance(entry.held, Tensor)}

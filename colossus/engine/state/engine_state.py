@@ -1,0 +1,240 @@
+"""All state of an engine, to and from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from colossus.arithmetic import factors
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.values import decode, encode
+from colossus.checkpoint.writer import About
+from colossus.comm.objects import all_gather_object
+from colossus.config import as_dict
+from colossus.config.sizes import describe_zero
+from colossus.engine.hooks import Hook
+from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
+from colossus.engine.state.buffers import held_buffers, read_buffer
+from colossus.engine.state.optimizer import group_options, restore, restored_options
+from colossus.engine.state.per_parameter import held_of_state, read_state
+from colossus.engine.state.rng import rng_state, set_rng_state
+from colossus.layout.split_parameter import as_shards
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
+
+log = logging.getLogger("colossus.engine")
+
+
+class EngineState:
+    """Gives and takes the state of an engine: parameters, buffers, optimizer, strategy, loss scale, place in the data,
+    random generators, hooks.
+
+    Args:
+        hooks: whose ``state_dict`` belongs to the run; the first rank's is saved, and given to all.
+    """
+
+    def __init__(self, engine: Engine, hooks: Sequence[Hook] = ()) -> None:
+        self._engine, self._hooks = engine, list(hooks)
+        #: the options of the optimizer's groups as it was made
+        self._made = group_options(engine.optimizer)
+
+    def about(self) -> About:
+        engine = self._engine
+        grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
+        text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
+        return About(
+            engine.completed_steps,
+            {"axes": dict(grid.sizes), "text": f"{text}, {zero}" if zero else text, "num_ranks": grid.world_size},
+            as_dict(engine.config),
+        )
+
+    # -- giving -------------------------------------------------------------------------------------------
+
+    def collect(self) -> RankState:
+        """What this rank adds to a checkpoint: views, no copies. Collective where the model has buffers.
+
+        Raises:
+            CheckpointError: for state that a checkpoint cannot hold.
+        """
+        engine, state = self._engine, RankState()
+        with as_shards(), torch.no_grad():
+            boxes = self._boxes()
+            for box in boxes:
+                state.tensors.append(box.held(f"model/{box.name}"))
+                state.aliases.update(dict.fromkeys(box.aliases, box.name))
+            for name, entry in buffers_of(engine.model).items():
+                state.aliases.update({alias: name for alias in entry.names if alias != name})
+            state.tensors += held_buffers(engine.model, engine.context)
+            for section, held in self._per_parameter().items():
+                state.tensors += held_of_state(section, held, boxes, state.values)
+        for path, value in self._values().items():
+            tensors: dict[str, Tensor] = {}
+            state.values[path] = encode(value, path, tensors)
+            state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in tensors.items()]
+        return state
+
+    def _boxes(self) -> list[ParameterBox]:
+        engine = self._engine
+        elsewhere = [engine.store.stored(param) for param in engine.strategy.parts.counted_elsewhere]
+        return parameter_boxes(engine.model, engine.context, elsewhere)
+
+    def _per_parameter(self) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
+        engine = self._engine
+        return {"optimizer": engine.optimizer.state, "strategy": engine.strategy.parameter_state()}
+
+    def _values(self) -> dict[str, Any]:
+        """What is no tensor of a parameter, each path from one rank."""
+        engine, context = self._engine, self._engine.context
+        values: dict[str, Any] = {f"ranks/{context.rank}/rng": rng_state(engine.device)}
+        if self._is_first_but_along("pipeline"):
+            is_empty = not any(param.numel() for group in engine.optimizer.param_groups for param in group["params"])
+            values[f"optimizer_groups/{context.index('pipeline')}"] = {
+                "made": self._made,
+                "now": group_options(engine.optimizer),
+                "is_empty": is_empty,
+            }
+        if self._is_first_but_along("data"):
+            index = context.index("data")
+            values[f"strategy_values/{index}"] = engine.strategy.state_dict()
+            if engine.loaders is not None:
+                values[f"loader/{index}"] = engine.loaders.train.state_dict()
+        if context.rank == 0:
+            values["train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
+            if engine.loss_scaler is not None:
+                values["loss_scale"] = engine.loss_scaler.state_dict()
+            for name, hook in self._named_hooks():
+                if hook_state := hook.state_dict():
+                    values[f"hooks/{name}"] = hook_state
+        return values
+
+    def _is_first_but_along(self, public: str) -> bool:
+        context = self._engine.context
+        along = context.grid.axes(public)
+        return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)
+
+    def _named_hooks(self) -> list[tuple[str, Hook]]:
+        """By class; of several of one class by their number, too."""
+        named: list[tuple[str, Hook]] = []
+        for hook in self._hooks:
+            name = type(hook).__qualname__
+            count = sum(type(other) is type(hook) for _, other in named)
+            named.append((f"{name}~{count + 1}" if count else name, hook))
+        return named
+
+    # -- taking -------------------------------------------------------------------------------------------
+
+    def restore(self, reader: CheckpointReader) -> None:
+        """Go on where a checkpoint was saved, under any plan. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, before anything is changed: a file is corrupted, or the model another.
+        """
+        engine = self._engine
+        world = engine.context.group(engine.context.grid.names)
+        reader.verify(world)
+        with as_shards(), torch.no_grad():
+            boxes = self._boxes()
+            self._require_model(reader, boxes)
+            self._load_model(reader, boxes)
+            restore(
+                engine.optimizer,
+                read_state("optimizer", reader, [box for box in boxes if self._is_trained(box)]),
+                self._options(reader),
+            )
+            engine.strategy.load_parameter_state(read_state("strategy", reader, boxes))
+        torch.clear_autocast_cache()
+        self._take_values(reader)
+
+    def _is_trained(self, box: ParameterBox) -> bool:
+        groups = self._engine.optimizer.param_groups
+        return any(box.parameter is param for group in groups for param in group["params"])
+
+    def _load_model(self, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
+        for box in boxes:
+            reader.read_into(box.held(f"model/{box.name}"))
+        rank = self._engine.context.rank if self._is_same_plan(reader) else None
+        for name, entry in buffers_of(self._engine.model).items():
+            assert isinstance(entry.held, Tensor)
+            read_buffer(reader, name, HeldTensor.whole(f"model/{name}", entry.held.detach()), rank)
+
+    def _is_same_plan(self, reader: CheckpointReader) -> bool:
+        return bool(reader.manifest.plan.get("axes") == dict(self._engine.context.grid.sizes))
+
+    def _require_model(self, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
+        """That the checkpoint has the parameters and buffers of the model, and no others."""
+        context = self._engine.context
+        mine = {box.name: tuple(box.logical.shape) for box in boxes}
+        mine |= {name: entry.shape for name, entry in buffers_of(self._engine.model).items()}
+        known: dict[str, tuple[int, ...]] = {}
+        for of_rank in all_gather_object(mine, context.group(context.grid.names)):
+            known |= of_rank
+        saved = {name: reader.manifest.tensors[f"model/{name}"].shape for name in reader.manifest.names("model")}
+        missing, extra = sorted(known.keys() - saved.keys()), sorted(saved.keys() - known.keys())
+        other = [
+            f"{name} {saved[name]} there, {known[name]} here"
+            for name in known
+            if saved.get(name) not in (None, known[name])
+        ]
+        if missing or extra or other:
+            told = [
+                f"{count} {what}: {', '.join(names[:5])}{', ..' if count > 5 else ''}"
+                for what, names in (
+                    ("missing there", missing),
+                    ("not in this model", extra),
+                    ("of another shape", other),
+                )
+                if (count := len(names))
+            ]
+            raise CheckpointError(f"{reader.folder} is of another model: {'; '.join(told)}")
+
+    def _options(self, reader: CheckpointReader) -> list[dict[str, Any]]:
+        found = [
+            decode(value, reader.tensor)
+            for path, value in sorted(reader.manifest.values.items())
+            if path.startswith("optimizer_groups/")
+        ]
+        if not found:
+            return [dict(options) for options in self._made]
+        groups = next((each for each in found if not each["is_empty"]), found[0])
+        return restored_options(self._made, groups["made"], groups["now"])
+
+    def _take_values(self, reader: CheckpointReader) -> None:
+        engine, context = self._engine, self._engine.context
+        values = reader.manifest.values
+
+        def value(path: str) -> Any:
+            return decode(values[path], reader.tensor) if path in values else None
+
+        train = value("train") or {"completed_steps": reader.manifest.step}
+        engine.completed_steps = train["completed_steps"]
+        engine.gradient_watch.load_state_dict(train)
+        if engine.loss_scaler is not None and (scale := value("loss_scale")) is not None:
+            engine.loss_scaler.load_state_dict(scale)
+        of_strategy = value(f"strategy_values/{context.index('data')}")
+        engine.strategy.load_state_dict(of_strategy if of_strategy is not None else value("strategy_values/0") or {})
+        if engine.loaders is not None:
+            self._load_place_in_data(reader)
+        for name, hook in self._named_hooks():
+            if (hook_state := value(f"hooks/{name}")) is not None:
+                hook.load_state_dict(hook_state)
+        if self._is_same_plan(reader):
+            set_rng_state(value(f"ranks/{context.rank}/rng"), engine.device)
+
+    def _load_place_in_data(self, reader: CheckpointReader) -> None:
+        """By the state of the same data rank where there are as many; else by that of the first."""
+        engine, values = self._engine, reader.manifest.values
+        assert engine.loaders is not None
+        saved = sum(path.startswith("loader/") for path in values)
+        if not saved:
+            engine.loaders.train.set_step(engine.completed_steps)
+            return
+        index = engine.context.index("data") if saved == engine.context.size("data") else 0
+        engine.loaders.train.load_state_dict(decode(values[f"loader/{index}"], reader.tensor))
