@@ -64,6 +64,15 @@ class SavedCheckpoint:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Snapshot:
+    """What this rank adds to a checkpoint, what of it it writes, and where the numbers of these are."""
+
+    state: RankState
+    written: Sequence[HeldTensor]
+    tensors: Sequence[Tensor]
+
+
 class Save:
     """A save under way."""
 
@@ -134,10 +143,11 @@ class CheckpointWriter:
         self._staging = Staging()
         self._last: Save | None = None
 
-    def save(self, state: RankState, about: About, *, background: bool = True) -> Save:
+    def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
         """Start to save what all ranks hold; every rank calls. Waits for the end of the save before.
 
         Args:
+            collect: gives what this rank holds. What it raises fails the save on all ranks.
             background: return once the tensors are copied; else the save is done, well or not.
         """
         save = Save(self.root / folder.name_of(about.step), about.step)
@@ -145,36 +155,38 @@ class CheckpointWriter:
             self._last.ended()
         self._last = save
         self._number += 1
-        number, written = self._number, state.written()
-        tensors = [held.local for held in written]
-        if background:
-            tensors = self._staging.copy(tensors)
-            save.training_goes_on()
+        number = self._number
+        snapshot: _Snapshot | Exception
+        try:
+            snapshot = self._take(collect(), copy=background)
+        except Exception as error:
+            snapshot = error
 
         def write() -> int:
-            return self._write(number, about, state, written, tensors)
+            return self._write(number, about, snapshot)
 
         if background:
+            save.training_goes_on()
             threading.Thread(target=save.run, args=(write,), name="colossus-checkpoint", daemon=True).start()
         else:
             save.run(write)
             save.training_goes_on()
         return save
 
+    def _take(self, state: RankState, *, copy: bool) -> _Snapshot:
+        written = state.written()
+        tensors = [held.local for held in written]
+        return _Snapshot(state, written, self._staging.copy(tensors) if copy else tensors)
+
     # -- what a thread does -------------------------------------------------------------------------------
 
-    def _write(
-        self,
-        number: int,
-        about: About,
-        state: RankState,
-        written: Sequence[HeldTensor],
-        tensors: Sequence[Tensor],
-    ) -> int:
+    def _write(self, number: int, about: About, snapshot: _Snapshot | Exception) -> int:
         """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
         target = folder.temporary(self.root, about.step, self._token)
         try:
-            mine: dict[str, Any] = {"part": self._write_part(target, state, written, tensors)}
+            if isinstance(snapshot, Exception):
+                raise snapshot
+            mine: dict[str, Any] = {"part": self._write_part(target, snapshot)}
         except Exception as error:
             mine = {"problem": f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"}
         self._tell(f"checkpoint/{number}/part/{self._context.rank}", mine)
@@ -193,17 +205,16 @@ class CheckpointWriter:
             raise CheckpointError(f"{self.root / folder.name_of(about.step)} was not saved: {told['problem']}")
         return int(told["num_bytes"])
 
-    def _write_part(
-        self, target: Path, state: RankState, written: Sequence[HeldTensor], tensors: Sequence[Tensor]
-    ) -> dict[str, Any]:
+    def _write_part(self, target: Path, snapshot: _Snapshot) -> dict[str, Any]:
         """Write this rank's file, if it writes anything; what the manifest says of it."""
+        state, written = snapshot.state, snapshot.written
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
         target.mkdir(parents=True, exist_ok=True)
         if not written:
             return part
         name = f"rank-{self._context.rank:05d}.safetensors"
         header = make_header([(held.key, held.local.dtype, tuple(held.local.shape)) for held in written])
-        crc = write_file(target / name, header, tensors, self._on_block)
+        crc = write_file(target / name, header, snapshot.tensors, self._on_block)
         part["file"] = [name, header.num_bytes, crc]
         for held in written:
             start = [low for low, _ in held.box]

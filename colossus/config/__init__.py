@@ -2,7 +2,7 @@
 
 from colossus.config.errors import ConfigError
 from colossus.config.loading import load_config
-from colossus.config.plans import model_options, require_available, resolve_sizes
+from colossus.config.plans import model_options, resolve_sizes
 from colossus.config.resolved import as_dict, as_source
 from colossus.config.schema import Config
 from colossus.config.section import Named
@@ -15,6 +15,5 @@ __all__ = [
     "as_source",
     "load_config",
     "model_options",
-    "require_available",
     "resolve_sizes",
 ]

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from colossus import __version__
 from colossus.config.errors import ConfigError, explain
 from colossus.config.nearest import ModelOptions, suggestions
 from colossus.config.ranges import range_problems, vocabulary_problems
@@ -148,24 +147,6 @@ def describe_plan(config: Config) -> str:
 def name_of(kind: Any) -> str:
     """A registered name as it is, or the name of a class or function."""
     return kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
-
-
-def require_available(config: Config) -> None:
-    """Refuse what can be declared and shown, but not trained yet.
-
-    Raises:
-        ConfigError: names each such key.
-    """
-    version = ".".join(__version__.split(".")[:2])
-    tail = f"not available in this version (colossus {version})"
-    problems = []
-    checkpoint = config.checkpoint
-    for key in type(checkpoint).model_fields:
-        value = getattr(checkpoint, key)
-        if value not in (0, None):
-            problems.append(f"checkpoint.{key} = {value!r}: saving and resuming are {tail}; leave checkpoint out")
-    if problems:
-        raise ConfigError(problems, config.source)
 
 
 def _with_sequence_mode(parallel: Parallel, options: ModelOptions | None) -> tuple[Parallel, list[str]]:

@@ -200,12 +200,20 @@ class Comm(Section):
 
 
 class Checkpoint(Section):
-    #: steps between checkpoints; 0 saves never
+    #: steps between checkpoints, one more follows the last step; 0 saves never
     every: CountOrZero = 0
-    #: None is a folder in the run folder
+    #: folder of the checkpoints; None is ``checkpoints`` in the run folder
     dir: str | None = None
-    #: "auto", a folder, or None
+    #: "auto": the latest checkpoint of this run, if there is one; or a checkpoint, a folder of them, a run folder
     resume: str | None = None
+    #: how many of the newest stay; 0 keeps all
+    keep_last: CountOrZero = 3
+    #: those whose step is a multiple of this stay, too; 0: no others
+    keep_every: CountOrZero = 0
+    #: a step waits for a copy in memory only, which is written while training goes on
+    background: bool = True
+    #: what a save that fails (a full disk, say) does: "continue" says so and trains on, "stop" ends the run
+    on_error: Literal["continue", "stop"] = "continue"
 
 
 def _name(value: str | None) -> str | None:

@@ -13,6 +13,7 @@ from colossus.comm import log
 from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
+from colossus.engine.checkpoints import Checkpoints
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.gradient_watch import GradientWatch
@@ -50,6 +51,7 @@ class Engine:
         executor: runs the stages of this rank.
         observers: told of what happens inside of a step; append your own.
         completed_steps: optimizer steps done.
+        checkpoints: saves and loads all of this.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine:
         #: collectives up to the last evaluation, in which data ranks may have had unequal numbers of samples
         self._counts_of_evaluations: dict[str, int] = {}
         self._batch_scope = model_parallel_of(context).batch_scope
+        self.checkpoints = Checkpoints(self)
         self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, reduction)
 
     @property

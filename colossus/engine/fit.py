@@ -45,6 +45,9 @@ def evaluation_due(engine: Engine, step: int) -> bool:
 def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     """Train until ``train.steps`` or until a stop is requested, and say which it was.
 
+    Resumes and saves as the config's section ``checkpoint`` says, also after the last step, be it the last because of a
+    stop (`Checkpoints`).
+
     Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
     the same step. The evaluation due at that step is skipped: a stop should be quick.
 
@@ -53,9 +56,12 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
     """
     steps = engine.config.train.steps
-    completed = engine.completed_steps
+    engine.checkpoints.hooks = hooks
     validation_loss, result, stopped, stop_signal = None, None, False, None
+    completed = engine.completed_steps
     try:
+        engine.checkpoints.resume()
+        completed = engine.completed_steps
         for hook in hooks:
             hook.on_train_start(engine)
         batches = iter(engine.loader)
@@ -73,6 +79,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
                     validation_loss = summary.loss
                     for hook in hooks:
                         hook.on_eval_end(engine, summary)
+            _save_if_due(engine, hooks)
+        _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
             hook.on_train_end(engine)
     except BaseException as error:
@@ -82,6 +90,12 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
     return FitSummary(completed, reason, result.loss if result is not None else None, validation_loss, stop_signal)
+
+
+def _save_if_due(engine: Engine, hooks: Sequence[Hook], *, is_last: bool = False) -> None:
+    for saved in engine.checkpoints.after_step(is_last=is_last):
+        for hook in hooks:
+            hook.on_checkpoint(engine, saved)
 
 
 def _next_batch(batches: Iterator[Any], completed: int, steps: int) -> Any:

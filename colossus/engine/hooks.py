@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.engine.results import EvalSummary, StepResult
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Hook:
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
 
+    def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
+        """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
+
     def on_train_end(self, engine: Engine) -> None:
         """Once, after the last step, also when a stop was requested; not after an error."""
 
@@ -42,8 +46,8 @@ class Hook:
         """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors. That of rank 0 is saved."""
+        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors. Rank 0's is saved."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave: on all ranks, before ``on_train_start``. Not called where it gave nothing."""
+        """Take back what `state_dict` gave, on all ranks before ``on_train_start``; not called if it gave nothing."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
-from colossus.config import Config, load_config, require_available, resolve_sizes
+from colossus.config import Config, load_config, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
@@ -72,7 +72,6 @@ def initialize(
     if not isinstance(config, Config):
         config = load_config(config, overrides, nproc=nproc)
     config = resolve_sizes(config, nproc)
-    require_available(config)
     if model is None and config.model is None:
         raise ValueError("no model: give the config a `model`, or pass model= to colossus.initialize")
     if isinstance(model, nn.Module):

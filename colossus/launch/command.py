@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.config import ConfigError, load_config, require_available
+from colossus.config import ConfigError, load_config
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, run_folder, slurm
 from colossus.launch.data_check import check_data, check_given
@@ -63,7 +63,6 @@ def run(
         if nnodes < 1:
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
-        require_available(config)
         check_given(config)
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
@@ -149,7 +148,6 @@ def _join(
                 f"leave --nproc out"
             )
         config = load_config(config_path, overrides, world_size)
-        require_available(config)
         check_given(config)
         if dry_run:
             if joined["RANK"] == "0":

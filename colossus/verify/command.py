@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from colossus.config import Config, ConfigError, load_config, require_available
+from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import describe_plan
 from colossus.config.sizes import world_size
 from colossus.context.grid import build_grid
@@ -62,7 +62,6 @@ def run(config_path: str, overrides: list[str], *, nproc: int | None = None, ste
 
 
 def _check_config(config: Config) -> None:
-    require_available(config)
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:
             raise ConfigError(f"{key}: verify runs what the file says, and it has none: give it {what}", config.source)

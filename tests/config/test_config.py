@@ -21,7 +21,7 @@ from helpers.drawn import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from colossus.config import ConfigError, as_dict, as_source, load_config, require_available
+from colossus.config import ConfigError, as_dict, as_source, load_config
 from colossus.config.errors import brief
 from colossus.config.nearest import nearest_plans
 from colossus.config.overrides import apply_overrides, parse_override
@@ -733,32 +733,10 @@ def test_nearest_plans_of_many_processes() -> None:
     assert len(nearest_plans(config, None, 10080)) == 4
 
 
-# What is declared but not there yet
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (dict(checkpoint=dict(every=5)), "checkpoint.every = 5: saving and resuming are not available"),
-        (dict(checkpoint=dict(resume="auto")), "checkpoint.resume = 'auto': saving and resuming are not available"),
-    ],
-)
-def test_not_available_yet(config: dict[str, Any], words: str) -> None:
-    loaded = load_config(config)
-    with pytest.raises(ConfigError) as caught:
-        require_available(loaded)
-    (found,) = caught.value.problems
-    assert found.startswith(words)
-
-
 def test_options_of_the_loader_are_options_of_every_dataset() -> None:
     load_config(dict(data=dict(type="PythonStdlib", num_workers=2, collate_fn=list, validation=[1])))
     with pytest.raises(ConfigError, match=r"data\.num_worker: .*num_workers"):
         load_config(dict(data=dict(type="PythonStdlib", num_worker=2)))
-
-
-def test_what_is_available_passes() -> None:
-    require_available(load_config(dict(parallel=dict(data=2, tensor=dict(size=2, sequence_sharded=True)))))
 
 
 # The resolved config

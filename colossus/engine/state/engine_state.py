@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,12 +37,13 @@ class EngineState:
     """Gives and takes the state of an engine: parameters, buffers, optimizer, strategy, loss scale, place in the data,
     random generators, hooks.
 
-    Args:
-        hooks: whose ``state_dict`` belongs to the run; the first rank's is saved, and given to all.
+    Attributes:
+        hooks: whose ``state_dict`` belongs to the run; that of rank 0 is saved, and given to all.
     """
 
-    def __init__(self, engine: Engine, hooks: Sequence[Hook] = ()) -> None:
-        self._engine, self._hooks = engine, list(hooks)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.hooks: list[Hook] = []
         #: the options of the optimizer's groups as it was made
         self._made = group_options(engine.optimizer)
 
@@ -66,13 +67,13 @@ class EngineState:
         """
         engine, state = self._engine, RankState()
         with as_shards(), torch.no_grad():
+            state.tensors += held_buffers(engine.model, engine.context)
             boxes = self._boxes()
             for box in boxes:
                 state.tensors.append(box.held(f"model/{box.name}"))
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
             for name, entry in buffers_of(engine.model).items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
-            state.tensors += held_buffers(engine.model, engine.context)
             for section, held in self._per_parameter().items():
                 state.tensors += held_of_state(section, held, boxes, state.values)
         for path, value in self._values().items():
@@ -123,7 +124,7 @@ class EngineState:
     def _named_hooks(self) -> list[tuple[str, Hook]]:
         """By class; of several of one class by their number, too."""
         named: list[tuple[str, Hook]] = []
-        for hook in self._hooks:
+        for hook in self.hooks:
             name = type(hook).__qualname__
             count = sum(type(other) is type(hook) for _, other in named)
             named.append((f"{name}~{count + 1}" if count else name, hook))
@@ -131,7 +132,7 @@ class EngineState:
 
     # -- taking -------------------------------------------------------------------------------------------
 
-    def restore(self, reader: CheckpointReader) -> None:
+    def restore(self, reader: CheckpointReader, on_progress: Callable[[], None] = lambda: None) -> None:
         """Go on where a checkpoint was saved, under any plan. Collective.
 
         Raises:
@@ -139,7 +140,7 @@ class EngineState:
         """
         engine = self._engine
         world = engine.context.group(engine.context.grid.names)
-        reader.verify(world)
+        reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = self._boxes()
             self._require_model(reader, boxes)
