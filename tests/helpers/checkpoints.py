@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from helpers.ranks import run_ranks
 from torch import Tensor
@@ -138,6 +139,8 @@ def assert_same_values(mine: Any, wanted: Any, what: str) -> None:
             assert_same_values(one, other, f"{what}.{index}")
     elif isinstance(wanted, Tensor):
         assert mine.dtype == wanted.dtype and same_bits(mine, wanted), f"{what}: {mine}, was {wanted}"
+    elif isinstance(wanted, np.ndarray):
+        assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted), what
     else:
         assert mine == wanted, f"{what}: {mine!r}, was {wanted!r}"
 
