@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colossus.checkpoint.errors import CheckpointError, NotACheckpoint
+    from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
     from colossus.checkpoint.manifest import Manifest, read_manifest
     from colossus.checkpoint.matching import WeightMatch
     from colossus.checkpoint.reader import CheckpointReader
@@ -22,8 +22,8 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "DamagedCheckpoint",
     "Manifest",
-    "NotACheckpoint",
     "SavedCheckpoint",
     "WeightMatch",
     "full_state_dict",
@@ -41,7 +41,7 @@ __getattr__, __dir__ = lazy_names(
         "CheckpointReader": "reader",
         "CheckpointWriter": "writer",
         "Manifest": "manifest",
-        "NotACheckpoint": "errors",
+        "DamagedCheckpoint": "errors",
         "SavedCheckpoint": "writer",
         "WeightMatch": "matching",
         "full_state_dict": "state_dict",

@@ -10,7 +10,7 @@ from pathlib import Path
 from colossus.checkpoint.manifest import FileEntry
 
 #: what is written, read and summed at a time
-BLOCK_BYTES = 1 << 23
+BLOCK_BYTES = 1 << 20
 
 
 def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:

@@ -7,5 +7,5 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, read or used: says which one, what is wrong, and what to do."""
 
 
-class NotACheckpoint(CheckpointError):
-    """There is none where one was expected: no manifest, or one of something else or of another format version."""
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose files are not as they were written. An older one beside it may be whole."""

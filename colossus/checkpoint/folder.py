@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossus.checkpoint.errors import CheckpointError, NotACheckpoint
+from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
 
 LATEST = "latest"
@@ -108,9 +108,9 @@ def locate(path: Path) -> Path:
         if found is not None:
             return found
     if not path.exists():
-        raise NotACheckpoint(f"{path}: there is no such folder")
+        raise CheckpointError(f"{path}: there is no such folder")
     inside = sorted(os.listdir(path))[:5] if path.is_dir() else ["a file"]
-    raise NotACheckpoint(
+    raise CheckpointError(
         f"{path}: is neither a checkpoint (no {MANIFEST}), nor a folder of checkpoints (no step-..), nor a run folder "
         f"with checkpoints; it holds {', '.join(inside) or 'nothing'}"
     )

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.errors import CheckpointError, NotACheckpoint
+from colossus.checkpoint.errors import CheckpointError
 
 FORMAT = "colossus.checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 
-_START = b'{"crc32": "'
 _PREFIX = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": ')
 
 #: bytes of an element of each dtype that a checkpoint can hold, by torch's name
@@ -159,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise NotACheckpoint(
+        raise CheckpointError(
             f"{folder}: is no checkpoint: there is no {MANIFEST} in it"
             + ("" if folder.exists() else ", the folder does not exist")
         ) from None
@@ -167,9 +166,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     prefix = _PREFIX.match(data)
     if prefix is None:
-        if _START.startswith(data[: len(_START)]):
-            raise CheckpointError(f"{path}: is truncated: it has {len(data)} bytes; take another checkpoint")
-        raise NotACheckpoint(f"{path}: is not the manifest of a colossus checkpoint")
+        raise CheckpointError(f"{path}: is not the manifest of a colossus checkpoint")
     text = data[prefix.end() :].removesuffix(b"\n").removesuffix(b"}")
     if zlib.crc32(text) != int(prefix[1], 16):
         raise CheckpointError(
@@ -179,9 +176,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(text)
         if body["format"] != FORMAT:
-            raise NotACheckpoint(f"{path}: is not the manifest of a colossus checkpoint")
+            raise CheckpointError(f"{path}: is not the manifest of a colossus checkpoint")
         if body["version"] != VERSION:
-            raise NotACheckpoint(
+            raise CheckpointError(
                 f"{path}: has format version {body['version']}, written by colossus "
                 f"{body.get('versions', {}).get('colossus', '?')}; this colossus reads version {VERSION}"
             )
