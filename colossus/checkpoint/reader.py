@@ -11,11 +11,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.tensor_file import DTYPES, BoxReader, checksum
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
@@ -91,13 +92,9 @@ class CheckpointReader:
 
     def _problems(self, names: Iterable[str], on_block: Callable[[], None]) -> Iterator[str]:
         for name in names:
-            try:
-                found, wanted = checksum(self.folder / name, on_block), self.manifest.files[name].crc32
-            except OSError as error:
-                yield f"{name} cannot be read: {error.strerror or error}"
-            else:
-                if found != wanted:
-                    yield f"{name} is corrupted: its CRC-32 is {found:08x}, it was written with {wanted:08x}"
+            problem = problem_of(self.folder / name, self.manifest.files[name], on_block)
+            if problem is not None:
+                yield problem
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:
