@@ -211,8 +211,10 @@ CASES: dict[str, Case] = {
     "1d sharded": Case(2, dict(tensor=dict(size=2, sequence_sharded=True))),
     "1f1b": Case(2, dict(pipeline=2), dict(schedule=PIPELINE)),
     "zb-v": Case(2, dict(pipeline=2), dict(schedule=ZB_V)),
-    "ring": Case(2, dict(sequence=2)),
-    "ulysses": Case(2, dict(sequence=dict(size=2, mode="ulysses")), is_long=True),
+    "ring": Case(2, dict(sequence=2), dict(model=GPT | dict(attention_dropout=0.0))),
+    "ulysses": Case(
+        2, dict(sequence=dict(size=2, mode="ulysses")), dict(model=GPT | dict(attention_dropout=0.0)), is_long=True
+    ),
     "zero 1": Case(2, dict(data=2, zero=1)),
     "zero 2": Case(2, dict(data=2, zero=2), own=True),
     "zero 3": Case(2, dict(data=2, zero=3)),

@@ -142,7 +142,7 @@ def assert_same_values(mine: Any, wanted: Any, what: str) -> None:
     elif isinstance(wanted, np.ndarray):
         assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted), what
     else:
-        assert mine == wanted, f"{what}: {mine!r}, was {wanted!r}"
+        assert mine == wanted or (mine != mine and wanted != wanted), f"{what}: {mine!r}, was {wanted!r}"
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
