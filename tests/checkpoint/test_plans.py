@@ -142,7 +142,11 @@ def check_chain(
 
 #: every mode once, pipelines that tie weights over stages, and other numbers of ranks
 CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
-    (8, dict(data=2, pipeline=2, tensor=2), dict(type="1f1b", microbatches=2)),
+    (
+        8,
+        dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1)), zero=2),
+        dict(type="interleaved", microbatches=2),
+    ),
     (8, dict(tensor=dict(mode="3d", size=8)), None),
     (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(type="zb-v", microbatches=2)),
     (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True), zero=3), None),

@@ -83,9 +83,7 @@ def require_same_optimizer(
     )
 
 
-def options_to_go_on(
-    made: Sequence[GroupOptions], saved: SavedGroups | None, *, tells: bool
-) -> list[GroupOptions]:
+def options_to_go_on(made: Sequence[GroupOptions], saved: SavedGroups | None, *, tells: bool) -> list[GroupOptions]:
     """The options with which a run goes on: those that were saved, but where the user has made the optimizer otherwise.
 
     So what a hook has changed on the way stays changed, and what the config says now (another lr, another weight
@@ -111,7 +109,9 @@ def options_to_go_on(
         changed = [key for key in now if key in then and not _same(now[key], before.get(key))]
         if changed and tells:
             told = ", ".join(f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in sorted(changed))
-            log.warning("parameter group %d of the optimizer is made otherwise than in the checkpoint: %s", number, told)
+            log.warning(
+                "parameter group %d of the optimizer is made otherwise than in the checkpoint: %s", number, told
+            )
         out.append({key: value if key in changed or key not in then else then[key] for key, value in now.items()})
     return out
 
