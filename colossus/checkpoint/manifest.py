@@ -225,9 +225,10 @@ def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None
     if entry.dtype not in ITEM_BYTES:
         raise CheckpointError(f"{key} has dtype {entry.dtype}, which this colossus does not know")
     item = ITEM_BYTES[entry.dtype]
+    smallest = 0 if 0 in entry.shape else 1
     for chunk in entry.chunks:
         fits = len(chunk.start) == len(chunk.size) == len(entry.shape) and all(
-            start >= 0 and size > 0 and start + size <= whole
+            start >= 0 and size >= smallest and start + size <= whole
             for start, size, whole in zip(chunk.start, chunk.size, entry.shape, strict=True)
         )
         if not fits:

@@ -138,9 +138,11 @@ def assert_same_values(mine: Any, wanted: Any, what: str) -> None:
         for index, (one, other) in enumerate(zip(mine, wanted, strict=True)):
             assert_same_values(one, other, f"{what}.{index}")
     elif isinstance(wanted, Tensor):
-        assert mine.dtype == wanted.dtype and same_bits(mine, wanted), f"{what}: {mine}, was {wanted}"
+        assert mine.dtype == wanted.dtype, what
+        assert same_bits(mine, wanted), f"{what}: {mine}, was {wanted}"
     elif isinstance(wanted, np.ndarray):
-        assert mine.dtype == wanted.dtype and np.array_equal(mine, wanted), what
+        assert mine.dtype == wanted.dtype, what
+        assert np.array_equal(mine, wanted), what
     else:
         assert mine == wanted or (mine != mine and wanted != wanted), f"{what}: {mine!r}, was {wanted!r}"
 

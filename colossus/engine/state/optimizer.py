@@ -77,8 +77,8 @@ def require_same_optimizer(
     if saved is None or here is None or keeps is None or here == saved.kind:
         return
     raise CheckpointError(
-        f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {here}: what the one has kept of each "
-        f"parameter ({keeps}, say) tells the other nothing. Take {saved.kind}, or begin a run with the weights alone: "
+        f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {here}: what the one has kept of "
+        f"each parameter ({keeps}, say) tells the other nothing. Take {saved.kind}, or begin a run with the weights alone: "
         f"checkpoint.weights, or engine.checkpoints.load_weights"
     )
 

@@ -51,7 +51,10 @@ def held_of_state(
 
 
 def read_state(
-    section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox], existing: ParameterState | None = None
+    section: str,
+    reader: CheckpointReader,
+    boxes: Sequence[ParameterBox],
+    existing: Mapping[Any, Mapping[str, Any]] | None = None,
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The state of this rank's parameters, as `held_of_state` had it under whatever plan.
 

@@ -1,10 +1,10 @@
 """The random generators of a rank that keep a state: the global ones, which code of the user's outside of forwards
 draws from, and those that were named (`RngStreams.named`). All else is drawn by keys, and needs the step alone.
 
-Under the plan of the checkpoint each rank goes on with its own. Under another plan with as many data ranks, with those of
-the first rank of its data rank: all ranks of one model draw the same; named generators that were not the same on these
-begin anew. With another number of data ranks the global ones are seeded from (seed, data rank, step), so that no number
-comes again, and named ones begin anew.
+Under the plan of the checkpoint each rank goes on with its own. Under another plan with as many data ranks, with those
+of the first rank of its data rank: all ranks of one model draw the same; named generators that were not the same on
+these begin anew. With another number of data ranks the global ones are seeded from (seed, data rank, step), so that no
+number comes again, and named ones begin anew.
 """
 
 from __future__ import annotations
