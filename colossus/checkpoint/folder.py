@@ -121,18 +121,23 @@ def _candidates(root: Path) -> list[Path]:
     return found
 
 
-def locate(path: Path) -> Path:
+def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
     """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder.
+
+    Args:
+        damaged: see `find_latest`.
 
     Raises:
         CheckpointError: when there is none, or it is not whole.
     """
     try:
         if (path / MANIFEST).exists():
+            if damaged is not None and path in damaged:
+                raise damaged[path]
             require_files(path)
             return path
         for root in (path, path / "checkpoints"):
-            found = find_latest(root)
+            found = find_latest(root, damaged)
             if found is not None:
                 return found
         if not path.exists():

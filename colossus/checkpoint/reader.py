@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import read_manifest

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
+from colossus.context.groups import AxisGroup
 from colossus.engine.hooks import Hook
 from colossus.engine.state.engine_state import EngineState
 
@@ -128,10 +130,29 @@ class Checkpoints:
                 log.error("%s; training goes on", error)
         return []
 
+    def finish(self, patience: float | None = None) -> None:
+        """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
+
+        Args:
+            patience: seconds after which a rank that gives no sign of life is given up; by default the config's
+                ``comm.timeout_seconds``.
+        """
+        if self._writer is not None:
+            self._writer.finish(patience)
+
+    def close(self) -> None:
+        """`finish`, and let go of the folder."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
     # -- loading ------------------------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
         """Load what ``checkpoint.resume`` names, once; nothing when it names nothing.
+
+        Where it names no single checkpoint and the newest is damaged, the newest that is whole is loaded, after a
+        warning that says what was wrong.
 
         Raises:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
@@ -139,30 +160,50 @@ class Checkpoints:
         wanted = self._config.resume
         if wanted is None or self.resumed_from is not None:
             return None
-        found, problem = None, None
-        if self._engine.context.is_logging_rank:
-            try:
-                found = folder.find_latest(self.root) if wanted == "auto" else folder.locate(Path(wanted))
-            except CheckpointError as error:
-                problem = str(error)
-        world = self._engine.context.group(self._engine.context.grid.names)
-        found, problem = broadcast_object((found, problem), world, 0)
-        if problem is not None:
-            raise CheckpointError(f"checkpoint.resume = {wanted!r}: {problem}")
-        if found is not None:
-            self.load(found)
-        return found
+        find = folder.find_latest if wanted == "auto" else folder.locate
+        path = self.root if wanted == "auto" else Path(wanted)
+        try:
+            return self._load_newest(lambda damaged: find(path, damaged))
+        except CheckpointError as error:
+            raise type(error)(f"checkpoint.resume = {wanted!r}: {error}") from error
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.
 
+        Args:
+            path: a checkpoint; or a folder of them, or a run folder, whose newest whole one is taken.
+
         Raises:
             CheckpointError: on all ranks, before anything is changed, when it is no whole checkpoint of this model.
         """
-        with CheckpointReader(folder.locate(Path(path))) as reader:
+        self._load_newest(lambda damaged: folder.locate(Path(path), damaged))
+
+    def _load_newest(self, find: Callable[[dict[Path, CheckpointError]], Path | None]) -> Path | None:
+        """Load what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
+        world = self._engine.context.group(self._engine.context.grid.names)
+        damaged: dict[Path, CheckpointError] = {}
+        is_first = self._engine.context.is_logging_rank
+        while True:
+            found = broadcast_object(
+                on_all_ranks(world, lambda: find(damaged) if is_first else None), world, 0
+            )
+            if found is None:
+                return None
+            try:
+                self._load(found, world)
+            except DamagedCheckpoint as error:
+                damaged[found] = error
+                if is_first:
+                    log.warning("%s", error)
+            else:
+                return found
+
+    def _load(self, found: Path, world: AxisGroup) -> None:
+        reader = on_all_ranks(world, lambda: CheckpointReader(found))
+        with reader:
             self._state.restore(reader, self.on_progress)
-            self.resumed_from = reader.folder
-        is_own = reader.folder.parent.resolve() == self.root.resolve() if self._has_root else False
+        self.resumed_from = found
+        is_own = found.parent.resolve() == self.root.resolve() if self._has_root else False
         self._last_step = self._engine.completed_steps if is_own else None
 
     @property
