@@ -14,10 +14,19 @@ from colossus.checkpoint.matching import matches
 from colossus.checkpoint.natural_order import natural_order
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
+from colossus.checkpoint.values import TAGS
 from colossus.layout.layout import Box
 
 #: elements that are compared at a time
 BLOCK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What is allowed of a floating tensor: a difference within one of the two is none."""
+
+    relative: float = 0.0
+    absolute: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,12 @@ class TensorDifference:
     relative: float = 0.0
     is_float: bool = True
 
-    def exceeds(self, tolerance: float) -> bool:
+    def exceeds(self, tolerance: Tolerance) -> bool:
         if self.spec or self.num_different is None:
             return True
-        return self.relative > tolerance if self.is_float else self.num_different > 0
+        if not self.is_float:
+            return self.num_different > 0
+        return self.relative > tolerance.relative and self.absolute > tolerance.absolute
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Difference:
     told: dict[str, tuple[str, str]]
     num_compared: int
 
-    def exceeds(self, tolerance: float) -> bool:
+    def exceeds(self, tolerance: Tolerance) -> bool:
         """Whether they differ by more than rounding: of config and plan they may."""
         return bool(
             self.only_in_a or self.only_in_b or self.values or any(each.exceeds(tolerance) for each in self.tensors)
@@ -83,6 +94,9 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints.
 
+    What belongs to the ranks of a plan (generators; the state that each data rank or stage adds) is compared where both
+    have it under the same plan.
+
     Args:
         only: patterns (`fnmatch`) of keys (``model/blocks.0.*``), to which the comparison is restricted; a path of a
             value is one, too. Empty is all.
@@ -92,8 +106,10 @@ def diff(
         CheckpointError: when a file cannot be read.
     """
 
+    is_same_plan = a.manifest.plan.get("axes") == b.manifest.plan.get("axes")
+
     def is_wanted(key: str) -> bool:
-        return not only or matches(key, only)
+        return matches(key, only) if only else is_same_plan or not key.startswith("ranks/")
 
     left, right = ({key for key in each.manifest.tensors if is_wanted(key)} for each in (a, b))
     left, right = left | _aliased(a, is_wanted), right | _aliased(b, is_wanted)
@@ -109,7 +125,7 @@ def diff(
         sorted(left - right, key=natural_order),
         sorted(right - left, key=natural_order),
         found,
-        {path: pair for path, pair in _values(a, b).items() if is_wanted(path)},
+        {path: pair for path, pair in _values(a, b, is_same_plan=is_same_plan).items() if is_wanted(path)},
         {} if only else _differing(_about(a), _about(b)),
         len(both),
     )
@@ -190,9 +206,16 @@ def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 # -- what is no tensor ------------------------------------------------------------------------------------
 
 
-def _values(a: CheckpointReader, b: CheckpointReader) -> dict[str, tuple[str, str]]:
-    one, other = ({"step": each.manifest.step, **_flat(each.manifest.values)} for each in (a, b))
-    return _differing(one, other)
+#: sections of values with an entry of each data rank, or of each stage
+_OF_RANKS = ("loader/", "strategy_values/", "optimizer_groups/")
+
+
+def _values(a: CheckpointReader, b: CheckpointReader, *, is_same_plan: bool) -> dict[str, tuple[str, str]]:
+    one, other = ({"step": each.manifest.step, **each.manifest.values} for each in (a, b))
+    alone = {path for path in one.keys() ^ other.keys() if not is_same_plan and path.startswith(_OF_RANKS)}
+    return _differing(
+        *(_flat({path: value for path, value in each.items() if path not in alone}) for each in (one, other))
+    )
 
 
 def _about(reader: CheckpointReader) -> dict[str, Any]:
@@ -201,7 +224,9 @@ def _about(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Plain values by their path in a nest."""
+    """Plain values by their path in a nest; what stands for a tensor (`values.encode`) is left out."""
+    if isinstance(value, Mapping) and len(value) == 1 and (tag := next(iter(value))) in TAGS:
+        return {} if tag == "$tensor" else _flat(value[tag], path)
     if isinstance(value, Mapping):
         items = [(str(key), each) for key, each in value.items()]
     elif isinstance(value, list):
