@@ -16,6 +16,8 @@ from colossus.checkpoint.natural_order import natural_order
 
 #: of the tree; parts of a name below are one
 _MOST_LEVELS = 64
+#: column; what is longer moves what follows it
+_WIDEST = 72
 #: (name with its indentation, shape, dtype, numbers, bytes)
 Row = tuple[str, str, str, str, str]
 
@@ -156,7 +158,7 @@ def _tree(section: str, tensors: Mapping[str, TensorEntry], aliases: Mapping[str
         _place(root, alias).note = f"is {name}"
     rows: list[Row] = [(section, "shape", "dtype", "numbers", "bytes")]
     rows += _rows(root, 1, alike=alike)
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    widths = [min(max(len(row[column]) for row in rows), _WIDEST) for column in range(5)]
     return "\n".join(
         f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}  "
         f"{row[4]:>{widths[4]}}".rstrip()
