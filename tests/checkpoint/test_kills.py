@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, to ranks and to the launcher: a whole checkpoint is there, no older than the last completed."""
+"""SIGKILL at any moment, to ranks and to the launcher: a checkpoint is there, no older than the last completed one."""
 
 from __future__ import annotations
 
