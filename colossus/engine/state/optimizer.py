@@ -78,8 +78,8 @@ def require_same_optimizer(
         return
     raise CheckpointError(
         f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {here}: what the one has kept of "
-        f"each parameter ({keeps}, say) tells the other nothing. Take {saved.kind}, or begin a run with the weights alone: "
-        f"checkpoint.weights, or engine.checkpoints.load_weights"
+        f"each parameter ({keeps}, say) tells the other nothing. Take {saved.kind}, or begin a run with the weights "
+        f"alone: checkpoint.weights, or engine.checkpoints.load_weights"
     )
 
 
