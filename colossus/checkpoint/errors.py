@@ -9,3 +9,11 @@ class CheckpointError(ValueError):
 
 class DamagedCheckpoint(CheckpointError):
     """A checkpoint whose files are not as they were written. An older one beside it may be whole."""
+
+
+def in_words(error: BaseException) -> str:
+    """An error of the file system with its reason and its path, any other as it is."""
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

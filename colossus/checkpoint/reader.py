@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.checkpoint.checksum import problem_of
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import read_manifest
@@ -70,14 +70,17 @@ class CheckpointReader:
         """Compare the checksums of all files, which the ranks of a group share out. Collective over the group.
 
         Raises:
-            CheckpointError: on all of its ranks, naming the files.
+            DamagedCheckpoint: on all of its ranks, naming the files.
         """
         index, size = (0, 1) if group is None else (group.index, group.size)
-        problems = list(self._problems(self._share(index, size), on_block))
+        try:
+            problems = list(self._problems(self._share(index, size), on_block))
+        except Exception as error:  # the others wait to hear of this rank's share
+            problems = [f"cannot be verified: {in_words(error)}"]
         if group is not None:
             problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
         if problems:
-            raise CheckpointError(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
+            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
 
     def _share(self, index: int, size: int) -> list[str]:
         """The files of one of ``size`` ranks: each to the one with the fewest bytes so far."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from colossus.checkpoint.errors import CheckpointError
 
+_PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 #: a dict with one of these keys is not a dict of the user's
-_TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
+TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -31,7 +33,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (tuple, torch.Size):
         return {"$tuple": [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}
     if isinstance(value, dict):
-        if all(type(key) is str for key in value) and not any(key in _TAGS for key in value):
+        if all(type(key) is str for key in value) and not any(key in TAGS for key in value):
             return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
         items = enumerate(value.items())
         return {
@@ -66,7 +68,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if not isinstance(value, Mapping):
         return value
     tag = next(iter(value), None)
-    if len(value) != 1 or tag not in _TAGS:
+    if len(value) != 1 or tag not in TAGS:
         return {key: decode(each, tensor) for key, each in value.items()}
     inside = value[tag]
     match tag:
@@ -79,11 +81,18 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         case "$bytes":
             return base64.b64decode(inside)
         case "$numpy":
-            return np.dtype(inside[0]).type(inside[1])
+            return _plain_dtype(inside[0]).type(inside[1])
         case "$array":
             key, dtype, shape = inside
-            return tensor(key).numpy().view(np.dtype(dtype)).reshape(shape)
+            return tensor(key).numpy().view(_plain_dtype(dtype)).reshape(shape)
     return tensor(inside)
+
+
+def _plain_dtype(text: Any) -> np.dtype[Any]:
+    """A dtype of numbers. One of objects would take bytes of the file for addresses of objects."""
+    if not isinstance(text, str) or not _PLAIN_DTYPE.fullmatch(text):
+        raise CheckpointError(f"has an array of dtype {text!r:.40}, which is none of numbers")
+    return np.dtype(text)
 
 
 def _unused(path: str, tensors: Mapping[str, Tensor]) -> str:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import factors
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.values import encode
+from colossus.checkpoint.together import on_all_ranks
+from colossus.checkpoint.values import decode, encode
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from colossus.engine.engine import Engine
 
 log = logging.getLogger("colossus.engine")
+
+#: when reading fails although every byte had been read for the checksums
+_MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
 
 
 class EngineState:
@@ -145,19 +149,41 @@ class EngineState:
         with as_shards(), torch.no_grad():
             boxes = self._boxes()
             match = require_same_model(reader, known_weights(engine.model, boxes, context))
-            saved = saved_groups(reader)
-            require_same_optimizer(reader, saved, engine.optimizer, world)
-            is_same_plan = self._is_same_plan(reader)
+            # what can be found wrong is found before anything is changed
+            on_all_ranks(world, lambda: self._check_values(reader))
+            require_same_optimizer(reader, saved_groups(reader), engine.optimizer, world)
             replica = self._saved_replica(reader)
             for section in self._per_parameter():
                 require_state_fits(replica + section, reader, boxes, world)
-            load_matched(reader, match, engine.model, boxes, context.rank if is_same_plan else None, replica)
-            trained = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
-            of_trained = [box for box in boxes if id(box.parameter) in trained]
-            state = read_state(f"{replica}optimizer", reader, of_trained, engine.optimizer.state)
-            restore(engine.optimizer, state, options_to_go_on(self._made, saved, tells=context.is_logging_rank))
-            engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
+            on_all_ranks(world, lambda: self._take(reader, match, boxes, replica), _MIXED)
         torch.clear_autocast_cache()
+
+    def _check_values(self, reader: CheckpointReader) -> None:
+        """That everything which is no tensor can be decoded."""
+        own = f"ranks/{self._engine.context.rank}/"
+        for path, value in reader.manifest.values.items():
+            if path.startswith("ranks/") and not path.startswith(own):
+                continue
+            try:
+                decode(value, reader.tensor)
+            except CheckpointError as error:
+                raise type(error)(f"{reader.folder}: {path}: {error}") from None
+            except Exception as error:
+                raise DamagedCheckpoint(
+                    f"{reader.folder}: {path} cannot be understood ({type(error).__name__}: {error}): take another "
+                    f"checkpoint"
+                ) from error
+
+    def _take(self, reader: CheckpointReader, match: WeightMatch, boxes: Sequence[ParameterBox], replica: str) -> None:
+        engine, context = self._engine, self._engine.context
+        is_same_plan = self._is_same_plan(reader)
+        load_matched(reader, match, engine.model, boxes, context.rank if is_same_plan else None, replica)
+        trained = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
+        of_trained = [box for box in boxes if id(box.parameter) in trained]
+        state = read_state(f"{replica}optimizer", reader, of_trained, engine.optimizer.state)
+        options = options_to_go_on(self._made, saved_groups(reader), tells=context.is_logging_rank)
+        restore(engine.optimizer, state, options)
+        engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
         restore_run(engine, self.hooks, reader, is_same_plan=is_same_plan)
 
     def load_weights(
@@ -191,8 +217,9 @@ class EngineState:
                     )
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
-            reader.verify(engine.context.group(engine.context.grid.names), on_progress)
-            load_matched(reader, match, engine.model, boxes, None)
+            world = engine.context.group(engine.context.grid.names)
+            reader.verify(world, on_progress)
+            on_all_ranks(world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
         torch.clear_autocast_cache()
         return match
 
