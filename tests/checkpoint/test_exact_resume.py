@@ -126,6 +126,7 @@ class Recorder(Hook):
         self.numbers: list[tuple[float, float]] = []
         self.drawn: list[float] = []
         self.tensor = torch.zeros(2, dtype=torch.bfloat16)
+        self.own = 0
 
     def on_step_start(self, engine: Any) -> None:
         self.drawn += [torch.rand(()).item(), random.random(), np.random.rand()]
@@ -133,13 +134,17 @@ class Recorder(Hook):
 
     def on_step_end(self, engine: Any, result: Any) -> None:
         self.numbers.append((result.loss, result.grad_norm))
+        self.own += engine.context.rank
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "numbers": self.numbers, "tensor": self.tensor, "by step": {1: (True, None)}}
+        return {"drawn": self.drawn, "numbers": self.numbers, "tensor": self.tensor, "own": self.own} | {
+            "by step": {1: (True, None)}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert state["by step"] == {1: (True, None)}
         self.drawn, self.numbers, self.tensor = state["drawn"], state["numbers"], state["tensor"]
+        self.own = state["own"]
 
 
 class Options(Hook):
@@ -203,6 +208,7 @@ CASES: dict[str, Case] = {
     "amsgrad": Case(more=dict(optimizer=dict(type="AdamW", lr=1e-2, amsgrad=True))),
     "own": Case(own=True, hooks=(Options,)),
     "own stream": Case(own=True, data=Stream),
+    "own stream, a worker": Case(own=True, data=lambda: dict(type=Stream, num_workers=1)),
     "own place": Case(own=True, data=OwnPlace),
     "own loader": Case(own=True, data=shuffled),
     "own momentum": Case(own=True, more=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))),
@@ -243,6 +249,7 @@ def train(rank: int, root: Path, cases: Mapping[str, Case], resume: bool) -> dic
         summary = fit(engine, [recorder, *(make() for make in case.hooks)])
         assert summary.steps == 2 * HALF
         assert engine.checkpoints.resumed_from == (Path(wanted) if wanted else None)
+        assert recorder.own == 2 * HALF * rank
         told[name] = recorder.numbers
         engine.close()
     return told
