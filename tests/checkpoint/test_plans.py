@@ -194,6 +194,7 @@ def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=40, **DRAWN)
 @given(chains(6, (2, 4, 8, 8)))
 def test_many_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
