@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import ROOT, example
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.training import Trace, relative
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2.5d": (8, dict(mode="2.5d", size=8, depth=2)),
     "3d": (8, dict(mode="3d", size=8)),
 }
+
+
+#: examples under plans that run with -m long
+REST = (("mlp", "2d"), ("mlp", "3d"), ("vit", "1d"), ("vit", "2.5d"))
 
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
@@ -135,7 +140,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in (("mlp", "3d"), ("vit", "2.5d")) else ())
+        pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in REST else ())
         for name in ("mlp", "vit")
         for plan in PLANS
     ],
@@ -213,7 +218,7 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.parametrize("plan", ["alone", *PLANS])
+@pytest.mark.parametrize("plan", but(("2.5d",), ["alone", *PLANS]))
 def test_patch_embedding_is_the_convolution(plan: str) -> None:
     world, tensor = PLANS.get(plan, (1, {}))
     results = run_ranks(world, embed_patches, tensor, with_context=False)

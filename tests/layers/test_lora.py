@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "mode",
-    ["1d", "1d_sequence", "2d_2x3", "3d", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+    ["1d", "1d_sequence", "2d_2x3", "3d_2x1x2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
 )
 def test_adapters_are_those_of_plain_torch(mode: str) -> None:
     prepare(CASES, [torch.float64])
