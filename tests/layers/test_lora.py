@@ -75,7 +75,7 @@ class Net(nn.Module):
         return self.lone(x + self.out(gate.sigmoid() * value))
 
 
-LONG = ("2d", "2.5d_depth2", "3d_1x2x3")
+LONG = ("2d", "2.5d_depth2", "3d", "3d_1x2x3")
 CASES = [
     Case("adapters", lambda: Net(ours), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN),)),
     Case("between blocks", lambda: Net(ours, True), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN, seed=1),)),

@@ -72,7 +72,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 #: these run with -m long
-REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step", "2.5d")
+REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
