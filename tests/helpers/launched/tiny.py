@@ -71,7 +71,7 @@ def _trouble(kind: str | None) -> None:
 class _Linger(Hook):
     def on_train_end(self, engine: object) -> None:
         if os.environ.get("TROUBLE") == "linger" and os.environ["RANK"] == "1":
-            time.sleep(3.0)
+            time.sleep(1.5)
 
 
 hooks = [_Linger]
