@@ -371,7 +371,8 @@ def test_fine_tuning_saves_the_same_adapters_under_a_plan(tmp_path: Path) -> Non
     saved = []
     for world, plan in ((1, []), (2, ["parallel.tensor=2"])):
         path = tmp_path / f"{world}.pt"
-        run_ranks(world, run_main, "finetune", [*plan, "train.steps=8", f"save={path}"], with_context=False)
+        words = [*plan, "train.steps=8", f"save={path}", f"checkpoint.dir={tmp_path / 'trunk'}"]
+        run_ranks(world, run_main, "finetune", words, with_context=False)
         saved.append(torch.load(path))
     alone, planned = saved
     assert list(planned) == list(alone)
