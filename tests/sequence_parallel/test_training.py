@@ -71,8 +71,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-#: these run with -m long
-REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step")
+#: these run with -m long; 3D runs with documents below
+REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step", "3d")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])

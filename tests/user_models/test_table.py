@@ -27,11 +27,9 @@ def require(names: Sequence[str], plan: str) -> None:
     assert not wrong, "\n".join(f"{cell.model} under {cell.plan}: {cell.outcome}: {cell.words}" for cell in wrong)
 
 
-@pytest.mark.parametrize(
-    ("plan", "names"), [("1d 2", SOME), ("pipeline 2 zb-h1", SOME), ("3d 4 (2,1,2)", SOME[::2])], ids=str
-)
-def test_some_models(plan: str, names: tuple[str, ...]) -> None:
-    require(names, plan)
+@pytest.mark.parametrize("plan", ["1d 2", "pipeline 2 zb-h1", "3d 4 (2,1,2)"])
+def test_some_models(plan: str) -> None:
+    require(SOME[::2] if plan.startswith("3d") else SOME, plan)
 
 
 def test_blocks_that_are_gathered_and_freed() -> None:
