@@ -240,7 +240,15 @@ def by_config(rank: int, root: str) -> None:
     assert engine.checkpoints.weights_from is None
     assert_states(whole(engine), after)
     engine.close()
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+
+    # a run that has begun keeps what it has
+    engine = made(dict(parallel=dict(data=2)), seed=9, checkpoint=dict(weights=str(path)))
+    step(engine)
+    begun = whole(engine)
+    assert engine.checkpoints.resume() is None
+    assert_states(whole(engine), begun)
+    engine.close()
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.weights: .*there is no such folder"):
         fitted(weights=root + "/third")
     assert not torch.equal(after["norm.weight"], state["norm.weight"])
 
