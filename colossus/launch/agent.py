@@ -27,12 +27,10 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from colossus.config import ConfigError
 from colossus.launch import failure, finished, run_folder
 from colossus.launch.causes import RankExit
+from colossus.launch.ending import end_processes, ignore_stop_signals
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
 from colossus.launch.rendezvous import awaiting, meet
-from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
-
-KILL_SECONDS = GRACE_SECONDS + 0.5
-"""From the stop signal to SIGKILL: workers end themselves before, unless they cannot run at all."""
+from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
@@ -157,7 +155,7 @@ class _Agent(LocalElasticAgent):
             nodes.conclude(self._end_of(nodes))
         except SignalException as stop:
             outcome.signum = int(stop.sigval)
-            _ignore_stop_signals()
+            ignore_stop_signals()
             nodes.conclude(self._end_of(nodes))
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
@@ -246,7 +244,7 @@ class _Agent(LocalElasticAgent):
             time.sleep(0.02)
 
     def end_all(self, signum: int = signal.SIGTERM) -> None:
-        """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Record how each ended."""
+        """End the ranks that still run (`end_processes`), and record how each ended."""
         context: Any = self._pcontext
         if context is None:
             return
@@ -264,24 +262,9 @@ class _Agent(LocalElasticAgent):
                 del processes[rank]
         if not processes:
             return
-        _ignore_stop_signals()
-        for process in processes.values():
-            process.send_signal(signum)
-        deadline = time.monotonic() + KILL_SECONDS
-        for rank, process in processes.items():
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            self.outcome.exits[rank] = RankExit(process.returncode, after_stop=True)
-
-
-def _ignore_stop_signals() -> None:
-    """A second Ctrl-C must not interrupt the end, which comes in seconds."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+        has_failed = any(not ended.is_finished for ended in self.outcome.exits.values())
+        has_failed |= self._nodes is not None and self._nodes.has_failure()
+        self.outcome.exits |= end_processes(processes, signum, self.marks, has_failed=has_failed)
 
 
 def _silence_elastic() -> None:
