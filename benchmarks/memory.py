@@ -42,21 +42,38 @@ def measure(make: Callable[[], Case], steps: int = 3) -> Memory | None:
     """
     if not _CLEAR.exists():
         return None
-    # every tensor of some size in pages of its own, given back at once: else the resident set remembers old peaks
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
-    libc.mallopt(_M_TRIM_THRESHOLD, 64 << 10)
+    pages_of_their_own()
     case = make()
     for index in range(2):
         case.step(index)
     gc.collect()
     held = _live_bytes()
+
+    def run() -> None:
+        for index in range(steps):
+            case.step(2 + index)
+
+    return Memory(held, held + (resident_growth(run) or 0))
+
+
+def pages_of_their_own() -> None:
+    """Every tensor of some size gets pages that are given back at once: else the resident set remembers old peaks."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
+    libc.mallopt(_M_TRIM_THRESHOLD, 64 << 10)
+
+
+def resident_growth(run: Callable[[], object]) -> int | None:
+    """By how many bytes this process is larger at most during a call than before; None where that is not told.
+
+    The system counts in batches of pages, so a call that needs nothing may seem to need less than that.
+    """
+    if not _CLEAR.exists():
+        return None
     before = _status("VmRSS")
     _CLEAR.write_text("5")  # the peak starts from here
-    for index in range(steps):
-        case.step(2 + index)
-    # the system counts in batches of pages, so a step that needs nothing may seem to need less than that
-    return Memory(held, held + max(0, _status("VmHWM") - before))
+    run()
+    return max(0, _status("VmHWM") - before)
 
 
 def allocated_peak(step: Callable[[], object]) -> int:

@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.tensor_file import DTYPES, checksum, read_box
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader, checksum
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
@@ -39,6 +39,7 @@ class CheckpointReader:
         self.folder = Path(folder)
         require_files(self.folder)
         self.manifest = read_manifest(self.folder)
+        self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
 
     def read_into(self, held: HeldTensor) -> None:
@@ -52,7 +53,7 @@ class CheckpointReader:
         dtype = DTYPES[entry.dtype]
         for chunk in entry.chunks:
             try:
-                read_box(self._open(chunk.file), chunk, dtype, box, out)
+                self._boxes.read(self._open(chunk.file), chunk, dtype, box, out)
             except (OSError, CheckpointError) as error:
                 reason = error.strerror or error if isinstance(error, OSError) else error
                 raise CheckpointError(f"{self.folder / chunk.file}: {key} cannot be read: {reason}") from error

@@ -8,6 +8,7 @@ this writes. The format: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +23,9 @@ from colossus.checkpoint.manifest import Chunk
 from colossus.layout.layout import Box
 
 #: what is written, read and summed at a time
-BLOCK_BYTES = 1 << 23
-#: parts of rows that are longer are read one by one, shorter ones with what lies between them
-_LONG_ROW_BYTES = 1 << 15
+BLOCK_BYTES = 1 << 20
+#: what lies between two parts of rows and is as long is not read; what is shorter is read, and dropped
+_LONG_GAP_BYTES = 1 << 15
 
 _CODES = {
     torch.float64: "F64",
@@ -150,74 +151,75 @@ def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
     return crc
 
 
-def read_box(descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
-    """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box.
+class BoxReader:
+    """Reads boxes of chunks; its memory beside the targets is `BLOCK_BYTES`."""
 
-    Contiguous memory of the host with the chunk's dtype is read into directly, else in blocks of rows.
-    """
-    overlap = [
-        (max(start, low), min(start + size, high))
-        for start, size, (low, high) in zip(chunk.start, chunk.size, box, strict=True)
-    ]
-    if any(low >= high for low, high in overlap):
-        return
-    target = out
-    for dim, ((low, high), (first, _)) in enumerate(zip(overlap, box, strict=True)):
-        target = target.narrow(dim, low - first, high - low)
-    inside = [(low - start, high - start) for (low, high), start in zip(overlap, chunk.start, strict=True)]
-    _read_region(descriptor, chunk.offset, chunk.size, inside, dtype, target)
+    def __init__(self) -> None:
+        self._scratch = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
 
+    def read(self, descriptor: int, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor) -> None:
+        """Read what a chunk has of a box of its tensor into that place of ``out``, which has the shape of the box.
 
-def _read_region(
-    descriptor: int,
-    offset: int,
-    size: Sequence[int],
-    inside: Sequence[tuple[int, int]],
-    dtype: torch.dtype,
-    target: Tensor,
-) -> None:
-    """Read a region of a row-major array of this size at an offset of a file."""
-    item = dtype.itemsize
-    if not size:
-        _read_rows(descriptor, offset, dtype, target)
-        return
-    row = item * torch.Size(size[1:]).numel()
-    (first, last), others = inside[0], inside[1:]
-    if all((low, high) == (0, whole) for (low, high), whole in zip(others, size[1:], strict=True)):
-        _read_rows(descriptor, offset + first * row, dtype, target)
-        return
-    if item * torch.Size([high - low for low, high in others]).numel() >= _LONG_ROW_BYTES:
-        for index in range(first, last):
-            _read_region(descriptor, offset + index * row, size[1:], others, dtype, target[index - first])
-        return
-    block = max(1, BLOCK_BYTES // row)
-    for start in range(first, last, block):
-        stop = min(start + block, last)
-        rows = torch.empty((stop - start, *size[1:]), dtype=dtype)
-        _read_rows(descriptor, offset + start * row, dtype, rows)
-        for dim, (low, high) in enumerate(others, 1):
-            rows = rows.narrow(dim, low, high - low)
-        target[start - first : stop - first].copy_(rows)
+        Contiguous memory of the host with the chunk's dtype is read into directly, any other in blocks.
+        """
+        overlap = [
+            (max(start, low), min(start + size, high))
+            for start, size, (low, high) in zip(chunk.start, chunk.size, box, strict=True)
+        ]
+        if any(low >= high for low, high in overlap):
+            return
+        target = out
+        for dim, ((low, high), (first, _)) in enumerate(zip(overlap, box, strict=True)):
+            target = target.narrow(dim, low - first, high - low)
+        inside = [(low - start, high - start) for (low, high), start in zip(overlap, chunk.start, strict=True)]
+        self._read_region(descriptor, chunk.offset, chunk.size, inside, dtype, target)
 
+    def _read_region(
+        self,
+        descriptor: int,
+        offset: int,
+        size: Sequence[int],
+        inside: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        target: Tensor,
+    ) -> None:
+        """Read a region of a row-major array of this size at an offset of a file."""
+        if all(span == (0, whole) for span, whole in zip(inside[1:], size[1:], strict=True)):
+            row = dtype.itemsize * math.prod(size[1:])
+            self._read_rows(descriptor, offset + (inside[0][0] * row if inside else 0), dtype, target)
+            return
+        row = dtype.itemsize * math.prod(size[1:])
+        part = dtype.itemsize * math.prod(high - low for low, high in inside[1:])
+        first, last = inside[0]
+        if row - part >= _LONG_GAP_BYTES or row > BLOCK_BYTES:
+            for index in range(first, last):
+                start = offset + index * row
+                self._read_region(descriptor, start, size[1:], inside[1:], dtype, target[index - first])
+            return
+        block = BLOCK_BYTES // row
+        for start in range(first, last, block):
+            stop = min(start + block, last)
+            rows = self._scratch[: (stop - start) * row].view(dtype).view(stop - start, *size[1:])
+            read_exactly(descriptor, offset + start * row, _memory(rows))
+            for dim, (low, high) in enumerate(inside[1:], 1):
+                rows = rows.narrow(dim, low, high - low)
+            target[start - first : stop - first].copy_(rows)
 
-def _read_rows(descriptor: int, offset: int, dtype: torch.dtype, target: Tensor) -> None:
-    """Fill a tensor from consecutive bytes."""
-    if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        read_exactly(descriptor, offset, _memory(target))
-        return
-    if target.dim() == 0 or target.numel() * dtype.itemsize <= BLOCK_BYTES:
-        whole = torch.empty(target.shape, dtype=dtype)
-        read_exactly(descriptor, offset, _memory(whole))
-        target.copy_(whole)
-        return
-    step = target[0].numel() * dtype.itemsize
-    count = max(1, BLOCK_BYTES // step)
-    for start in range(0, target.shape[0], count):
-        part = target[start : start + count]
-        if part.shape[0] == 1 and step > BLOCK_BYTES:
-            _read_rows(descriptor, offset + start * step, dtype, part[0])
+    def _read_rows(self, descriptor: int, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+        """Fill a tensor from consecutive bytes."""
+        num_bytes = target.numel() * dtype.itemsize
+        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+            read_exactly(descriptor, offset, _memory(target))
+        elif num_bytes <= BLOCK_BYTES:
+            whole = self._scratch[:num_bytes].view(dtype).view(target.shape)
+            read_exactly(descriptor, offset, _memory(whole))
+            target.copy_(whole)
         else:
-            _read_rows(descriptor, offset + start * step, dtype, part)
+            row = num_bytes // target.shape[0]
+            block = max(1, BLOCK_BYTES // row)
+            for start in range(0, target.shape[0], block):
+                part = target[start : start + block] if row <= BLOCK_BYTES else target[start]
+                self._read_rows(descriptor, offset + start * row, dtype, part)
 
 
 def read_exactly(descriptor: int, offset: int, buffer: memoryview) -> None:

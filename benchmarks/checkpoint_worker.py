@@ -1,0 +1,234 @@
+"""A rank of the checkpoint benchmark: the same tensors, saved and loaded by colossus or by torch."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from benchmarks import memory
+from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.shares import WriterShares
+from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.writer import About, CheckpointWriter
+from colossus.context.grid import RankGrid
+from colossus.context.parallel_context import ParallelContext
+from colossus.layout.layout import Layout
+
+_AXIS = "tensor"
+
+
+@dataclass
+class Part:
+    """A rank's part of a tensor: split in ``dim``, or whole (None)."""
+
+    key: str
+    shape: tuple[int, ...]
+    dim: int | None
+    local: Tensor
+
+
+def parts(plan: str, sizes: tuple[int, int, int], rank: int, world: int) -> Iterator[Part]:
+    """The weights and both moments of a GPT. Plans: ``tensor`` (1D), ``other`` (each split in its other dim), ``data``.
+
+    Every element is known from its place, so that no rank need have had the whole.
+    """
+    for number, (name, shape, dim) in enumerate(_weights(*sizes)):
+        if plan == "data":
+            dim = None
+        elif plan == "other" and dim is not None and len(shape) > 1:
+            dim = 1 - dim
+        for section in ("model", "exp_avg", "exp_avg_sq"):
+            size = list(shape)
+            first = 0
+            if dim is not None:
+                size[dim] //= world
+                first = size[dim] * rank
+            index = [torch.arange(count, dtype=torch.float32) for count in size]
+            if dim is not None:
+                index[dim] += first
+            local = sum(
+                values.view([-1 if axis == other else 1 for other in range(len(shape))]) * (3 * axis + 1)
+                for axis, values in enumerate(index)
+            )
+            assert isinstance(local, Tensor)
+            yield Part(f"{section}/{name}", shape, dim, (local + number).contiguous())
+
+
+def _weights(hidden: int, layers: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+    yield "embedding.weight", (vocab, hidden), 0
+    yield "positions.weight", (1024, hidden), None
+    for layer in range(layers):
+        for name, out, of, dim in (
+            ("query", hidden, hidden, 0),
+            ("key", hidden, hidden, 0),
+            ("value", hidden, hidden, 0),
+            ("out", hidden, hidden, 1),
+            ("up", 4 * hidden, hidden, 0),
+            ("down", hidden, 4 * hidden, 1),
+        ):
+            yield f"blocks.{layer}.{name}.weight", (out, of), dim
+            yield f"blocks.{layer}.{name}.bias", (out,), 0 if dim == 0 else None
+        for norm in ("norm1", "norm2"):
+            yield f"blocks.{layer}.{norm}.weight", (hidden,), None
+            yield f"blocks.{layer}.{norm}.bias", (hidden,), None
+
+
+class Worker:
+    """For a `RankGroup`: ``name`` is who saves and loads, ``colossus`` or ``torch``."""
+
+    def __init__(self, name: str, plan: str, sizes: tuple[int, int, int], root: Path, rank: int) -> None:
+        memory.pages_of_their_own()
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
+        self._rank, world = rank, dist.get_world_size()
+        self._parts = list(parts(plan, sizes, rank, world))
+        self._others = list(parts("other", sizes, rank, world)) if plan == "tensor" else self._parts
+        self._run: Any = (Ours if name == "colossus" else Torchs)(root / name / plan, rank, world)
+
+    def num_bytes(self) -> int:
+        """Of the tensors; replicas counted once."""
+        return sum(
+            part.local.numel() * part.local.element_size()
+            for part in self._parts
+            if part.dim is not None or not self._rank
+        )
+
+    def check(self) -> None:
+        """That both loads give what was saved.
+
+        Raises:
+            RuntimeError: naming the first tensor that differs.
+        """
+        self.time("save")
+        for operation, held in (("load", self._parts), ("load, other plan", self._others)):
+            wanted = [part.local.clone() for part in held]
+            for part in held:
+                part.local.zero_()
+            self.time(operation)
+            for part, want in zip(held, wanted, strict=True):
+                if not torch.equal(part.local, want):
+                    raise RuntimeError(f"{operation}: {part.key} is not what was saved")
+        self.time("stall")
+
+    def time(self, operation: str) -> float:
+        """Seconds of one operation, all ranks beginning at once."""
+        run, finish = self._prepare(operation)
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - began
+        finish()
+        dist.barrier()
+        return seconds
+
+    def peak(self, operation: str) -> int | None:
+        """Bytes that the first such operation of this process adds."""
+        if operation.startswith("load"):
+            self.time("save")
+        run, finish = self._prepare(operation)
+        dist.barrier()
+
+        def whole() -> None:
+            run()
+            finish()
+
+        return memory.resident_growth(whole)
+
+    def _prepare(self, operation: str) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The operation, and what is to be done after it outside of the clock."""
+        if operation in ("load", "load, other plan"):
+            held = self._parts if operation == "load" else self._others
+            return (lambda: self._run.load(held)), (lambda: None)
+        self._run.clear()
+        if operation == "save":
+            return (lambda: self._run.save(self._parts)), (lambda: None)
+        return (lambda: self._run.start(self._parts)), (lambda: self._run.finish())
+
+
+class Ours:
+    def __init__(self, root: Path, rank: int, world: int) -> None:
+        self._grid = RankGrid({_AXIS: world}, {_AXIS: (_AXIS,)})
+        self._context = ParallelContext(self._grid, rank)
+        self._root, self._rank = root, rank
+        self._writer = CheckpointWriter(root, self._context)
+        self._about = About(1)
+
+    def clear(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _state(self, held: list[Part]) -> RankState:
+        sizes, at = self._grid.sizes, self._context.coordinates
+        shares = WriterShares(sizes, at)
+        tensors = []
+        for part in held:
+            ndim = len(part.shape)
+            layout = Layout.whole(ndim) if part.dim is None else Layout.sharded(ndim, **{f"d{part.dim}": (_AXIS,)})
+            writes = shares.takes(layout, part.shape, part.local.element_size())
+            box = layout.box(part.shape, sizes, at)
+            tensors.append(HeldTensor.of_chunk(part.key, part.shape, box, part.local, writes=writes))
+        return RankState(tensors)
+
+    def save(self, held: list[Part]) -> None:
+        self._writer.save(lambda: self._state(held), self._about, background=False).wait()
+
+    def start(self, held: list[Part]) -> None:
+        self._save = self._writer.save(lambda: self._state(held), self._about)
+
+    def finish(self) -> None:
+        self._save.wait()
+
+    def load(self, held: list[Part]) -> None:
+        with CheckpointReader(self._root / name_of(1)) as reader:
+            reader.verify(self._context.group(_AXIS))
+            for tensor in self._state(held).tensors:
+                reader.read_into(tensor)
+
+
+class Torchs:
+    def __init__(self, root: Path, rank: int, world: int) -> None:
+        self._mesh = init_device_mesh("cpu", (world,))
+        self._root, self._rank = root, rank
+        self._save: Any = None
+
+    def clear(self) -> None:
+        if self._rank == 0:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _state(self, held: list[Part]) -> dict[str, Any]:
+        return {
+            part.key: DTensor.from_local(
+                part.local,
+                self._mesh,
+                [Replicate() if part.dim is None else Shard(part.dim)],
+                run_check=False,
+            )
+            for part in held
+        }
+
+    def save(self, held: list[Part]) -> None:
+        dcp.save(self._state(held), checkpoint_id=self._root)
+
+    def start(self, held: list[Part]) -> None:
+        self._save = dcp.async_save(self._state(held), checkpoint_id=self._root)
+
+    def finish(self) -> None:
+        self._save.result()
+
+    def load(self, held: list[Part]) -> None:
+        dcp.load(self._state(held), checkpoint_id=self._root)
