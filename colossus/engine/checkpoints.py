@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,10 @@ class Checkpoints:
 
     Attributes:
         hooks: whose state belongs to the run; `fit` sets them.
+        resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
+        resumed_plan: the plan it was saved under, in words.
+        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
@@ -41,7 +45,10 @@ class Checkpoints:
         self._failed: CheckpointError | None = None
         #: step of the checkpoint that has the state as it is
         self._last_step: int | None = None
+        self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
+        self.resumed_plan = ""
+        self.stall_seconds = 0.0
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
@@ -59,11 +66,9 @@ class Checkpoints:
         Raises:
             ValueError: outside of a launch, where the config does not name it.
         """
-        if self._config.dir is not None:
-            return Path(self._config.dir)
-        if self._engine.run_dir is None:
+        if self._config.dir is None and self._engine.run_dir is None:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return self._engine.run_dir / "checkpoints"
+        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -77,6 +82,9 @@ class Checkpoints:
             What can be waited for; it raises there what went wrong.
         """
         background = self._config.background if background is None else background
+        began = time.perf_counter()
+        for hook in self.hooks:
+            hook.on_save(self._engine)
         if self._writer is None:
             self._writer = CheckpointWriter(
                 self.root,
@@ -85,7 +93,9 @@ class Checkpoints:
                 keep_every=self._config.keep_every,
                 on_block=lambda: self.on_progress(),
             )
-        return self._writer.save(self._state.collect, self._state.about(), background=background)
+        save = self._writer.save(self._state.collect, self._state.about(), background=background)
+        self.stall_seconds += time.perf_counter() - began
+        return save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
         """Save if the config's ``checkpoint.every`` says so; tell which saves have ended since the last call.
@@ -118,6 +128,9 @@ class Checkpoints:
         """The save under way, which is waited for; one that failed is told, or kept for all ranks to raise."""
         save, self._save = self._save, None
         assert save is not None
+        began = time.perf_counter()
+        save.ended()
+        self.stall_seconds += time.perf_counter() - began
         try:
             return [save.wait()]
         except CheckpointError as error:
@@ -131,12 +144,12 @@ class Checkpoints:
     # -- loading ------------------------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
-        """Load what ``checkpoint.resume`` names, once; nothing when it names nothing.
+        """Load what `resume_from` names, once; nothing when it names nothing.
 
         Raises:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
-        wanted = self._config.resume
+        wanted = self.resume_from
         if wanted is None or self.resumed_from is not None:
             return None
         found, problem = None, None
@@ -161,7 +174,7 @@ class Checkpoints:
         """
         with CheckpointReader(folder.locate(Path(path))) as reader:
             self._state.restore(reader, self.on_progress)
-            self.resumed_from = reader.folder
+            self.resumed_from, self.resumed_plan = reader.folder, str(reader.manifest.plan.get("text", "another plan"))
         is_own = reader.folder.parent.resolve() == self.root.resolve() if self._has_root else False
         self._last_step = self._engine.completed_steps if is_own else None
 

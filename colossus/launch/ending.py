@@ -1,7 +1,7 @@
-"""Ending the ranks of a node: a signal, patience with those that still save, SIGKILL for those that cannot run. No torch.
+"""Ending the ranks of a node: a signal, patience with those that save, SIGKILL for those that cannot run. No torch.
 
-How long a rank may take it knows itself (`stop.StopSignals`), and it ends itself then. So the launcher only looks whether
-it can: a rank that may take its time gives signs of life.
+How long a rank may take it knows itself (`stop.StopSignals`), and it ends itself then. So the launcher only looks
+whether it can: a rank that may take its time gives signs of life.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def end_processes(
                     exits[rank] = RankExit(process.returncode, after_stop=True)
                     if marks is not None and not finished.is_marked(marks, rank):
                         finished.hurry(marks)
-            if not has_spoken and len(exits) < len(processes) and now - began > SAY_SECONDS:
+            if not has_spoken and any(beats[rank] for rank in left) and now - began > SAY_SECONDS:
                 has_spoken = True
                 print(
                     "colossus: stopping: the step that runs is finished and a checkpoint saved; Ctrl-C again ends the "

@@ -153,14 +153,13 @@ def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | Non
         used = checkpoint_folder.run_folder_of(root)
         if given is not None and used is not None and used.resolve() != given.resolve():
             run_folder.check_unused(given)  # goes on there, but not in the metrics of a third run
-        folder = given if given is not None else used
-        return _latest(root), folder, root, f"{root} (checkpoint.dir)"
+        return _latest(root), given if given is not None else used, root, f"{root} (checkpoint.dir)"
     name = config.name or "run"
-    for folder in [given] if given is not None else run_folder.of_name(name):
-        root = root_of(None, folder)
+    for candidate in [given] if given is not None else run_folder.of_name(name):
+        root = root_of(None, candidate)
         found = _latest(root)
         if found is not None:
-            return found, folder, root, str(root)
+            return found, candidate, root, str(root)
     looked = str(root_of(None, given)) if given is not None else f"{Path('runs') / name}-*"
     return None, None, None, looked
 

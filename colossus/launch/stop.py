@@ -53,7 +53,7 @@ class StopSignals:
         grace_seconds: time between the signal and the hard end.
         parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
         when_orphaned: called then, from another thread.
-        when_waiting: called from another thread, at least twice a second, while a stop may take its time.
+        when_waiting: called from another thread, twice a second, while a stop may take its time.
         is_hurried: whether nothing is left to be saved, so that `GRACE_SECONDS` from then on must do.
     """
 
@@ -128,7 +128,8 @@ class StopSignals:
                 continue
             if time.monotonic() >= self._deadline(since):
                 self._end()
-            self._when_waiting()
+            if self._renews:
+                self._when_waiting()
 
     def _deadline(self, since: float) -> float:
         """When this process is ended that was told to stop at ``since``."""

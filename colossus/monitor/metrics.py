@@ -49,6 +49,30 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
+def drop_rows(path: Path, last_step: int) -> None:
+    """Keep the rows of steps up to ``last_step``, in one file or the other at any moment. Half rows go, too."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
+    if kept == lines:
+        return
+    draft = path.with_name(f".{path.name}.tmp")
+    with draft.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
 class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
     memory_bytes, time, and validation_loss where an evaluation followed.
@@ -60,8 +84,14 @@ class Metrics(Hook):
     With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
     it in the step, without evaluations, as `colossus.comm.accounting` counts them.
 
+    A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
+    in memory and for the end of the save before, or for all of a save that is not in the background.
+
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
+
+    The rows of the steps that a checkpoint has are on the disk before it is complete. A run that goes on behind step N
+    keeps the rows up to N and drops those behind, which come again.
 
     Args:
         path: the file; rows are appended.
@@ -77,10 +107,14 @@ class Metrics(Hook):
         self._counting = ExitStack()
         self._moved: accounting.Counter | None = None
         self._warned = False
+        self._stalled = 0.0
 
     def on_train_start(self, engine: Engine) -> None:
+        self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if engine.checkpoints.resumed_from is not None:
+                drop_rows(self._path, engine.completed_steps)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             self._counts = engine.config.comm.accounting
         self._timer.start()
@@ -116,6 +150,9 @@ class Metrics(Hook):
             self._row["skipped"] = result.num_skipped
         if self._moved is not None:
             self._row["comm"] = by_axis(self._moved)
+        stalled, self._stalled = self._stalled, engine.checkpoints.stall_seconds
+        if stalled != self._stalled:
+            self._row["checkpoint_stall_seconds"] = self._stalled - stalled
         if not evaluation_due(engine, result.step):
             self.flush()
 
@@ -123,6 +160,12 @@ class Metrics(Hook):
         if self._row is not None:
             self._row["validation_loss"] = summary.loss
         self.flush()
+
+    def on_save(self, engine: Engine) -> None:
+        self.flush()
+        if self._file is not None:
+            with suppress(OSError):  # rows can be missing, and training goes on: see `_append`
+                os.fsync(self._file)
 
     def on_train_end(self, engine: Engine) -> None:
         self.flush()
