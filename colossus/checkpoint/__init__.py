@@ -1,12 +1,54 @@
-"""State by logical name and full shape, whatever the plan."""
+"""Checkpoints, and state by logical name and full shape, whatever the plan.
+
+A run saves and loads through ``engine.checkpoints``. Without an engine, and without processes: `read_state_dict` and
+`stream_saved_state_dict` give the plain ``torch.nn`` module's state dict out of a folder; `CheckpointReader` reads any
+box of any tensor. What is wrong with a checkpoint is a `CheckpointError`.
+"""
 
 from typing import TYPE_CHECKING
 
 from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
+    from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+    from colossus.checkpoint.manifest import Manifest, read_manifest
+    from colossus.checkpoint.matching import WeightMatch
+    from colossus.checkpoint.reader import CheckpointReader
+    from colossus.checkpoint.saved_state_dict import read_state_dict, stream_saved_state_dict
+    from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict, stream_state_dict
+    from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "DamagedCheckpoint",
+    "Manifest",
+    "SavedCheckpoint",
+    "WeightMatch",
+    "full_state_dict",
+    "load_full_state_dict",
+    "read_manifest",
+    "read_state_dict",
+    "stream_saved_state_dict",
+    "stream_state_dict",
+]
 
-__getattr__, __dir__ = lazy_names(__name__, {"full_state_dict": "state_dict", "load_full_state_dict": "state_dict"})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "CheckpointError": "errors",
+        "CheckpointReader": "reader",
+        "CheckpointWriter": "writer",
+        "Manifest": "manifest",
+        "DamagedCheckpoint": "errors",
+        "SavedCheckpoint": "writer",
+        "WeightMatch": "matching",
+        "full_state_dict": "state_dict",
+        "load_full_state_dict": "state_dict",
+        "read_manifest": "manifest",
+        "read_state_dict": "saved_state_dict",
+        "stream_saved_state_dict": "saved_state_dict",
+        "stream_state_dict": "state_dict",
+    },
+)

@@ -11,15 +11,22 @@ A checkpoint is complete when it has its name: everything is written and flushed
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.durable import flush_folder, remove, write_flushed
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.foreign import what_else
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
+
+log = logging.getLogger("colossus.checkpoint")
 
 LATEST = "latest"
 #: below a run folder, unless the config names another place
@@ -74,105 +81,162 @@ def _named(root: Path) -> Iterator[tuple[Path, int]]:
             yield root / name, int(matched[1])
 
 
-def find_latest(root: Path) -> Path | None:
+def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
     """The checkpoint that ``latest`` names, if its files are all there in their sizes; else the newest that is so.
 
-    None where the folder holds no checkpoint.
+    What is passed over is told in a warning. None where the folder holds no checkpoint.
+
+    Args:
+        damaged: those that are known not to be whole; what is found of them is added.
 
     Raises:
-        CheckpointError: when there are checkpoints and none of them is whole: what is wrong with the newest.
+        DamagedCheckpoint: when there are checkpoints and none of them is whole: what is wrong with the newest.
+        CheckpointError: when one cannot be read, or is of another version: which is no reason to go back behind it.
     """
-    candidates = [found.path for found in reversed(checkpoints(root))]
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        named = root / (root / LATEST).read_text().strip()
-        if named in candidates:
-            candidates.remove(named)
-            candidates.insert(0, named)
-    first: CheckpointError | None = None
-    for path in candidates:
+    damaged = {} if damaged is None else damaged
+    wanted = _candidates(root)
+    for path in wanted:
+        if path in damaged:
+            continue
         try:
             require_files(path)
-        except CheckpointError as error:
-            first = first or error
-        else:
-            return path
-    if first is not None:
-        raise first
+        except DamagedCheckpoint as error:
+            damaged[path] = error
+            log.warning("%s", error)
+            continue
+        if path != wanted[0]:
+            log.warning("%s is damaged: taking %s instead", wanted[0], path)
+        return path
+    if wanted:
+        raise damaged[wanted[0]]
     return None
 
 
-def locate(path: Path) -> Path:
+def _candidates(root: Path) -> list[Path]:
+    """What ``latest`` names, then all others, the newest first; whether they are intact is not looked at."""
+    with_manifest = [found.path for found in reversed(checkpoints(root))]
+    without = sorted((path for path, _ in _named(root) if path not in with_manifest), reverse=True)
+    found = with_manifest + without
+    try:
+        name = (root / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return found
+    if root / name in found:
+        found.remove(root / name)
+        return [root / name, *found]
+    log.warning("%s names %r, which is not there%s", root / LATEST, name, ": taking the newest" if found else "")
+    return found
+
+
+def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Path:
     """The checkpoint folder that a user means: one itself, a folder of checkpoints, or a run folder.
+
+    Args:
+        damaged: see `find_latest`.
 
     Raises:
         CheckpointError: when there is none, or it is not whole.
     """
-    if (path / MANIFEST).exists():
-        require_files(path)
-        return path
-    for root in (path, path / IN_RUN_FOLDER):
-        found = find_latest(root)
-        if found is not None:
-            return found
-    if not path.exists():
-        raise CheckpointError(f"{path}: there is no such folder")
-    inside = sorted(os.listdir(path))[:5] if path.is_dir() else ["a file"]
-    raise CheckpointError(
-        f"{path}: is neither a checkpoint (no {MANIFEST}), nor a folder of checkpoints (no step-..), nor a run folder "
-        f"with checkpoints; it holds {', '.join(inside) or 'nothing'}"
-    )
+    try:
+        if (path / MANIFEST).exists():
+            if damaged is not None and path in damaged:
+                raise damaged[path]
+            require_files(path)
+            return path
+        for root in (path, path / IN_RUN_FOLDER):
+            found = find_latest(root, damaged)
+            if found is not None:
+                return found
+        if not path.exists():
+            raise CheckpointError(f"{path}: there is no such folder")
+        raise CheckpointError(
+            f"{path}: is neither a checkpoint of colossus (no {MANIFEST}), nor a folder of checkpoints (no step-..), "
+            f"nor a run folder with checkpoints; {what_else(path)}"
+        )
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def require_files(folder: Path) -> None:
     """That a checkpoint has its manifest and all of its files, in their sizes, and no others.
 
     Raises:
-        CheckpointError: naming the file.
+        DamagedCheckpoint: naming the file that is not as it was written.
+        CheckpointError: when one cannot be read, or the checkpoint is of another version.
     """
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         try:
-            size = (folder / name).stat().st_size
+            found = (folder / name).stat()
         except FileNotFoundError:
-            raise CheckpointError(f"{folder}: {name} is missing; take another checkpoint") from None
+            raise DamagedCheckpoint(f"{folder}: {name} is missing; take another checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
-        if size != file.num_bytes:
-            verb = "truncated" if size < file.num_bytes else "changed"
-            raise CheckpointError(
-                f"{folder / name}: is {verb}: it has {size} bytes and was written with {file.num_bytes}; take another "
-                f"checkpoint"
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedCheckpoint(f"{folder / name}: is no file; take another checkpoint")
+        if found.st_size != file.num_bytes:
+            verb = "truncated" if found.st_size < file.num_bytes else "changed"
+            raise DamagedCheckpoint(
+                f"{folder / name}: is {verb}: it has {found.st_size} bytes and was written with {file.num_bytes}; take "
+                f"another checkpoint"
             )
     extra = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in manifest.files)
     if extra:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{folder}: {', '.join(extra[:3])} is not a file of this checkpoint: its manifest does not name it; move "
             f"it away"
         )
 
 
+def is_whole(folder: Path) -> bool:
+    try:
+        require_files(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
-    """Give a written and flushed checkpoint its name, and let ``latest`` name it.
+    """Give a written and flushed checkpoint its name, and let ``latest`` name it. All or nothing.
 
     A checkpoint of the same step is kept aside until that is done.
+
+    Raises:
+        OSError: the checkpoint has no name then, and the former one has its own.
     """
+    target, aside = root / name_of(step), root / f"{name_of(step)}.replaced"
     flush_folder(temporary_folder)
-    target = root / name_of(step)
-    aside = root / f"{name_of(step)}.replaced"
-    if target.exists():
+    write_flushed(root / f".{LATEST}", f"{target.name}\n".encode())  # what needs room on the disk comes first
+    try:
+        if target.exists():
+            if aside.exists() and not is_whole(target):
+                remove(target)
+            else:
+                remove(aside)
+                target.rename(aside)
+        temporary_folder.rename(target)
+        flush_folder(root)
+        os.replace(root / f".{LATEST}", root / LATEST)
+        flush_folder(root)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if not temporary_folder.exists():
+                target.rename(temporary_folder)
+        with contextlib.suppress(OSError):
+            if aside.exists() and not target.exists():
+                aside.rename(target)
+        with contextlib.suppress(OSError):
+            (root / f".{LATEST}").unlink()
+        raise
+    with contextlib.suppress(OSError):  # the next one of the step tries again
         remove(aside)
-        target.rename(aside)
-    temporary_folder.rename(target)
-    flush_folder(root)
-    write_flushed(root / f".{LATEST}", f"{target.name}\n".encode())
-    os.replace(root / f".{LATEST}", root / LATEST)
-    flush_folder(root)
-    remove(aside)
     return target
 
 
 def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     """Remove old checkpoints: all but the ``keep_last`` newest and those whose step is a multiple of ``keep_every``.
+
+    What ``latest`` names counts as the newest, whatever the clock says. One that is damaged does not count.
 
     Args:
         keep_last: 0 keeps all.
@@ -183,40 +247,50 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     """
     if keep_last == 0:
         return []
-    old = checkpoints(root)[:-keep_last]
-    removed = [each.path for each in old if not keep_every or each.step % keep_every]
-    for path in removed:
-        remove(path)
+    steps, kept, removed = dict(_named(root)), 0, []
+    for path in _candidates(root):
+        if kept < keep_last:
+            kept += is_whole(path)
+        elif (path / MANIFEST).exists() and (not keep_every or steps[path] % keep_every):
+            remove(path)
+            removed.append(path)
     return removed
 
 
-def remove_left_over(root: Path) -> None:
+class Claim:
+    """The word of one process that it alone saves into a folder; it ends with `release`, or with the process.
+
+    Attributes:
+        is_held: no other run saves there.
+        is_of_others: another one does. Neither is true where the file system has no locks.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.is_held = self.is_of_others = False
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of what it forks
+            self.is_held = True
+        except BlockingIOError:
+            self.is_of_others = True
+        except OSError:
+            pass
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor, self.is_held = None, False
+
+
+def remove_left_over(root: Path, besides: Path | None = None) -> None:
     """What a run that was killed has left unfinished. Only where no other run writes to the folder."""
     for name in os.listdir(root):
+        path = root / name
+        if path == besides:
+            continue
         if _LEFT_OVER.fullmatch(name):
-            shutil.rmtree(root / name, ignore_errors=True)
-
-
-def remove(folder: Path) -> None:
-    """Remove a checkpoint: it loses its name first, so that no half of it is ever taken for one."""
-    if folder.exists():
-        dying = folder.with_name(f"{name_of(0)}.deleted-{folder.name}-{os.getpid()}")
-        folder.rename(dying)
-        shutil.rmtree(dying, ignore_errors=True)
-
-
-def write_flushed(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system lets one."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            shutil.rmtree(path, ignore_errors=True)
+        elif name.endswith(".replaced") and _NAME.fullmatch(name) and is_whole(path.with_suffix("")):
+            with contextlib.suppress(OSError):
+                remove(path)

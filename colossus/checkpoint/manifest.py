@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.errors import CheckpointError
+from colossus import __version__
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.tiling import is_tiling
 
 FORMAT = "colossus.checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 
 _PREFIX = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": ')
+_BEGINNING, _END = b'{"crc32": "', b"}\n"
+#: a file in the checkpoint's folder; nothing that leads out of it
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 #: bytes of an element of each dtype that a checkpoint can hold, by torch's name
 ITEM_BYTES = {
@@ -152,63 +157,95 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        CheckpointError: when there is none, or it is truncated, corrupted, foreign or of another version.
+        DamagedCheckpoint: when it is missing, truncated or corrupted.
+        CheckpointError: when it cannot be read, or is of another version.
     """
     path = folder / MANIFEST
+    body = _checked_body(path, _bytes_of(path))
     try:
-        data = path.read_bytes()
+        if body["format"] != FORMAT:
+            raise DamagedCheckpoint(_FOREIGN)
+        if body["version"] != VERSION:
+            raise CheckpointError(
+                f"has format version {body['version']}, written by colossus "
+                f"{body.get('versions', {}).get('colossus', '?')}; this colossus ({__version__}) reads version "
+                f"{VERSION}: use the one that wrote it"
+            )
+        return _parse(body)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except _MALFORMED as error:
+        raise DamagedCheckpoint(
+            f"{path}: cannot be understood ({type(error).__name__}: {error}); take another checkpoint"
+        ) from None
+
+
+#: what a manifest raises whose checksum is right and whose content is not what colossus writes
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
+_FOREIGN = "is not the manifest of a colossus checkpoint; take another checkpoint"
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        if not path.is_file() and path.exists():
+            raise DamagedCheckpoint(f"{path}: is no file; take another checkpoint")
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
-            f"{folder}: is no checkpoint: there is no {MANIFEST} in it"
-            + ("" if folder.exists() else ", the folder does not exist")
+        raise DamagedCheckpoint(
+            f"{path.parent}: is no checkpoint: there is no {MANIFEST} in it"
+            + ("" if path.parent.exists() else ", the folder does not exist")
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _checked_body(path: Path, data: bytes) -> dict[str, Any]:
+    """What the manifest says, once its checksum is found right."""
     prefix = _PREFIX.match(data)
     if prefix is None:
-        raise CheckpointError(f"{path}: is not the manifest of a colossus checkpoint")
-    text = data[prefix.end() :].removesuffix(b"\n").removesuffix(b"}")
-    if zlib.crc32(text) != int(prefix[1], 16):
-        raise CheckpointError(
+        is_ours = bool(data) and (data[: len(_BEGINNING)] == _BEGINNING[: len(data)])
+        what = "is truncated or corrupted" if is_ours or not data.strip(b"\0") else "is not one of colossus"
+        raise DamagedCheckpoint(f"{path}: {what}: it has {len(data)} bytes; take another checkpoint")
+    text = data[prefix.end() : -len(_END)]
+    if not data.endswith(_END) or zlib.crc32(text) != int(prefix[1], 16):
+        raise DamagedCheckpoint(
             f"{path}: is truncated or corrupted: its CRC-32 is {zlib.crc32(text):08x}, it was written with "
             f"{prefix[1].decode()}; take another checkpoint"
         )
     try:
         body = json.loads(text)
-        if body["format"] != FORMAT:
-            raise CheckpointError(f"{path}: is not the manifest of a colossus checkpoint")
-        if body["version"] != VERSION:
-            raise CheckpointError(
-                f"{path}: has format version {body['version']}, written by colossus "
-                f"{body.get('versions', {}).get('colossus', '?')}; this colossus reads version {VERSION}"
-            )
-        return _parse(body)
-    except CheckpointError as error:
-        raise error if str(error).startswith(str(path)) else CheckpointError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be understood ({type(error).__name__}: {error})") from None
+    except _MALFORMED as error:
+        raise DamagedCheckpoint(f"{path}: is no JSON ({error}); take another checkpoint") from None
+    if not isinstance(body, dict):
+        raise DamagedCheckpoint(f"{path}: {_FOREIGN}")
+    return body
 
 
 def _parse(body: dict[str, Any]) -> Manifest:
-    names = [str(name) for name, _, _ in body["files"]]
+    names = [name for name, _, _ in body["files"]]
     for name in names:
-        if not name or "/" in name or "\\" in name or name.startswith("."):
-            raise CheckpointError(f"names a file {name!r}, which is no plain file name")
-    files = {str(name): FileEntry(int(size), int(crc, 16)) for name, size, crc in body["files"]}
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise DamagedCheckpoint(f"names a file {name!r}, which is no plain file name; take another checkpoint")
+    if len(set(names)) != len(names):
+        raise DamagedCheckpoint("names a file twice; take another checkpoint")
+    files = {name: FileEntry(_count(size), int(crc, 16)) for name, size, crc in body["files"]}
     tensors = {}
     for key, (dtype, shape, chunks) in body["tensors"].items():
         entry = TensorEntry(
             dtype,
-            tuple(map(int, shape)),
+            tuple(map(_count, shape)),
             tuple(
-                Chunk(names[file], int(offset), tuple(map(int, start)), tuple(map(int, size)))
+                Chunk(names[_count(file)], _count(offset), tuple(map(_count, start)), tuple(map(_count, size)))
                 for file, offset, start, size in chunks
             ),
         )
         _check(key, entry, files)
         tensors[key] = entry
+    for name in ("versions", "plan", "config", "aliases", "values"):
+        if not isinstance(body[name], dict):
+            raise TypeError(f"{name} is a {type(body[name]).__name__}")
     return Manifest(
-        int(body["step"]),
+        _count(body["step"]),
         float(body["saved_at"]),
         body["versions"],
         body["plan"],
@@ -220,23 +257,35 @@ def _parse(body: dict[str, Any]) -> Manifest:
     )
 
 
+def _count(value: Any) -> int:
+    """A whole number, not negative, and not something that could be made one."""
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r:.40} where a count is expected")
+    return value
+
+
 def _check(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> None:
-    """That the chunks of a tensor lie in their files and cover it: together they have its number of elements."""
+    """That the chunks of a tensor lie in their files and cover it, each element once."""
     if entry.dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{key} has dtype {entry.dtype}, which this colossus does not know")
+        raise CheckpointError(f"{key} has dtype {entry.dtype!r:.40}, which this colossus does not know")
     item = ITEM_BYTES[entry.dtype]
     for chunk in entry.chunks:
-        fits = len(chunk.start) == len(chunk.size) == len(entry.shape) and all(
-            start >= 0 and size > 0 and start + size <= whole
-            for start, size, whole in zip(chunk.start, chunk.size, entry.shape, strict=True)
-        )
-        if not fits:
-            raise CheckpointError(f"{key} of shape {entry.shape} has a chunk at {chunk.start} of size {chunk.size}")
-        if chunk.offset < 0 or chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
-            raise CheckpointError(f"{key} has a chunk that lies outside of {chunk.file}")
-    held = sum(chunk.num_elements for chunk in entry.chunks)
-    if held != math.prod(entry.shape):
-        raise CheckpointError(
-            f"{key} of shape {entry.shape} has {math.prod(entry.shape)} elements, its chunks have {held}: a rank's "
-            f"part is missing, or two ranks wrote the same"
+        if not len(chunk.start) == len(chunk.size) == len(entry.shape) or any(
+            start + size > whole for start, size, whole in zip(chunk.start, chunk.size, entry.shape, strict=True)
+        ):
+            raise DamagedCheckpoint(
+                f"{key} of shape {entry.shape} has a chunk at {chunk.start} of size {chunk.size}, which lies outside "
+                f"of it; take another checkpoint"
+            )
+        if chunk.offset + chunk.num_elements * item > files[chunk.file].num_bytes:
+            raise DamagedCheckpoint(
+                f"{key} has a chunk of {chunk.num_elements * item} bytes at {chunk.offset}, which lies outside of "
+                f"{chunk.file} with its {files[chunk.file].num_bytes} bytes; take another checkpoint"
+            )
+    if not is_tiling(entry.shape, [(chunk.start, chunk.size) for chunk in entry.chunks]):
+        held = sum(chunk.num_elements for chunk in entry.chunks)
+        raise DamagedCheckpoint(
+            f"{key} of shape {entry.shape} has {math.prod(entry.shape)} elements, its {len(entry.chunks)} chunks have "
+            f"{held} and do not cover it once: a rank's part is missing, or two ranks wrote the same; take another "
+            f"checkpoint"
         )

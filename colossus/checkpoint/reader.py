@@ -11,11 +11,12 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.checksum import problem_of
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.manifest import read_manifest
-from colossus.checkpoint.tensor_file import DTYPES, BoxReader, checksum
+from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.layout.layout import Box
@@ -69,14 +70,17 @@ class CheckpointReader:
         """Compare the checksums of all files, which the ranks of a group share out. Collective over the group.
 
         Raises:
-            CheckpointError: on all of its ranks, naming the files.
+            DamagedCheckpoint: on all of its ranks, naming the files.
         """
         index, size = (0, 1) if group is None else (group.index, group.size)
-        problems = list(self._problems(self._share(index, size), on_block))
+        try:
+            problems = list(self._problems(self._share(index, size), on_block))
+        except Exception as error:  # the others wait to hear of this rank's share
+            problems = [f"cannot be verified: {in_words(error)}"]
         if group is not None:
             problems = [each for of_rank in all_gather_object(problems, group) for each in of_rank]
         if problems:
-            raise CheckpointError(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
+            raise DamagedCheckpoint(f"{self.folder}: {'; '.join(problems)}: take another checkpoint")
 
     def _share(self, index: int, size: int) -> list[str]:
         """The files of one of ``size`` ranks: each to the one with the fewest bytes so far."""
@@ -91,13 +95,9 @@ class CheckpointReader:
 
     def _problems(self, names: Iterable[str], on_block: Callable[[], None]) -> Iterator[str]:
         for name in names:
-            try:
-                found, wanted = checksum(self.folder / name, on_block), self.manifest.files[name].crc32
-            except OSError as error:
-                yield f"{name} cannot be read: {error.strerror or error}"
-            else:
-                if found != wanted:
-                    yield f"{name} is corrupted: its CRC-32 is {found:08x}, it was written with {wanted:08x}"
+            problem = problem_of(self.folder / name, self.manifest.files[name], on_block)
+            if problem is not None:
+                yield problem
 
     def _open(self, name: str) -> int:
         if name not in self._descriptors:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from colossus.checkpoint.entries import Entry, Position, entries_of
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
+from colossus.layout.layout import Layout
 from colossus.layout.redistribute import gather, shard
 
 
@@ -27,19 +29,48 @@ def full_state_dict(
         aliases: False leaves out the names of tied parameters and buffers but for the first.
 
     Returns:
-        Tensors of full shape. Each rank holds all of them: this is for models that fit on one rank.
+        Tensors of full shape. Each rank holds all of them: this is for models that fit on one rank, `stream_state_dict`
+        for those that do not.
     """
-    own: dict[str, tuple[Entry, Tensor]] = {}
-    for name, entry in entries_of(model).items():
-        if isinstance(entry.held, Tensor):
-            if not gradients:
-                own[name] = entry, entry.held.detach().clone()
-            continue
-        logical = entry.held
-        buffer = logical.parameter.grad if gradients else logical.parameter.data
-        if buffer is not None:
-            own[name] = entry, gather(logical.local(buffer), logical.layout, logical.shape, context)
-    return _exchange_stages(own, context, aliases=aliases and not gradients)
+    own = _own(model, gradients=gradients)
+    found: dict[str, tuple[Position, Tensor]] = {}
+    for first, of_stage in _over_stages(own, context):
+        whole = _whole(own.get(first), of_stage, context)
+        names = of_stage.names if aliases and not gradients else {first: of_stage.names[first]}
+        found.update({name: (at, whole) for name, at in names.items()})
+    return {name: whole for name, (_, whole) in sorted(found.items(), key=lambda item: item[1][0])}
+
+
+def stream_state_dict(
+    model: nn.Module, context: ParallelContext, *, aliases: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters and buffers of a model one after the other, on rank 0; of any size, under any plan.
+
+        for name, value in stream_state_dict(engine.model, engine.context):  # on all ranks
+            write(name, value)  # on rank 0
+
+    All ranks must iterate: the others take part in the gathering and are given nothing. No rank holds more than one
+    whole parameter. A loop that rank 0 leaves early is gone through to its end without it.
+
+    Args:
+        aliases: names of what is tied follow each other, each with the same tensor; False leaves out all but the first.
+
+    Yields:
+        (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
+    """
+    own = _own(model, gradients=False)
+    shards = _over_stages(own, context)
+    try:
+        for first, of_stage in shards:
+            whole = _whole(own.get(first), of_stage, context)
+            if context.rank == 0:
+                for name in of_stage.names if aliases else (first,):
+                    yield name, whole
+            del whole
+    except GeneratorExit:
+        for first, of_stage in shards:
+            _whole(own.get(first), of_stage, context)
+        raise
 
 
 @torch.no_grad()
@@ -89,20 +120,65 @@ def _value(name: str, entry: Entry, state: Mapping[str, Tensor]) -> Tensor:
     return value
 
 
-def _exchange_stages(
-    own: dict[str, tuple[Entry, Tensor]], context: ParallelContext, *, aliases: bool
-) -> dict[str, Tensor]:
-    """The entries of all stages on each of them, sorted by position; of a tied parameter those of the first stage."""
+@dataclass(frozen=True)
+class _Shard:
+    """What this rank has of a parameter, its gradient or a buffer."""
+
+    entry: Entry
+    held: Tensor
+
+    @property
+    def layout(self) -> Layout:
+        held = self.entry.held
+        return Layout.whole(held.dim()) if isinstance(held, Tensor) else held.layout
+
+    def gather(self, context: ParallelContext) -> Tensor:
+        """The whole; a copy. Collective over the axes of the layout."""
+        if isinstance(self.entry.held, Tensor):
+            return self.held.detach().clone()
+        return gather(self.held, self.layout, self.entry.shape, context)
+
+
+@dataclass(frozen=True)
+class _OfStage:
+    """What is told of an entry between stages: the first of them that has it gives it."""
+
+    source: int
+    names: dict[str, Position]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
+    """The entries of this rank by first name."""
+    own: dict[str, _Shard] = {}
+    for name, entry in entries_of(model).items():
+        if isinstance(entry.held, Tensor):
+            if not gradients:
+                own[name] = _Shard(entry, entry.held)
+            continue
+        parameter = entry.held.parameter
+        buffer = parameter.grad if gradients else parameter.data
+        if buffer is not None:
+            own[name] = _Shard(entry, entry.held.local(buffer))
+    return own
+
+
+def _over_stages(own: Mapping[str, _Shard], context: ParallelContext) -> Iterator[tuple[str, _OfStage]]:
+    """The entries of all stages by first name, in the order of the whole model."""
+    told = {name: (shard.entry.names, shard.entry.shape, shard.held.dtype) for name, shard in own.items()}
+    first: dict[str, _OfStage] = {}
+    for source, of_stage in enumerate(all_gather_object(told, context.group("pipeline"))):
+        for name, (names, shape, dtype) in of_stage.items():
+            first.setdefault(name, _OfStage(source, names, shape, dtype))
+    return iter(sorted(first.items(), key=lambda item: item[1].names[item[0]]))
+
+
+def _whole(shard: _Shard | None, of_stage: _OfStage, context: ParallelContext) -> Tensor:
+    """A whole tensor on all ranks, gathered on the first stage that has it. Collective."""
     group = context.group("pipeline")
-    by_stage = all_gather_object({name: (e.names, x.shape, x.dtype) for name, (e, x) in own.items()}, group)
-    first: dict[str, int] = {}
-    for source, of_stage in enumerate(by_stage):
-        for name in of_stage:
-            first.setdefault(name, source)
-    found: dict[str, tuple[Position, Tensor]] = {}
-    for name, source in sorted(first.items(), key=lambda item: by_stage[item[1]][item[0]][0][item[0]]):
-        names, shape, dtype = by_stage[source][name]
-        x = own[name][1] if name in own else torch.empty(shape, dtype=dtype, device=context.device)
-        whole = collectives.broadcast(x.contiguous(), group, source)
-        found.update({each: (at, whole) for each, at in names.items() if aliases or each == name})
-    return {name: whole for name, (_, whole) in sorted(found.items(), key=lambda item: item[1][0])}
+    if shard is not None and group.index == of_stage.source:
+        whole = shard.gather(context)
+    else:
+        whole = torch.empty(of_stage.shape, dtype=of_stage.dtype, device=context.device)
+    return collectives.broadcast(whole.contiguous(), group, of_stage.source)

@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from colossus.checkpoint.checksum import BLOCK_BYTES
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import Chunk
 from colossus.layout.layout import Box
 
-#: what is written, read and summed at a time
-BLOCK_BYTES = 1 << 20
 #: what lies between two parts of rows and is as long is not read; what is shorter is read, and dropped
 _LONG_GAP_BYTES = 1 << 15
 
@@ -136,19 +135,6 @@ def host_bytes(tensor: Tensor) -> memoryview:
 def _memory(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the host."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
-
-
-def checksum(path: Path, on_block: Callable[[], None] = lambda: None) -> int:
-    """The CRC-32 of a file."""
-    crc, buffer = 0, memoryview(bytearray(BLOCK_BYTES))
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        while count := os.readv(descriptor, [buffer]):
-            crc = zlib.crc32(buffer[:count], crc)
-            on_block()
-    finally:
-        os.close(descriptor)
-    return crc
 
 
 class BoxReader:

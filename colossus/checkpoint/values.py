@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from colossus.checkpoint.errors import CheckpointError
 
+_PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 #: a dict with one of these keys is not a dict of the user's
 _TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
 
@@ -79,11 +81,18 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         case "$bytes":
             return base64.b64decode(inside)
         case "$numpy":
-            return np.dtype(inside[0]).type(inside[1])
+            return _plain_dtype(inside[0]).type(inside[1])
         case "$array":
             key, dtype, shape = inside
-            return tensor(key).numpy().view(np.dtype(dtype)).reshape(shape)
+            return tensor(key).numpy().view(_plain_dtype(dtype)).reshape(shape)
     return tensor(inside)
+
+
+def _plain_dtype(text: Any) -> np.dtype[Any]:
+    """A dtype of numbers. One of objects would take bytes of the file for addresses of objects."""
+    if not isinstance(text, str) or not _PLAIN_DTYPE.fullmatch(text):
+        raise CheckpointError(f"has an array of dtype {text!r:.40}, which is none of numbers")
+    return np.dtype(text)
 
 
 def _unused(path: str, tensors: Mapping[str, Tensor]) -> str:

@@ -6,62 +6,34 @@ the copy of the tensors can happen in a thread while training goes on.
 
 from __future__ import annotations
 
-import base64
-import json
+import logging
 import platform
 import shutil
 import threading
-import time
 import uuid
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from colossus import __version__
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.durable import make_folder, naming, write_flushed
+from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.manifest import MANIFEST
+from colossus.checkpoint.merge import About, merge
+from colossus.checkpoint.messages import Messages, RankProblem
+from colossus.checkpoint.save import Save, SavedCheckpoint
 from colossus.checkpoint.snapshot import RankState, Staging
 from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
 from colossus.comm.objects import broadcast_object
 from colossus.context.parallel_context import ParallelContext
 
-#: seconds between two looks into the store, at first and at most
-_FIRST_LOOK, _LONGEST_LOOK = 0.002, 0.25
+__all__ = ["About", "CheckpointWriter", "Save", "SavedCheckpoint"]
 
-
-@dataclass(frozen=True)
-class About:
-    """What a manifest says of a run, beside what ranks write."""
-
-    step: int
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """How a save ended.
-
-    Attributes:
-        path: of the checkpoint.
-        step: optimizer steps done.
-        num_bytes: of all ranks' files.
-        stall_seconds: that this rank's training waited.
-        seconds: from the call to the complete checkpoint.
-    """
-
-    path: Path
-    step: int
-    num_bytes: int
-    stall_seconds: float
-    seconds: float
+log = logging.getLogger("colossus.checkpoint")
 
 
 @dataclass(frozen=True)
@@ -73,56 +45,14 @@ class _Snapshot:
     tensors: Sequence[Tensor]
 
 
-class Save:
-    """A save under way."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self._path, self._step = path, step
-        self._began = time.perf_counter()
-        self._stall_seconds = self._seconds = 0.0
-        self._num_bytes = 0
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def ended(self) -> None:
-        """Wait for its end, well or not."""
-        self._done.wait()
-
-    def training_goes_on(self) -> None:
-        self._stall_seconds = time.perf_counter() - self._began
-
-    def run(self, write: Callable[[], int]) -> None:
-        """Run what writes the checkpoint and returns its bytes."""
-        try:
-            self._num_bytes = write()
-        except BaseException as error:
-            self._error = error
-        self._seconds = time.perf_counter() - self._began
-        self._done.set()
-
-    def wait(self) -> SavedCheckpoint:
-        """Wait for its end.
-
-        Raises:
-            CheckpointError: on all ranks, when it failed on any: which one, and why.
-        """
-        self.ended()
-        if self._error is not None:
-            raise self._error
-        return SavedCheckpoint(self._path, self._step, self._num_bytes, self._stall_seconds, self._seconds)
-
-
 class CheckpointWriter:
     """Writes the checkpoints of a run into one folder. Collective: every rank makes one.
 
     Args:
         root: the folder of checkpoints, which all ranks see.
         keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
-        on_block: called from the writing thread whenever something was written: it is not stuck.
+        on_block: called from the writing thread whenever something was written, or a rank that is waited for has given
+            a sign of life: the save is not stuck.
     """
 
     def __init__(
@@ -138,40 +68,84 @@ class CheckpointWriter:
         self._keep_last, self._keep_every = keep_last, keep_every
         #: in the names of what this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], context.group(context.grid.names), 0)
-        self._store = context.store() if context.world_size > 1 else None
+        self._messages = Messages(context, on_block)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None
+        self._claim: folder.Claim | None = None
+        #: Ctrl-C, say, of which the other ranks were told
+        self._interrupt: BaseException | None = None
+        #: whether a save has been completed here: the folder must then be there
+        self._has_saved = False
 
     def save(self, collect: Callable[[], RankState], about: About, *, background: bool = True) -> Save:
         """Start to save what all ranks hold; every rank calls. Waits for the end of the save before.
 
         Args:
             collect: gives what this rank holds. What it raises fails the save on all ranks.
-            background: return once the tensors are copied; else the save is done, well or not.
+            background: return once the tensors are copied; else the save is done, well or not. The process does not
+                end before the save has.
         """
         save = Save(self.root / folder.name_of(about.step), about.step)
-        if self._last is not None:
-            self._last.ended()
+        self.finish()
         self._last = save
         self._number += 1
-        number = self._number
-        snapshot: _Snapshot | Exception
+        target = folder.temporary(self.root, about.step, f"{self._token}-{self._number}")
+        self._messages.begin()
+        snapshot: _Snapshot | BaseException
         try:
             snapshot = self._take(collect(), copy=background)
-        except Exception as error:
+        except BaseException as error:
             snapshot = error
 
         def write() -> int:
-            return self._write(number, about, snapshot)
+            return self._write(target, about, snapshot, save.somebody_waits)
 
-        if background:
-            save.training_goes_on()
-            threading.Thread(target=save.run, args=(write,), name="colossus-checkpoint", daemon=True).start()
-        else:
+        save.training_goes_on()
+        if not background or not self._start(save, write):
+            save.is_awaited = True
             save.run(write)
             save.training_goes_on()
+        interrupt = snapshot if isinstance(snapshot, BaseException) else self._interrupt
+        if interrupt is not None and not isinstance(interrupt, Exception):
+            self._interrupt = None
+            raise interrupt
         return save
+
+    def _start(self, save: Save, write: Callable[[], int]) -> bool:
+        def run() -> None:
+            save.run(write)
+            if not threading.main_thread().is_alive():  # nobody is there to ask
+                self._tell_failure(save)
+
+        try:
+            threading.Thread(target=run, name="colossus-checkpoint", daemon=False).start()
+        except RuntimeError:  # no more threads
+            return False
+        return True
+
+    def finish(self, patience: float | None = None) -> None:
+        """Wait for the end of the save under way; if it failed and nobody asked, rank 0 says so in the log.
+
+        Args:
+            patience: seconds without a sign of life after which another rank is given up, from now on.
+        """
+        if patience is not None:
+            self._messages.patience = min(patience, self._messages.patience)
+        if self._last is not None:
+            self._last.ended()
+            self._tell_failure(self._last)
+            self._last = None
+
+    def close(self) -> None:
+        """Wait for the end of the save under way, and let go of the folder."""
+        self.finish()
+        if self._claim is not None:
+            self._claim.release()
+
+    def _tell_failure(self, save: Save) -> None:
+        if (error := save.untold()) is not None and self._context.is_logging_rank:
+            log.error("%s", error)
 
     def _take(self, state: RankState, *, copy: bool) -> _Snapshot:
         written = state.written()
@@ -180,41 +154,53 @@ class CheckpointWriter:
 
     # -- what a thread does -------------------------------------------------------------------------------
 
-    def _write(self, number: int, about: About, snapshot: _Snapshot | Exception) -> int:
+    def _write(
+        self, target: Path, about: About, snapshot: _Snapshot | BaseException, is_awaited: Callable[[], bool]
+    ) -> int:
         """Write this rank's part, and on rank 0 complete the checkpoint. Returns the bytes of all ranks."""
-        target = folder.temporary(self.root, about.step, self._token)
+        where = f"{self.root / folder.name_of(about.step)} was not saved"
         try:
-            if isinstance(snapshot, Exception):
-                raise snapshot
-            mine: dict[str, Any] = {"part": self._write_part(target, snapshot)}
+            mine = self._outcome(lambda: {"part": self._write_part(target, snapshot)})
+            outcome = None
+            if self._context.rank == 0:
+                outcome = self._outcome(lambda: {"num_bytes": self._complete(target, about, mine, is_awaited)})
+                if "problem" in outcome:
+                    shutil.rmtree(target, ignore_errors=True)
+            else:
+                self._messages.tell_part(mine)
+            told = self._messages.share_outcome(outcome, is_awaited)
         except Exception as error:
-            mine = {"problem": f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"}
-        self._tell(f"checkpoint/{number}/part/{self._context.rank}", mine)
-        outcome = f"checkpoint/{number}/outcome"
-        if self._context.rank == 0:
-            told: dict[str, Any]
-            try:
-                told = {"num_bytes": self._complete(number, target, about, mine)}
-            except Exception as error:
-                shutil.rmtree(target, ignore_errors=True)
-                told = {"problem": in_words(error)}
-            self._tell(outcome, told)
-        else:
-            told = self._hear(outcome)
+            raise CheckpointError(f"{where}: {in_words(error)}") from error
+        finally:
+            self._messages.end()
         if "problem" in told:
-            raise CheckpointError(f"{self.root / folder.name_of(about.step)} was not saved: {told['problem']}")
+            raise CheckpointError(f"{where}: {told['problem']}")
+        self._has_saved = True
         return int(told["num_bytes"])
 
-    def _write_part(self, target: Path, snapshot: _Snapshot) -> dict[str, Any]:
+    def _outcome(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What work gives, or what went wrong and where, in words."""
+        try:
+            return work()
+        except RankProblem as error:
+            return {"problem": str(error)}
+        except BaseException as error:
+            self._interrupt = None if isinstance(error, Exception) else error
+            return {"problem": f"rank {self._context.rank} on {platform.node()}: {in_words(error)}"}
+
+    def _write_part(self, target: Path, snapshot: _Snapshot | BaseException) -> dict[str, Any]:
         """Write this rank's file, if it writes anything; what the manifest says of it."""
+        if isinstance(snapshot, BaseException):
+            raise snapshot
         state, written = snapshot.state, snapshot.written
         part: dict[str, Any] = {"values": state.values, "aliases": state.aliases, "file": None, "tensors": []}
-        target.mkdir(parents=True, exist_ok=True)
+        self._make_folder(target)
         if not written:
             return part
         name = f"rank-{self._context.rank:05d}.safetensors"
         header = make_header([(held.key, held.local.dtype, tuple(held.local.shape)) for held in written])
-        crc = write_file(target / name, header, snapshot.tensors, self._on_block)
+        with naming(target / name):
+            crc = write_file(target / name, header, snapshot.tensors, self._note_progress)
         part["file"] = [name, header.num_bytes, crc]
         for held in written:
             start = [low for low, _ in held.box]
@@ -223,13 +209,34 @@ class CheckpointWriter:
             )
         return part
 
-    def _complete(self, number: int, target: Path, about: About, mine: dict[str, Any]) -> int:
+    def _make_folder(self, target: Path) -> None:
+        """The temporary folder of a save.
+
+        Raises:
+            CheckpointError: when the folder of checkpoints is gone. A mount point whose file system has vanished is an
+                empty folder of the local disk: writing there would help nobody.
+        """
+        if not self._has_saved:
+            make_folder(self.root)
+        elif not self.root.exists():
+            raise CheckpointError(
+                f"{self.root} has vanished since the last checkpoint: when it is there again, the next one is saved"
+            )
+        target.mkdir(exist_ok=True)
+        if self._context.rank == 0:
+            self._sweep(target)
+
+    def _note_progress(self) -> None:
+        self._messages.note_progress()
+        self._on_block()
+
+    def _complete(self, target: Path, about: About, mine: dict[str, Any], is_awaited: Callable[[], bool]) -> int:
         """On rank 0: hear of all parts, write the manifest, give the checkpoint its name, remove old ones."""
-        told = [mine, *(self._hear(f"checkpoint/{number}/part/{rank}") for rank in range(1, self._context.world_size))]
+        told = [mine, *self._messages.hear_parts(is_awaited)]
         problems = [each["problem"] for each in told if "problem" in each]
         if problems:
             more = f"; and {len(problems) - 1} more ranks failed" if len(problems) > 1 else ""
-            raise CheckpointError(problems[0] + more)
+            raise RankProblem(problems[0] + more)
         manifest = merge([each["part"] for each in told], about)
         for name, file in manifest.files.items():
             try:
@@ -241,61 +248,28 @@ class CheckpointWriter:
                 ) from None
             if size != file.num_bytes:
                 raise CheckpointError(f"{target / name} has {size} bytes after {file.num_bytes} were written")
-        folder.write_flushed(target / MANIFEST, manifest.to_bytes())
+        write_flushed(target / MANIFEST, manifest.to_bytes())
         folder.require_files(target)
         folder.put_in_place(target, self.root, about.step)
-        if self._keep_last:
-            folder.prune(self.root, self._keep_last, self._keep_every)
+        self._prune()
         return manifest.num_bytes
 
-    def _tell(self, key: str, value: Any) -> None:
-        if self._store is not None:
-            self._store.set(key, base64.b64encode(zlib.compress(json.dumps(value).encode(), 1)).decode())
+    def _sweep(self, target: Path) -> None:
+        """Remove what a killed run, or a save that failed, has left unfinished: its room is needed."""
+        if self._claim is None:
+            self._claim = folder.Claim(self.root)
+            if self._claim.is_of_others:
+                log.warning(
+                    "%s: another run saves its checkpoints here, too, and each removes what the other one keeps: give "
+                    "one of them a checkpoint.dir of its own",
+                    self.root,
+                )
+        if self._claim.is_held:
+            folder.remove_left_over(self.root, target)
 
-    def _hear(self, key: str) -> Any:
-        """What another rank tells, as soon as it does. Never waits inside of the store: others use it, too."""
-        assert self._store is not None
-        look = _FIRST_LOOK
-        while not self._store.check([key]):
-            self._on_block()
-            time.sleep(look)
-            look = min(2 * look, _LONGEST_LOOK)
-        return json.loads(zlib.decompress(base64.b64decode(self._store.get(key))))
-
-
-def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
-    """The manifest of a checkpoint from what its ranks say of their parts."""
-    files: dict[str, FileEntry] = {}
-    found: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
-    values: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    for part in parts:
-        values |= part["values"]
-        aliases |= part["aliases"]
-        if part["file"] is not None:
-            name, num_bytes, crc = part["file"]
-            files[name] = FileEntry(num_bytes, crc)
-        for key, dtype, shape, offset, start, size in part["tensors"]:
-            held = found.setdefault(key, (dtype, tuple(shape), []))
-            if held[:2] != (dtype, tuple(shape)):
-                raise CheckpointError(f"{key} is {held[0]} {held[1]} on one rank and {dtype} {tuple(shape)} on another")
-            held[2].append(Chunk(name, offset, tuple(start), tuple(size)))
-    return Manifest(
-        about.step,
-        time.time(),
-        {"colossus": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        about.plan,
-        about.config,
-        files,
-        {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in found.items()},
-        aliases,
-        values,
-    )
-
-
-def in_words(error: BaseException) -> str:
-    """An error of the file system with its reason and its path, any other as it is."""
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}"
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    def _prune(self) -> None:
+        """Remove old checkpoints. That the new one is complete does not depend on it."""
+        try:
+            folder.prune(self.root, self._keep_last, self._keep_every)
+        except (OSError, CheckpointError) as error:
+            log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))

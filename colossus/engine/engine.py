@@ -292,8 +292,9 @@ class Engine:
         self._stop = 0.0
 
     def close(self) -> None:
-        """Close the links between stages, and destroy the process groups."""
+        """Wait for a save under way, close the links between stages, and destroy the process groups."""
         self._closed = True
+        self.checkpoints.close()
         self.strategy.close()
         self.pipeline.close()
         self.context.close()

@@ -179,8 +179,8 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._notice is not None:
             self._notice.cancel()
-        self.outcome.folder, checkpoint = self._agree_on_folder(worker_group)
-        resumed = ["--checkpoint", str(checkpoint)] if checkpoint is not None else []
+        self.outcome.folder, resume = self._agree_on_folder(worker_group)
+        resumed = ["--resume", resume] if resume is not None else []
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
         arguments = ["--run-dir", str(self.outcome.folder), *resumed, self._config_path, *self._overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
@@ -224,29 +224,28 @@ class _Agent(LocalElasticAgent):
                 flush=True,
             )
 
-    def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, Path | None]:
-        """The run folder, and the checkpoint from which the run goes on."""
+    def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, str | None]:
+        """The run folder, and what the ranks resume from."""
         store = worker_group.store
         if worker_group.group_world_size == 1 or store is None:
             self._taken = self._begin()
-            return self._taken.folder, self._taken.checkpoint
+            return self._taken.folder, self._taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
         if worker_group.group_rank == 0:
             store.set("colossus/begin", json.dumps(self._begun()))
-        folder, checkpoint, problems = json.loads(store.get("colossus/begin"))
+        folder, resume, problems = json.loads(store.get("colossus/begin"))
         if problems:
             raise ConfigError(problems)
-        return Path(folder), Path(checkpoint) if checkpoint is not None else None
+        return Path(folder), resume
 
     def _begun(self) -> tuple[str, str | None, Sequence[str]]:
-        """(run folder, checkpoint, what is wrong), for the other nodes."""
+        """(run folder, what is resumed, what is wrong), for the other nodes."""
         try:
             self._taken = self._begin()
         except ConfigError as error:
             return "", None, error.problems
-        checkpoint = self._taken.checkpoint
-        return str(self._taken.folder.resolve()), str(checkpoint.resolve()) if checkpoint is not None else None, []
+        return str(self._taken.folder.resolve()), self._taken.resume, []
 
     def _await_ends(self, seconds: float) -> None:
         """Wait until all ranks have ended by themselves, at most this long."""

@@ -25,11 +25,11 @@ class Taken:
     """The folders of a run that begins; they are its own until ``locks`` is closed.
 
     Attributes:
-        checkpoint: that the ranks load, None where they begin at the first step.
+        resume: what the ranks load: "auto", the latest checkpoint; a folder; None where they begin at the first step.
     """
 
     folder: Path
-    checkpoint: Path | None
+    resume: str | None
     locks: ExitStack
 
 
@@ -82,7 +82,10 @@ class Origin:
                 run_folder.put_aside(folder)
             if self.launch is not None:
                 self.launch.record(folder)
-            return Taken(folder, checkpoint, locks.pop_all())
+            resume = AUTO if self.latest_in is not None else None
+            if resume is None and checkpoint is not None:
+                resume = os.path.abspath(self.config.checkpoint.resume or checkpoint)
+            return Taken(folder, resume, locks.pop_all())
         raise AssertionError("nothing above is suppressed")
 
     def describe(self) -> str:
@@ -128,7 +131,7 @@ def choose(
         )
     if launch is not None and slurm.is_requeued(environ):
         folders = [given] if given is not None else run_folder.of_name(config.name or "run")
-        own = next((folder for folder in folders if launch.has_used(folder)), None)
+        own = next((each for each in folders if launch.has_used(each)), None)
         if own is not None:
             root = root_of(config.checkpoint.dir, own)
             found = _latest(root)

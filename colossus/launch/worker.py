@@ -39,7 +39,7 @@ class _Run:
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
     step: int | None = None
-    checkpoint: Path | None = None
+    resume: str | None = None
     taken: Taken | None = None
 
     def details(self) -> dict[str, Any]:
@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
     parser.add_argument("config")
     parser.add_argument("--run-dir")
-    parser.add_argument("--checkpoint")
+    parser.add_argument("--resume")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    return run_worker(given.config, given.overrides, run_dir=given.run_dir, checkpoint=given.checkpoint)
+    return run_worker(given.config, given.overrides, run_dir=given.run_dir, resume=given.resume)
 
 
 def run_worker(
@@ -68,15 +68,13 @@ def run_worker(
     overrides: Sequence[str],
     *,
     run_dir: str | None,
-    checkpoint: str | None = None,
-    resume: bool = False,
+    resume: str | bool | None = None,
 ) -> int:
     """Train in this process as the rank the environment says. Main thread only.
 
     Args:
         run_dir: the run folder; without a launcher of ours what the user gave.
-        checkpoint: that the launcher has chosen.
-        resume: of ``--resume``, without a launcher.
+        resume: what to load, as the launcher has chosen; without one, whether ``--resume`` was given.
 
     Returns:
         The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
@@ -95,7 +93,7 @@ def run_worker(
         stop,
         Path(run_dir) if run_dir is not None else None,
         has_launcher=launcher is not None,
-        checkpoint=Path(checkpoint) if checkpoint is not None else None,
+        resume=resume if isinstance(resume, str) else None,
     )
     thread = threading.get_ident()
     stop.before_hard_end(
@@ -104,7 +102,7 @@ def run_worker(
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.grid = build_grid(config.parallel)
-        code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=resume))
+        code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
         finished.mark(run.rank)
         if stop.is_orphaned():
             finished.abandon()
@@ -127,7 +125,7 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
         _agree_on_folder(run, engine, origin)
     folder = run.folder
     assert folder is not None
-    engine.run_dir, engine.checkpoints.resume_from = folder, str(run.checkpoint) if run.checkpoint is not None else None
+    engine.run_dir, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
     run.hooks = [_step_counter(run), metrics, display, *user_hooks]
@@ -200,18 +198,17 @@ def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> No
     """
     from colossus.comm.objects import broadcast_object
 
-    folder, checkpoint, problems = run.folder, None, None
+    folder, resume, problems = run.folder, None, None
     if engine.context.rank == 0:
         try:
             run.taken = origin().take()
         except ConfigError as error:
             problems = error.problems
         else:
-            # what was given is meant from the folder of each rank; what was found there, from that of the first
-            folder = run.folder or run.taken.folder.resolve()
-            checkpoint = run.taken.checkpoint.resolve() if run.taken.checkpoint is not None else None
+            # what was given each rank finds from where it is
+            folder, resume = run.folder or run.taken.folder.resolve(), run.taken.resume
     world = engine.context.group(engine.context.grid.names)
-    run.folder, run.checkpoint, problems = broadcast_object((folder, checkpoint, problems), world, 0)
+    run.folder, run.resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:
         raise ConfigError(problems)
 

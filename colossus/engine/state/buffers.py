@@ -10,6 +10,7 @@ from torch import nn
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import host_bytes
+from colossus.checkpoint.together import on_all_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.state.boxes import buffers_of
@@ -26,8 +27,12 @@ def held_buffers(model: nn.Module, context: ParallelContext) -> Iterator[HeldTen
     Collective.
     """
     buffers = buffers_of(model)
-    sums = {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()}  # type: ignore[arg-type]
-    of_ranks = all_gather_object(sums, context.group(context.grid.names))
+    world = context.group(context.grid.names)
+    sums = on_all_ranks(
+        world,
+        lambda: {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()},  # type: ignore[arg-type]
+    )
+    of_ranks = all_gather_object(sums, world)
     for name, entry in buffers.items():
         first = next(rank for rank, theirs in enumerate(of_ranks) if name in theirs)
         if context.rank == first:

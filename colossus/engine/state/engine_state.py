@@ -10,27 +10,32 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import factors
-from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.values import decode, encode
 from colossus.checkpoint.writer import About
-from colossus.comm.objects import all_gather_object
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
 from colossus.engine.hooks import Hook
 from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
-from colossus.engine.state.buffers import held_buffers, read_buffer
+from colossus.engine.state.buffers import held_buffers
 from colossus.engine.state.optimizer import group_options, restore, restored_options
-from colossus.engine.state.per_parameter import held_of_state, read_state
+from colossus.engine.state.per_parameter import ParameterState, held_of_state, read_state
 from colossus.engine.state.rng import rng_state, set_rng_state
+from colossus.engine.state.weights import known_weights, load_matched, require_same_model, saved_weights
 from colossus.layout.split_parameter import as_shards
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
 
 log = logging.getLogger("colossus.engine")
+
+#: when reading fails although every byte had been read for the checksums
+_MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
 
 
 class EngineState:
@@ -143,58 +148,94 @@ class EngineState:
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = self._boxes()
-            self._require_model(reader, boxes)
-            self._load_model(reader, boxes)
-            restore(
-                engine.optimizer,
-                read_state("optimizer", reader, [box for box in boxes if self._is_trained(box)]),
-                self._options(reader),
-            )
-            engine.strategy.load_parameter_state(read_state("strategy", reader, boxes))
+            match = require_same_model(reader, known_weights(engine.model, boxes, engine.context))
+            # what can be found wrong is found before anything is changed
+            read = on_all_ranks(world, lambda: self._read(reader, boxes))
+            on_all_ranks(world, lambda: self._take(reader, match, boxes, *read), _MIXED)
         torch.clear_autocast_cache()
+
+    def _read(
+        self, reader: CheckpointReader, boxes: Sequence[ParameterBox]
+    ) -> tuple[ParameterState, list[dict[str, Any]], ParameterState]:
+        """The state of optimizer and strategy by parameter, and the options of the optimizer's groups."""
+        self._check_values(reader)
+        trained = [box for box in boxes if self._is_trained(box)]
+        return read_state("optimizer", reader, trained), self._options(reader), read_state("strategy", reader, boxes)
+
+    def _check_values(self, reader: CheckpointReader) -> None:
+        """That everything which is no tensor can be decoded."""
+        own = f"ranks/{self._engine.context.rank}/"
+        for path, value in reader.manifest.values.items():
+            if path.startswith("ranks/") and not path.startswith(own):
+                continue
+            try:
+                decode(value, reader.tensor)
+            except CheckpointError as error:
+                raise type(error)(f"{reader.folder}: {path}: {error}") from None
+            except Exception as error:
+                raise DamagedCheckpoint(
+                    f"{reader.folder}: {path} cannot be understood ({type(error).__name__}: {error}): take another "
+                    f"checkpoint"
+                ) from error
+
+    def _take(
+        self,
+        reader: CheckpointReader,
+        match: WeightMatch,
+        boxes: Sequence[ParameterBox],
+        of_optimizer: ParameterState,
+        options: Sequence[dict[str, Any]],
+        of_strategy: ParameterState,
+    ) -> None:
+        engine = self._engine
+        load_matched(reader, match, engine.model, boxes, engine.context.rank if self._is_same_plan(reader) else None)
+        restore(engine.optimizer, of_optimizer, options)
+        engine.strategy.load_parameter_state(of_strategy)
         self._take_values(reader)
+
+    def load_weights(
+        self,
+        reader: CheckpointReader,
+        *,
+        only: Sequence[str] | None = None,
+        rename: Rename | None = None,
+        strict: bool = True,
+        grow: Sequence[str] = (),
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> WeightMatch:
+        """Take parameters and buffers alone, see `match_weights`. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, before anything is changed: a file is corrupted, a name or a shape does not
+                fit.
+        """
+        engine = self._engine
+        with as_shards(), torch.no_grad():
+            boxes = self._boxes()
+            known = known_weights(engine.model, boxes, engine.context)
+            try:
+                match = match_weights(
+                    known, saved_weights(reader), reader.manifest.aliases, only=only, rename=rename, grow=grow
+                )
+                if strict and not match.is_complete:
+                    raise CheckpointError(
+                        f"it does not fit the model: {match}. only=[patterns] loads a part, rename={{..}} renames, "
+                        f"grow=[patterns] lets tables have more rows here, strict=False loads what fits"
+                    )
+            except CheckpointError as error:
+                raise CheckpointError(f"{reader.folder}: {error}") from None
+            world = engine.context.group(engine.context.grid.names)
+            reader.verify(world, on_progress)
+            on_all_ranks(world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+        torch.clear_autocast_cache()
+        return match
 
     def _is_trained(self, box: ParameterBox) -> bool:
         groups = self._engine.optimizer.param_groups
         return any(box.parameter is param for group in groups for param in group["params"])
 
-    def _load_model(self, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
-        for box in boxes:
-            reader.read_into(box.held(f"model/{box.name}"))
-        rank = self._engine.context.rank if self._is_same_plan(reader) else None
-        for name, entry in buffers_of(self._engine.model).items():
-            assert isinstance(entry.held, Tensor)
-            read_buffer(reader, name, HeldTensor.whole(f"model/{name}", entry.held.detach()), rank)
-
     def _is_same_plan(self, reader: CheckpointReader) -> bool:
         return bool(reader.manifest.plan.get("axes") == dict(self._engine.context.grid.sizes))
-
-    def _require_model(self, reader: CheckpointReader, boxes: Sequence[ParameterBox]) -> None:
-        """That the checkpoint has the parameters and buffers of the model, and no others."""
-        context = self._engine.context
-        mine = {box.name: tuple(box.logical.shape) for box in boxes}
-        mine |= {name: entry.shape for name, entry in buffers_of(self._engine.model).items()}
-        known: dict[str, tuple[int, ...]] = {}
-        for of_rank in all_gather_object(mine, context.group(context.grid.names)):
-            known |= of_rank
-        saved = {name: reader.manifest.tensors[f"model/{name}"].shape for name in reader.manifest.names("model")}
-        missing, extra = sorted(known.keys() - saved.keys()), sorted(saved.keys() - known.keys())
-        other = [
-            f"{name} {saved[name]} there, {known[name]} here"
-            for name in known
-            if saved.get(name) not in (None, known[name])
-        ]
-        if missing or extra or other:
-            told = [
-                f"{count} {what}: {', '.join(names[:5])}{', ..' if count > 5 else ''}"
-                for what, names in (
-                    ("missing there", missing),
-                    ("not in this model", extra),
-                    ("of another shape", other),
-                )
-                if (count := len(names))
-            ]
-            raise CheckpointError(f"{reader.folder} is of another model: {'; '.join(told)}")
 
     def _options(self, reader: CheckpointReader) -> list[dict[str, Any]]:
         found = [

@@ -31,6 +31,8 @@ class FakeCheckpoints:
     def after_step(self, *, is_last: bool = False) -> list[Any]:
         return []
 
+    def finish(self, patience: float | None = None) -> None: ...
+
 
 class FakeEngine:
     """What ``fit`` and the hooks read of an engine. ``stop_at`` and ``fail_at`` are step numbers."""

@@ -1,0 +1,76 @@
+"""What outlives a crash of the machine: data and names that were flushed to the disk. No torch.
+
+A file system may keep what is written and renamed in memory for half a minute, and write it in another order. So
+data is flushed before it gets its name, a name before another one is made to point to it or another one goes away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+#: what a file system answers that cannot flush a folder (some network and FUSE ones), and need not
+_CANNOT_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.ENOTTY}
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the file system name this path: those of write and fsync do not by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def write_flushed(path: Path, data: bytes) -> None:
+    """Write a file, or write over it, and flush it."""
+    with naming(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            block = memoryview(data)
+            while block:
+                block = block[os.write(descriptor, block) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, where the file system knows how."""
+    with naming(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _CANNOT_FLUSH:
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those that it lies in, and flush their names. Several processes may do so at once."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        with contextlib.suppress(PermissionError):  # one may write into a folder that one may not read
+            flush_folder(each.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole."""
+    if folder.exists():
+        dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
+        folder.rename(dying)
+        flush_folder(dying.parent)
+        shutil.rmtree(dying, ignore_errors=True)

@@ -1,0 +1,76 @@
+"""Parameters and buffers of a model out of a checkpoint: all of them, or those that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.matching import Known, Shape, WeightMatch, match_exactly
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.comm.objects import all_gather_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.state.boxes import ParameterBox, buffers_of
+from colossus.engine.state.buffers import read_buffer
+
+
+def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: ParallelContext) -> dict[str, Known]:
+    """The parameters and buffers of the whole model, by first name. Collective."""
+    mine = {box.name: Known(tuple(box.logical.shape), (box.name, *box.aliases)) for box in boxes}
+    mine |= {name: Known(entry.shape, tuple(entry.names)) for name, entry in buffers_of(model).items()}
+    known: dict[str, Known] = {}
+    for of_rank in all_gather_object(mine, context.group(context.grid.names)):
+        for name, entry in of_rank.items():
+            names = dict.fromkeys((*known.get(name, entry).names, *entry.names))
+            known[name] = Known(entry.shape, tuple(names))
+    return known
+
+
+def saved_weights(reader: CheckpointReader) -> dict[str, Shape]:
+    """Shapes of the parameters and buffers of a checkpoint, by the names under which the values are."""
+    return {name: reader.manifest.tensors[f"model/{name}"].shape for name in reader.manifest.names("model")}
+
+
+def require_same_model(reader: CheckpointReader, known: Mapping[str, Known]) -> WeightMatch:
+    """That the checkpoint has the parameters and buffers of the model, and no others.
+
+    Raises:
+        CheckpointError: with the names.
+    """
+    match = match_exactly(known, saved_weights(reader))
+    if not match.is_complete:
+        raise CheckpointError(f"{reader.folder} is of another model: {match}")
+    return match
+
+
+def load_matched(
+    reader: CheckpointReader, match: WeightMatch, model: nn.Module, boxes: Sequence[ParameterBox], rank: int | None
+) -> None:
+    """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those.
+
+    Args:
+        rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
+    """
+    for box in boxes:
+        if box.name in match.sources:
+            key = f"model/{match.sources[box.name]}"
+            held = _saved_rows(box.held(key), reader.manifest.tensors[key].shape)
+            reader.read_box(key, held.box, held.local)
+    for name, entry in buffers_of(model).items():
+        if name in match.sources:
+            assert isinstance(entry.held, Tensor)
+            source = match.sources[name]
+            key = f"model/{source}"
+            held = _saved_rows(HeldTensor.whole(key, entry.held.detach()), reader.manifest.tensors[key].shape)
+            read_buffer(reader, source, held, rank)
+
+
+def _saved_rows(held: HeldTensor, saved: Shape) -> HeldTensor:
+    """The part of a rank's box that lies in the rows which were saved, maybe nothing."""
+    if saved == held.shape:
+        return held
+    (start, stop), *others = held.box
+    stop = max(start, min(stop, saved[0]))
+    return HeldTensor(held.key, saved, ((start, stop), *others), held.local[: stop - start])

@@ -1,0 +1,123 @@
+"""Which saved tensor goes where, by names and shapes: patterns, renames, ties, tables that have grown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.matching import Known, match_exactly, match_weights, renamed
+
+NAMES = ["embedding.weight", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.1.up.weight", "norm.weight"]
+
+
+def known(**shapes: tuple[int, ...]) -> dict[str, Known]:
+    """``blocks__0`` stands for ``blocks.0``; keywords have no dots."""
+    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
+    return {name: Known(shape, (name,)) for name, shape in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("rename", "wanted"),
+    [
+        (None, NAMES),
+        ({"blocks": "layers"}, [n.replace("blocks.", "layers.") for n in NAMES]),
+        ({"blocks.": "layers."}, [n.replace("blocks.", "layers.") for n in NAMES]),
+        ({"": "trunk"}, [f"trunk.{n}" for n in NAMES]),
+        ({"blocks.0": ""}, [n.removeprefix("blocks.0.") for n in NAMES]),
+        ({"norm.weight": "last.scale"}, [*NAMES[:-1], "last.scale"]),
+        ({"blocks.*.up.*": "blocks.*.up.base.*"}, [n.replace("up.", "up.base.") for n in NAMES]),
+        ({"blocks.1.*": None}, [n if "blocks.1" not in n else None for n in NAMES]),
+        # the first key that meets a name renames it, and a later one may be hidden by it
+        ({"blocks.0.*": "first.*", "blocks": "layers"}, [NAMES[0], "first.up.weight", "first.up.bias",
+                                                         "layers.1.up.weight", NAMES[-1]]),
+        ({"blocks": "layers", "blocks.0": "never"}, [n.replace("blocks.", "layers.") for n in NAMES]),
+        (lambda name: name.upper(), [n.upper() for n in NAMES]),
+    ],
+)  # fmt: skip
+def test_renames(rename: Any, wanted: list[str | None]) -> None:
+    assert list(renamed(NAMES, rename).values()) == wanted
+
+
+def test_a_prefix_is_of_whole_parts() -> None:
+    assert renamed(["blocks.1.w", "blocks.10.w", "blocks_1.w"], {"blocks.1": "x"}) == {
+        "blocks.1.w": "x.w", "blocks.10.w": "blocks.10.w", "blocks_1.w": "blocks_1.w"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"block": "layers"}, r"rename: 'block' meets no name of the checkpoint; there are blocks.0"),
+        ({"blocks.*.up.*": "layers.*"}, r"'blocks\.\*\.up\.\*' has 2 stars, 'layers\.\*' has 1"),
+    ],
+)
+def test_renames_that_cannot_be_meant(rename: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        renamed(NAMES, rename)
+
+
+def test_the_same_model_is_asked_for_everything() -> None:
+    model = known(a=(2, 3), b=(4,), c=(1,))
+    assert match_exactly(model, {"a": (2, 3), "b": (4,), "c": (1,)}).is_complete
+    found = match_exactly(model, {"a": (3, 3), "b": (4,), "d": (1,)})
+    assert dict(found.sources) == {"b": "b"}
+    assert str(found) == "1 missing there: c; 1 not in this model: d; 1 of another shape: a (3, 3) there, (2, 3) here"
+
+
+def test_what_is_missing_is_told_with_what_may_be_meant() -> None:
+    found = match_weights(known(final_norm=(2,), head=(3,)), {"final_nrm": (2,), "head": (3,)}, {})
+    assert str(found) == "1 missing there: final_norm (there: final_nrm?); 1 not in this model: final_nrm"
+
+
+def test_only() -> None:
+    model, saved = known(a__x=(2,), a__y=(3,), b=(4,)), {"a.x": (2,), "a.y": (3,), "a.z": (1,), "c": (5,)}
+    found = match_weights(model, saved, {}, only=["a.*"])
+    assert dict(found.sources) == {"a.x": "a.x", "a.y": "a.y"}
+    assert found.left_over == ["a.z"]  # it was asked for; c was not
+    assert match_weights(model, saved, {}, only=["a.x", "b"]).missing == ["b"]
+    for wrong, said in ((["a.x", "d.*"], r"only: 'd\.\*' meets no parameter of the model; there are"), ([], "only: ")):
+        with pytest.raises(CheckpointError, match=said):
+            match_weights(model, saved, {}, only=wrong)
+
+
+def test_tables_grow_where_that_is_said_and_only_in_dim_0() -> None:
+    model, saved = known(table=(7, 3), other=(5, 3)), {"table": (5, 3), "other": (4, 3)}
+    found = match_weights(model, saved, {}, grow=["table"])
+    assert dict(found.sources) == {"table": "table"}
+    assert dict(found.grown) == {"table": (5, 7)}
+    assert dict(found.other_shape) == {"other": ((4, 3), (5, 3))}
+    for there, here in (((7, 3), (5, 3)), ((5, 3), (7, 4)), ((5,), (7, 1)), ((0, 3), (7, 3))):
+        model = {"table": Known(here, ("table",)), "a": Known((1,), ("a",))}
+        found = match_weights(model, {"table": there, "a": (1,)}, {}, grow=["table"])
+        assert dict(found.other_shape) == {"table": (there, here)}
+    with pytest.raises(CheckpointError, match="grow: 'tabel' meets no parameter of the model; there are table"):
+        match_weights(model, saved, {}, grow=["tabel"])
+
+
+def test_ties_on_either_side() -> None:
+    tied = {"embedding": Known((5, 3), ("embedding", "head"))}
+    apart = known(embedding=(5, 3), head=(5, 3))
+    # tied there, apart here; and one name there, another of it here
+    found = match_weights(apart, {"embedding": (5, 3)}, {"head": "embedding"})
+    assert dict(found.sources) == {"embedding": "embedding", "head": "embedding"}
+    assert dict(match_weights(tied, {"head": (5, 3)}, {}).sources) == {"embedding": "head"}
+    assert dict(match_weights(tied, {"head": (5, 3)}, {}, only=["head"]).sources) == {"embedding": "head"}
+    # apart there, tied here: which one is meant must be said
+    saved = {"embedding": (5, 3), "head": (5, 3)}
+    with pytest.raises(CheckpointError, match=r"embedding and head of the checkpoint both go to embedding .*tied"):
+        match_weights(tied, saved, {})
+    found = match_weights(tied, saved, {}, rename={"embedding": None})
+    assert dict(found.sources) == {"embedding": "head"}
+    assert found.is_complete
+
+
+def test_two_saved_tensors_never_go_to_one_place() -> None:
+    with pytest.raises(CheckpointError, match=r"a\.x and b\.x of the checkpoint both go to x of this model"):
+        match_weights(known(x=(1,)), {"a.x": (1,), "b.x": (1,)}, {}, rename={"a": "", "b": ""})
+
+
+def test_nothing_that_fits_is_always_an_error() -> None:
+    with pytest.raises(CheckpointError, match=r"nothing in the checkpoint fits .* 1 missing there: x; .* rename="):
+        match_weights(known(x=(1,)), {"module.x": (1,)}, {})
