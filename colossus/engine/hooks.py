@@ -34,7 +34,8 @@ class Hook:
         """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values."""
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
-        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to; or at the start of a run
+        that goes on behind a step whose evaluation a stop has left out."""
 
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far

@@ -133,10 +133,10 @@ def choose(
         folders = [given] if given is not None else run_folder.of_name(config.name or "run")
         own = next((each for each in folders if launch.has_used(each)), None)
         if own is not None:
-            root = root_of(config.checkpoint.dir, own)
-            found = _latest(root)
+            own_root = root_of(config.checkpoint.dir, own)
+            found = _latest(own_root)
             if found is not None:
-                return Origin(config, own, found, is_own=True, latest_in=root, launch=launch)
+                return Origin(config, own, found, is_own=True, latest_in=own_root, launch=launch)
             return Origin(config, own, _given(wanted), is_own=True, launch=launch)
     if not resume and wanted != AUTO:
         return Origin(config, given, _given(wanted), launch=launch)

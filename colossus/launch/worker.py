@@ -128,22 +128,19 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
     engine.run_dir, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
-    run.hooks = [_step_counter(run), metrics, display, *user_hooks]
+    run.hooks = [_beginning(run, config), metrics, display, *user_hooks]
 
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
     run.stop.ready(engine.request_stop, config.checkpoint.grace_seconds if config.checkpoint.every else None)
     engine.checkpoints.on_progress = run.stop.progress
 
-    engine.checkpoints.hooks = run.hooks
     try:
-        engine.checkpoints.resume()
+        summary = fit(engine, run.hooks)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    if engine.context.is_logging_rank:
-        data = engine.loaders.description if engine.loaders is not None else None
-        run_folder.write_start(folder, config, data, engine.completed_steps)
-    summary = fit(engine, run.hooks)
+        if run.step is None:  # of what was to be loaded
+            raise ConfigError(str(error)) from error
+        raise
     engine.close()
     if summary.reason == "finished":
         return 0
@@ -175,11 +172,17 @@ def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str
     return f"{line}; no checkpoint was saved"
 
 
-def _step_counter(run: _Run) -> Any:
+def _beginning(run: _Run, config: Config) -> Any:
     from colossus.engine.hooks import Hook
 
-    class Steps(Hook):
-        """Keeps the number of the running step for a failure record."""
+    class Beginning(Hook):
+        """Writes down what begins, and keeps the number of the running step for a failure record."""
+
+        def on_train_start(self, engine: Any) -> None:
+            assert run.folder is not None
+            if engine.context.is_logging_rank:
+                data = engine.loaders.description if engine.loaders is not None else None
+                run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:
             run.step = engine.completed_steps + 1
@@ -187,7 +190,7 @@ def _step_counter(run: _Run) -> Any:
         def on_step_end(self, engine: Any, result: Any) -> None:
             run.stop.progress()
 
-    return Steps()
+    return Beginning()
 
 
 def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> None:

@@ -101,7 +101,7 @@ class Display(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation_loss = summary.loss
         if self.shown:
-            self.show_evaluation()
+            self.show_evaluation(summary)
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         if self.shown:
@@ -121,7 +121,7 @@ class Display(Hook):
 
     def show_step(self, engine: Engine) -> None: ...
 
-    def show_evaluation(self) -> None: ...
+    def show_evaluation(self, summary: EvalSummary) -> None: ...
 
     def show_line(self, text: str) -> None:
         """A line that stays."""
@@ -190,9 +190,8 @@ class PlainDisplay(Display):
         self.show_line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
         self.tokens = self.seconds = 0.0
 
-    def show_evaluation(self) -> None:
-        assert self.result is not None
-        self.show_line(f"step {self.result.step}/{self.total}  validation loss {self.validation_loss:.4f}")
+    def show_evaluation(self, summary: EvalSummary) -> None:
+        self.show_line(f"step {summary.step}/{self.total}  validation loss {summary.loss:.4f}")
 
 
 class LiveDisplay(Display):
@@ -224,7 +223,7 @@ class LiveDisplay(Display):
         # an average that forgets: about the last twenty steps
         self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
 
-    def show_evaluation(self) -> None:
+    def show_evaluation(self, summary: EvalSummary) -> None:
         self._redraw()
 
     def show_line(self, text: str) -> None:

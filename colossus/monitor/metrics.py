@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,19 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
-def drop_rows(path: Path, last_step: int) -> None:
-    """Keep the rows of steps up to ``last_step``, in one file or the other at any moment. Half rows go, too."""
+def keep_rows(path: Path, last_step: int, more: Mapping[str, Any] | None = None) -> None:
+    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too.
+
+    Args:
+        more: for the row of that step.
+    """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return
     kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
+    if more and kept and _step_of(kept[-1]) == last_step:
+        kept[-1] = (json.dumps({**json.loads(kept[-1]), **more}) + "\n").encode()
     if kept == lines:
         return
     draft = path.with_name(f".{path.name}.tmp")
@@ -114,10 +121,13 @@ class Metrics(Hook):
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if engine.checkpoints.resumed_from is not None:
-                drop_rows(self._path, engine.completed_steps)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                keep_rows(self._path, engine.completed_steps)
+            self._open()
             self._counts = engine.config.comm.accounting
         self._timer.start()
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def on_step_start(self, engine: Engine) -> None:
         if self._counts:
@@ -159,6 +169,10 @@ class Metrics(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         if self._row is not None:
             self._row["validation_loss"] = summary.loss
+        elif self._file is not None:  # of a step before the run was resumed
+            os.close(self._file)
+            keep_rows(self._path, summary.step, {"validation_loss": summary.loss})
+            self._open()
         self.flush()
 
     def on_save(self, engine: Engine) -> None:
