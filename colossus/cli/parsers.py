@@ -24,6 +24,8 @@ commands:
   show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  checkpoint inspect|verify|diff DIR
+                what is in a checkpoint, whether it is whole, what differs between two
 
 options:
   --version     print the version
@@ -38,8 +40,8 @@ a first run:
 """
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify found a difference,\n"
-    "            130 stopped by Ctrl-C, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a batch system)\n"
+    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
+    "            difference, 130 stopped by Ctrl-C, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a batch system)\n"
 )
 
 
@@ -98,7 +100,7 @@ def make_parser(command: str) -> Parser:
     return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor", "verify")
+COMMANDS = ("launch", "config", "show", "doctor", "verify", "checkpoint")
 
 
 def _config() -> Parser:

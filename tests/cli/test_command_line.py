@@ -75,7 +75,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         (["launch", "FILE", "parallel.tensor=3"], 2),
         (["launch", "FILE", "model.num_layer=3"], 2),
         (["launch", "FILE", "optimizer.type=Adam"], 2),
-        (["launch", "FILE", "checkpoint.every=5"], 2),
+        (["launch", "FILE", "checkpoint.evry=5"], 2),
         (["launch", "FILE", "--nproc", "3"], 2),
         (["launch", "absent.py"], 2),
     ],
@@ -173,7 +173,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         (["launch", "FILE", "train.steps"], "colossus: small.py: 'train.steps' has no '=': an override"),
         (["launch", "FILE", "--nnodes", "2"], "colossus: --nnodes 2 needs --rdzv-endpoint host:port"),
         (["config", "a=b", "FILE"], "colossus: a=b: the config file comes first, overrides (section.key=value) after"),
-        (["launch", "FILE", "checkpoint.every=5"], "colossus: small.py: checkpoint.every = 5: saving and resuming"),
+        (["launch", "FILE", "checkpoint.evry=5"], "colossus: small.py: checkpoint.evry: no such key; did you mean"),
     ],
 )
 def test_usage_errors(config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,436 @@
+"""Saves that fail: a full disk, errors of any call, one rank alone. The old checkpoint stays, the next save works."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpointing import latest_step, one_process, save, state_of, step_in
+from helpers.disk import CALLS, watched
+from helpers.launching import environment
+from helpers.ranks import run_ranks
+
+from colossus.checkpoint import durable, folder, snapshot, writer
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.merge import About
+from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.writer import CheckpointWriter
+from colossus.context.parallel_context import ParallelContext
+
+
+def failing_at(number: int, code: int, names: tuple[str, ...] = CALLS) -> Any:
+    """The call of this number fails with an error of the file system."""
+    count = itertools.count(1)
+
+    def before(name: str, *args: Any, **more: Any) -> None:
+        if next(count) == number:
+            raise OSError(code, os.strerror(code), *([os.fspath(args[0])] if isinstance(args[0], (str, Path)) else []))
+
+    return watched(before, names)
+
+
+def contents(root: Path) -> list[str]:
+    return sorted(os.listdir(root))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_any_call_may_fail(in_memory: Path, code: int) -> None:
+    """One call after the other fails, in a save that replaces a checkpoint of its step and removes an old one."""
+    num_failed = 0
+    for number in itertools.count(1):
+        root = in_memory / str(number)
+        saves = CheckpointWriter(root, one_process(), keep_last=2)
+        for step in (1, 2, 3):
+            save(saves, step)
+        has_failed, problem = False, ""
+        with failing_at(number, code):
+            try:
+                save(saves, 3)
+            except CheckpointError as error:
+                has_failed, problem = True, str(error)
+        if has_failed:
+            num_failed += 1
+            assert f"{root / 'step-00000003'} was not saved: rank 0 on " in problem
+            assert os.strerror(code) in problem
+            assert problem.count(str(root)) > 1, f"no path: {problem}"
+        assert latest_step(root) == 3, f"call {number}"
+        assert all(step_in(root / name) for name in contents(root) if name.startswith("step-") and "." not in name)
+        save(saves, 4)
+        left = contents(root)
+        assert left == [".lock", "latest", "step-00000003", "step-00000004"], f"call {number}: {left}"
+        saves.close()
+        shutil.rmtree(root)
+        if number > 60:
+            break
+    assert num_failed > 10
+
+
+def _one_rank_fails(context: ParallelContext, root: Path, failing: int) -> list[str]:
+    """What the saves said on this rank: one that works, those in which a call of one rank fails, one that works."""
+    saves, told = CheckpointWriter(root, context, keep_last=2), []
+    rank, world = context.rank, context.world_size
+    save(saves, 1, rank=rank, world=world)
+    for number in range(1, 5):
+        with failing_at(number if rank == failing else 0, errno.ENOSPC, ("open", "write", "fsync")):
+            try:
+                save(saves, number + 1, rank=rank, world=world, background=number % 2 == 0)
+            except CheckpointError as error:
+                told.append(str(error))
+    save(saves, 9, rank=rank, world=world)
+    saves.close()
+    return told
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_disk_of_one_rank_is_full(in_memory: Path, failing: int) -> None:
+    root = in_memory / "checkpoints"
+    here, there = run_ranks(2, _one_rank_fails, root, failing)
+    assert here == there
+    assert len(here) >= 3
+    for message in here:
+        assert f"rank {failing} on " in message
+        assert "No space left on device" in message
+        assert ".tmp-" in message
+    assert latest_step(root, 2) == 9
+    assert contents(root) == [".lock", "latest", "step-00000001", "step-00000009"]
+
+
+def test_a_file_may_not_grow(in_memory: Path) -> None:
+    """A limit of the system, not of a test's making."""
+    root = in_memory / "checkpoints"
+
+    def body(rank: int) -> str:
+        saves = CheckpointWriter(root, one_process())
+        save(saves, 1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        large = RankState([HeldTensor.whole("model/matrix", torch.zeros(1000))])
+        try:
+            saves.save(lambda: large, About(2), background=False).wait()
+        except CheckpointError as error:
+            return str(error)
+        return "was saved"
+
+    (told,) = run_ranks(1, body, with_context=False)
+    assert "File too large" in told
+    assert "rank-00000.safetensors" in told
+    assert contents(root) == [".lock", "latest", "step-00000001"]
+
+
+def test_a_disk_that_is_full_and_has_room_again(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("may not mount a disk of its own")
+    try:
+        saves = CheckpointWriter(disk / "checkpoints", one_process(), keep_last=2)
+        save(saves, 1)
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space"):
+            ballast.write_bytes(bytes(1 << 20))
+        with pytest.raises(CheckpointError, match=r"rank 0 on .*No space left on device"):
+            save(saves, 2)
+        assert contents(saves.root) == [".lock", "latest", "step-00000001"]
+        assert latest_step(saves.root) == 1
+        ballast.unlink()
+        save(saves, 3)
+        assert latest_step(saves.root) == 3
+        saves.close()
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_folder_that_vanishes_and_comes_back(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the middle of a save; nothing is written to where it was."""
+    root, away = in_memory / "mount" / "checkpoints", in_memory / "away"
+    saves = CheckpointWriter(root, one_process(), keep_last=2)
+    save(saves, 1)
+    root.parent.rename(away)
+    root.parent.mkdir()  # a mount point without its file system
+    with pytest.raises(CheckpointError, match="has vanished since the last checkpoint: when it is there again"):
+        save(saves, 2)
+    assert not contents(root.parent)
+    root.parent.rmdir()
+    away.rename(root.parent)
+    save(saves, 3)
+    assert contents(root) == [".lock", "latest", "step-00000001", "step-00000003"]
+
+    write_file = writer.write_file
+
+    def vanish(*args: Any) -> int:
+        crc = write_file(*args)
+        root.parent.rename(away)
+        return crc
+
+    monkeypatch.setattr(writer, "write_file", vanish)
+    with pytest.raises(CheckpointError, match="was not saved"):
+        save(saves, 4)
+    monkeypatch.undo()
+    away.rename(root.parent)
+    assert latest_step(root) == 3
+    save(saves, 5)
+    assert contents(root) == [".lock", "latest", "step-00000003", "step-00000005"]
+
+
+def test_a_file_system_without_flushes_of_folders(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems answer EINVAL: there is nothing to be done about it. What fails otherwise is told."""
+    fsync = os.fsync
+
+    def refuse(code: int) -> Callable[[int], None]:
+        def flush(descriptor: int) -> None:
+            if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+                raise OSError(code, os.strerror(code))
+            fsync(descriptor)
+
+        return flush
+
+    saves = CheckpointWriter(in_memory / "checkpoints", one_process())
+    monkeypatch.setattr(durable.os, "fsync", refuse(errno.EINVAL))
+    save(saves, 1)
+    assert latest_step(saves.root) == 1
+    monkeypatch.setattr(durable.os, "fsync", refuse(errno.EIO))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(saves, 2)
+    assert latest_step(saves.root) == 1
+
+
+def test_old_checkpoints_that_cannot_be_removed(
+    in_memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning: the new one is complete."""
+    saves = CheckpointWriter(in_memory / "checkpoints", one_process(), keep_last=1)
+    save(saves, 1)
+
+    def refuse(path: Path) -> None:
+        if path.exists():
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(folder, "remove", refuse)
+    save(saves, 2)
+    assert latest_step(saves.root) == 2
+    assert "old checkpoints cannot be removed" in caplog.text
+    assert "step-00000001: Permission denied" in caplog.text
+    monkeypatch.undo()
+    save(saves, 3)
+    assert contents(saves.root) == [".lock", "latest", "step-00000003"]
+
+
+def test_another_run_in_the_folder_is_told(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not the other one's unfinished checkpoint that is removed."""
+    root = in_memory / "checkpoints"
+    ready, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            save(CheckpointWriter(root, one_process()), 1)
+            folder.temporary(root, 2, "theirs").mkdir()
+            os.write(ready[1], b"x")
+            os.read(go_on[0], 1)
+        finally:
+            os._exit(0)
+    os.read(ready[0], 1)
+    saves = CheckpointWriter(root, one_process())
+    save(saves, 3)
+    assert caplog.text.count("another run saves its checkpoints here, too") == 1
+    save(saves, 4)
+    assert caplog.text.count("another run saves its checkpoints here, too") == 1
+    assert folder.temporary(root, 2, "theirs").exists()
+    os.write(go_on[1], b"x")
+    os.waitpid(child, 0)
+    save(CheckpointWriter(root, one_process()), 5)
+    assert not folder.temporary(root, 2, "theirs").exists()
+
+
+# -- one rank has trouble of its own ----------------------------------------------------------------------
+
+
+def _trouble(context: ParallelContext, root: Path) -> list[str]:
+    saves, told = CheckpointWriter(root, context), []
+    rank, world = context.rank, context.world_size
+
+    def attempt(step: int, collect: Callable[[], RankState], background: bool) -> None:
+        try:
+            saves.save(collect, About(step), background=background).wait()
+        except CheckpointError as error:
+            told.append(str(error).partition(": rank ")[2])
+
+    def raise_error() -> RankState:
+        raise KeyError("no state today")
+
+    for background in (False, True):
+        for troubled in (0, 1):
+            attempt(1, raise_error if rank == troubled else lambda: state_of(1, rank, world), background)
+    copy = snapshot.Staging.copy
+    if rank == 1:
+        snapshot.Staging.copy = _no_memory  # type: ignore[method-assign]
+    attempt(2, lambda: state_of(2, rank, world), True)
+    snapshot.Staging.copy = copy  # type: ignore[method-assign]
+
+    # parts that do not fit together
+    attempt(3, lambda: state_of(3, 0, world), True)
+    other = RankState([HeldTensor.whole("model/matrix", torch.zeros(rank + 1, dtype=torch.float64), writes=True)])
+    attempt(4, lambda: other, False)
+
+    start = writer.threading.Thread.start
+    if rank == 0:  # no more threads
+        writer.threading.Thread.start = _no_thread  # type: ignore[method-assign, assignment]
+    attempt(5, lambda: state_of(5, rank, world), True)
+    writer.threading.Thread.start = start  # type: ignore[method-assign]
+    return told
+
+
+def _no_memory(*args: Any) -> Any:
+    raise MemoryError("512 GiB")
+
+
+def _no_thread(*args: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_what_fails_on_one_rank_fails_on_all(in_memory: Path) -> None:
+    here, there = run_ranks(2, _trouble, in_memory / "checkpoints")
+    assert here == there
+    assert len(here) == 7
+    for message, (rank, words) in zip(
+        here,
+        [
+            (0, "KeyError: 'no state today'"),
+            (1, "KeyError: 'no state today'"),
+            (0, "KeyError: 'no state today'"),
+            (1, "KeyError: 'no state today'"),
+            (1, "MemoryError: 512 GiB"),
+            (0, "do not cover it once: a rank's part is missing, or two ranks wrote the same"),
+            (0, "model/matrix is float64 (1,) on one rank and float64 (2,) on another"),
+        ],
+        strict=True,
+    ):
+        assert message.startswith(f"{rank} on "), message
+        assert words in message
+    assert latest_step(in_memory / "checkpoints", 2) == 5
+    assert contents(in_memory / "checkpoints") == [".lock", "latest", "step-00000005"]
+
+
+def _left_alone(context: ParallelContext, root: Path, how: str) -> tuple[str, float]:
+    saves = CheckpointWriter(root, context)
+    save(saves, 1, rank=context.rank, world=2)
+    began = time.monotonic()
+    if context.rank == 1:
+        if how == "before":
+            time.sleep(0.5)
+            os._exit(0)
+
+        def leave() -> RankState:
+            os._exit(0)
+
+        saves.save(leave, About(2))
+    under_way = saves.save(lambda: state_of(2, 0, 2), About(2))
+    try:
+        under_way.wait()
+    except CheckpointError as error:
+        return str(error), time.monotonic() - began
+    return "was saved", 0.0
+
+
+@pytest.mark.parametrize("how", ["before", "within"])
+def test_a_rank_that_has_died_is_not_waited_for(in_memory: Path, how: str) -> None:
+    root = in_memory / "checkpoints"
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(2, _named(_left_alone), root, how, timeout_seconds=1.0)
+    assert "rank 1 ---\ndied without a word" in str(failed.value)
+    assert (in_memory / "told").read_text().startswith("rank 1 has not been heard of for")
+    assert latest_step(root, 2) == 1
+    assert contents(root) == [".lock", "latest", "step-00000001"]
+
+
+def _named(body: Callable[..., tuple[str, float]]) -> Callable[..., None]:
+    """The answer as a file: one of two ranks is not there to give one."""
+
+    def run(context: ParallelContext, root: Path, how: str) -> None:
+        told, seconds = body(context, root, how)
+        assert seconds < 10.0
+        (root.parent / "told").write_text(told.partition("was not saved: ")[2])
+
+    return run
+
+
+def _keys_of_many_saves(context: ParallelContext, root: Path) -> list[int]:
+    saves, counts = CheckpointWriter(root, context), []
+    for step in range(1, 31):
+        save(saves, step, rank=context.rank, world=2, background=step % 2 == 0)
+        store: Any = context.store()
+        if step % 10 == 0 and context.rank == 0:
+            counts.append(
+                sum(
+                    store.check([f"checkpoint/{number}/{what}/{rank}"])
+                    for number in range(step)
+                    for what in ("part", "outcome", "heard", "sign")
+                    for rank in range(2)
+                )
+            )
+    return counts
+
+
+def test_the_store_does_not_grow(in_memory: Path) -> None:
+    counts, _ = run_ranks(2, _keys_of_many_saves, in_memory / "checkpoints")
+    assert counts == [0, 0, 0]
+
+
+def _waiting_in_the_store(context: ParallelContext, root: Path) -> float:
+    """The main thread waits in the store, for what the other rank says when its save is done."""
+    saves = CheckpointWriter(root, context)
+    began = time.monotonic()
+    under_way = saves.save(lambda: state_of(1, context.rank, 2), About(1))
+    store = context.store()
+    if context.rank == 0:
+        store.wait(["done"])
+    else:
+        under_way.wait()
+        store.set("done", "")
+    under_way.wait()
+    return time.monotonic() - began
+
+
+def test_the_store_is_used_by_two_threads(in_memory: Path) -> None:
+    assert max(run_ranks(2, _waiting_in_the_store, in_memory / "checkpoints")) < 10.0
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from helpers.checkpointing import one_process, state_of
+from colossus.checkpoint import writer
+write_file = writer.write_file
+def slow(path, *more):
+    time.sleep(0.5)
+    if "fails" in str(path):
+        raise OSError(28, "No space left on device")
+    return write_file(path, *more)
+writer.write_file = slow
+for how in ("works", "fails"):
+    writer.CheckpointWriter(Path(sys.argv[1], how), one_process()).save(lambda: state_of(1), writer.About(1))
+"""
+
+
+def test_an_interpreter_that_ends_waits_for_the_save(in_memory: Path) -> None:
+    """A loop of a user's own, which ends while the last save is under way."""
+    path = f"{Path(__file__).parents[2]}:{Path(__file__).parents[1]}"
+    command = [sys.executable, "-c", SCRIPT, str(in_memory)]
+    ended = subprocess.run(command, env={**environment(), "PYTHONPATH": path}, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert latest_step(in_memory / "works") == 1
+    assert re.fullmatch(
+        r".*fails/step-00000001 was not saved: rank 0 on .*rank-00000.safetensors: No space left on device\n",
+        ended.stderr,
+    )

@@ -1,0 +1,109 @@
+"""SIGKILL at any moment, to ranks and to the launcher: a checkpoint is there, no older than the last completed one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from helpers.checkpointing import latest_step, save
+from helpers.ranks import grid
+from torch import distributed as dist
+
+from colossus.checkpoint.writer import CheckpointWriter
+from colossus.context.parallel_context import ParallelContext
+
+WORLD = 2
+
+
+class Run:
+    """Ranks that were forked; what they note is read by `noted`."""
+
+    def __init__(self, folder: Path, number: int, body: Callable[[ParallelContext, Callable[[int], None]], None]):
+        self._notes = folder / f"notes-{number}"
+        self._notes.touch()
+        self.pids = [self._fork(rank, folder / f"store-{number}", body) for rank in range(WORLD)]
+
+    def _fork(self, rank: int, store: Path, body: Callable[[ParallelContext, Callable[[int], None]], None]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            notes = os.open(self._notes, os.O_WRONLY | os.O_APPEND)
+            dist.init_process_group(
+                "gloo",
+                rank=rank,
+                world_size=WORLD,
+                store=dist.FileStore(str(store), WORLD),
+                timeout=timedelta(seconds=60),
+            )
+            body(ParallelContext(grid(tensor=WORLD), rank), lambda step: os.write(notes, b"%d\n" % step) and None)
+        finally:
+            os._exit(1)
+
+    def noted(self) -> list[int]:
+        return [int(line) for line in self._notes.read_text().split("\n")[:-1]]
+
+    def wait_for_notes(self, number: int) -> None:
+        until = time.monotonic() + 60
+        while len(self.noted()) < number:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
+    def kill(self, *ranks: int) -> None:
+        for rank in ranks:
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def end(self) -> None:
+        for rank, pid in enumerate(self.pids):
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank)
+            os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def started(folder: Path, number: int, body: Callable[[ParallelContext, Callable[[int], None]], None]) -> Iterator[Run]:
+    run = Run(folder, number, body)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def _saves_all_the_time(root: Path, first: int) -> Callable[[ParallelContext, Callable[[int], None]], None]:
+    """Every step is saved, some in the background, some twice; rank 0 notes the steps that are complete."""
+
+    def body(context: ParallelContext, note: Callable[[int], None]) -> None:
+        writer = CheckpointWriter(root, context, keep_last=2, keep_every=7)
+        note(first) if context.rank == 0 else None
+        for number in range(10**6):
+            step = first + 1 + number * 2 // 3  # 0 0 1 2 2 3 ..
+            save(writer, step, rank=context.rank, world=WORLD, background=number % 4 < 2)
+            if context.rank == 0:
+                note(step)
+
+    return body
+
+
+def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
+    """At 32 moments: one rank first, the other a little later, or all at once; the run goes on from what is there."""
+    drawn = random.Random(14)
+    root, step, reached = in_memory / "checkpoints", 0, []
+    for number in range(32):
+        with started(in_memory, number, _saves_all_the_time(root, step)) as run:
+            run.wait_for_notes(1)
+            time.sleep(drawn.uniform(0.0, 0.15))
+            first = number % (WORLD + 1)
+            run.kill(*([first] if first < WORLD else range(WORLD)))
+            time.sleep(drawn.choice([0.0, 0.003, 0.03]))
+        completed = max(run.noted())
+        step = latest_step(root, WORLD)
+        assert step >= completed, f"kill {number}"
+        reached.append(step)
+    assert reached == sorted(reached)
+    assert reached[-1] > 100, "too few saves for 32 kills to meet them"

@@ -1,0 +1,57 @@
+"""Small checkpoints that say themselves of which step they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from helpers.ranks import grid
+
+from colossus.checkpoint import folder
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.merge import About
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.writer import CheckpointWriter
+from colossus.context.parallel_context import ParallelContext
+
+#: rows of the tensor that ranks share out, and its columns
+ROWS, COLUMNS = 4, 3
+
+
+def state_of(step: int, rank: int = 0, world: int = 1) -> RankState:
+    """A rank's rows of a matrix, and a vector that the last rank writes; all elements are the step."""
+    rows = ROWS // world
+    box = ((rank * rows, (rank + 1) * rows), (0, COLUMNS))
+    return RankState(
+        [
+            HeldTensor("model/matrix", (ROWS, COLUMNS), box, torch.full((rows, COLUMNS), float(step))),
+            HeldTensor.whole("model/vector", torch.full((5,), float(step)), writes=rank == world - 1),
+        ],
+        {f"ranks/{rank}/step": step},
+    )
+
+
+def save(writer: CheckpointWriter, step: int, *, rank: int = 0, world: int = 1, background: bool = False) -> None:
+    writer.save(lambda: state_of(step, rank, world), About(step), background=background).wait()
+
+
+def one_process() -> ParallelContext:
+    return ParallelContext(grid(), 0)
+
+
+def step_in(path: Path, num_ranks: int = 1) -> int:
+    """The step of a checkpoint, when it is whole to the last byte."""
+    with CheckpointReader(path) as reader:
+        reader.verify()
+        step = reader.manifest.step
+        assert torch.equal(reader.tensor("model/matrix"), torch.full((ROWS, COLUMNS), float(step)))
+        assert torch.equal(reader.tensor("model/vector"), torch.full((5,), float(step)))
+        assert reader.manifest.values == {f"ranks/{rank}/step": step for rank in range(num_ranks)}
+    return step
+
+
+def latest_step(root: Path, num_ranks: int = 1) -> int:
+    """The step where a run would go on, 0 where it would begin."""
+    found = folder.find_latest(root)
+    return step_in(found, num_ranks) if found is not None else 0
