@@ -90,6 +90,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         nnodes=arguments.nnodes,
         rdzv_endpoint=arguments.rdzv_endpoint,
+        resume=arguments.resume,
         dry_run=arguments.dry_run,
     )
     return code

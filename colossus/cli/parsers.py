@@ -41,7 +41,7 @@ a first run:
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
-    "            difference, 130 stopped by Ctrl-C\n"
+    "            difference, 130 stopped by Ctrl-C, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a batch system)\n"
 )
 
 
@@ -146,6 +146,8 @@ def _launch() -> Parser:
         "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
         OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
         "  colossus launch config.py train.steps=50 --run-dir runs/try\n"
+        "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
+        "  colossus launch config.py --resume                  # goes on where it was saved\n"
         "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
         "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n" + EXIT_CODES,
     )
@@ -154,6 +156,12 @@ def _launch() -> Parser:
     parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
     parser.add_argument("--nnodes", type=positive_integer, default=1, metavar="M", help="number of nodes (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name, "
+        "in its run folder; the plan may be another",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,12 +32,15 @@ Find = Callable[[dict[Path, CheckpointError]], Path | None]
 class Checkpoints:
     """Saves and loads the whole state of an engine. What is not told otherwise is collective: every rank calls.
 
-    `fit` follows the config's section ``checkpoint``: it resumes at its start, saves every so many steps and after the
-    last one. In a loop of your own call `resume` before and `after_step` in it, or `save` and `load` as you like.
+    `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
+    it, or `save` and `load` as you like.
 
     Attributes:
         hooks: whose state belongs to the run; `fit` sets them.
+        resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
+        resumed_plan: the plan it was saved under, in words.
+        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
@@ -49,7 +53,10 @@ class Checkpoints:
         self._failed: CheckpointError | None = None
         #: step of the checkpoint that has the state as it is
         self._last_step: int | None = None
+        self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
+        self.resumed_plan = ""
+        self.stall_seconds = 0.0
         self.weights_from: Path | None = None
         self.on_progress: Callable[[], None] = lambda: None
 
@@ -63,16 +70,10 @@ class Checkpoints:
 
     @property
     def root(self) -> Path:
-        """The folder of this run's checkpoints.
-
-        Raises:
-            ValueError: outside of a launch, where the config does not name it.
-        """
-        if self._config.dir is not None:
-            return Path(self._config.dir)
-        if self._engine.run_dir is None:
+        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        if not self._has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return self._engine.run_dir / "checkpoints"
+        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -86,6 +87,9 @@ class Checkpoints:
             What can be waited for; it raises there what went wrong.
         """
         background = self._config.background if background is None else background
+        began = time.perf_counter()
+        for hook in self.hooks:
+            hook.on_save(self._engine)
         if self._writer is None:
             self._writer = CheckpointWriter(
                 self.root,
@@ -94,10 +98,12 @@ class Checkpoints:
                 keep_every=self._config.keep_every,
                 on_block=lambda: self.on_progress(),
             )
-        return self._writer.save(self._state.collect, self._state.about(), background=background)
+        save = self._writer.save(self._state.collect, self._state.about(), background=background)
+        self.stall_seconds += time.perf_counter() - began
+        return save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if the config's ``checkpoint.every`` says so; tell which saves have ended since the last call.
+        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
 
         Args:
             is_last: no step follows: save what is not saved yet, and wait until it is.
@@ -127,6 +133,9 @@ class Checkpoints:
         """The save under way, which is waited for; one that failed is told, or kept for all ranks to raise."""
         save, self._save = self._save, None
         assert save is not None
+        began = time.perf_counter()
+        save.ended()
+        self.stall_seconds += time.perf_counter() - began
         try:
             return [save.wait()]
         except CheckpointError as error:
@@ -141,8 +150,7 @@ class Checkpoints:
         """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
 
         Args:
-            patience: seconds after which a rank that gives no sign of life is given up; by default the config's
-                ``comm.timeout_seconds``.
+            patience: seconds after which a silent rank is given up; by default ``comm.timeout_seconds``.
         """
         if self._writer is not None:
             self._writer.finish(patience)
@@ -156,7 +164,7 @@ class Checkpoints:
     # -- loading ------------------------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
-        """Go on where ``checkpoint.resume`` says, once; where that is nowhere, a run that begins takes the weights
+        """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
         that ``checkpoint.weights`` names.
 
         Where it names no single checkpoint and the newest is damaged, the newest that is whole is loaded, after a
@@ -168,7 +176,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
-        wanted, weights = self._config.resume, self._config.weights
+        wanted, weights = self.resume_from, self._config.weights
         if self.resumed_from is not None or self.weights_from is not None:
             return None
         found = None
@@ -206,8 +214,8 @@ class Checkpoints:
     ) -> WeightMatch:
         """Take parameters and buffers of a checkpoint, no optimizer and no step: where fine-tuning begins.
 
-        Under any plan, whatever the plan of the checkpoint. Names are those of the whole model; query, key and value
-        are apart; a tied parameter is found under any of its names.
+        The optimizer's state stays as it is. Under any plan, whatever the plan of the checkpoint. Names are those of
+        the whole model; query, key and value are apart; a tied parameter is found under any of its names.
 
         Args:
             path: as of `load`.
@@ -248,10 +256,14 @@ class Checkpoints:
         return match
 
     def _restore_newest(self, find: Find) -> Path | None:
-        found = self._read_newest(find, lambda reader: self._state.restore(reader, self.on_progress))
+        def take(reader: CheckpointReader) -> None:
+            self._state.restore(reader, self.on_progress)
+            self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
+
+        found = self._read_newest(find, take)
         if found is not None:
             self.resumed_from = found
-            is_own = found.parent.resolve() == self.root.resolve() if self._has_root else False
+            is_own = self._has_root and found.parent.resolve() == self.root.resolve()
             self._last_step = self._engine.completed_steps if is_own else None
         return found
 

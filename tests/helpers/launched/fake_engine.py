@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,24 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary
 from colossus.engine.strategies.strategy import Strategy
+
+
+class FakeCheckpoints:
+    """None are saved and none resumed."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hook] = []
+        self.resumed_from: Path | None = None
+        self.resumed_plan = ""
+        self.stall_seconds = 0.0
+
+    def resume(self) -> None:
+        return None
+
+    def after_step(self, *, is_last: bool = False) -> list[Any]:
+        return []
+
+    def finish(self, patience: float | None = None) -> None: ...
 
 
 class FakeEngine:
@@ -28,6 +47,7 @@ class FakeEngine:
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
         self.strategy = Strategy()
+        self.checkpoints = FakeCheckpoints()
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 
