@@ -23,6 +23,7 @@ class FakeCheckpoints:
         self.hooks: list[Hook] = []
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
+        self.weights_match = None
         self.stall_seconds = 0.0
 
     def resume(self) -> None:
