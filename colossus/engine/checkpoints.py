@@ -267,7 +267,7 @@ class Checkpoints:
             except CheckpointError as error:
                 raise CheckpointError(f"{title} = {wanted!r}: {error}") from None
 
-        return broadcast_object(on_all_ranks(self._world, find), self._world, 0)
+        return broadcast_object(on_all_ranks(self._world, find, tells_ranks=False), self._world, 0)
 
     def _open(self, found: Path) -> CheckpointReader:
         """Open a checkpoint on all ranks, or on none."""

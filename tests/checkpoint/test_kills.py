@@ -96,8 +96,8 @@ def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
     root, step, reached = in_memory / "checkpoints", 0, []
     for number in range(32):
         with started(in_memory, number, _saves_all_the_time(root, step)) as run:
-            run.wait_for_notes(1)
-            time.sleep(drawn.uniform(0.0, 0.15))
+            run.wait_for_notes(drawn.randint(1, 8))
+            time.sleep(drawn.uniform(0.0, 0.05))
             first = number % (WORLD + 1)
             run.kill(*([first] if first < WORLD else range(WORLD)))
             time.sleep(drawn.choice([0.0, 0.003, 0.03]))
@@ -106,4 +106,4 @@ def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
         assert step >= completed, f"kill {number}"
         reached.append(step)
     assert reached == sorted(reached)
-    assert reached[-1] > 100, "too few saves for 32 kills to meet them"
+    assert reached[-1] > 64, "too few saves for 32 kills to meet them"
