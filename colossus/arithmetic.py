@@ -39,3 +39,12 @@ def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:
 def factors(sizes: Mapping[str, int]) -> str:
     """``data 2 x pipeline 1 x tensor 4``."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def byte_count(size: float) -> str:
+    """``517 B``, ``9.90 KB``, ``1.20 GB``: in powers of 1000, three digits."""
+    units = ["B", "KB", "MB", "GB", "TB", "PB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
+    return f"{size:.{digits}f} {units[0]}"

@@ -29,12 +29,19 @@ from colossus.checkpoint.manifest import MANIFEST, read_manifest
 log = logging.getLogger("colossus.checkpoint")
 
 LATEST = "latest"
+#: below a run folder, unless the config names another place
+IN_RUN_FOLDER = "checkpoints"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.*")
 
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def root_of(given: str | None, run_folder: Path) -> Path:
+    """The folder of a run's checkpoints: ``checkpoint.dir``, or one in its run folder."""
+    return Path(given) if given is not None else run_folder / IN_RUN_FOLDER
 
 
 def temporary(root: Path, step: int, token: str) -> Path:
@@ -136,7 +143,7 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
                 raise damaged[path]
             require_files(path)
             return path
-        for root in (path, path / "checkpoints"):
+        for root in (path, path / IN_RUN_FOLDER):
             found = find_latest(root, damaged)
             if found is not None:
                 return found

@@ -37,11 +37,15 @@ class RankProblem(CheckpointError):
 class Messages:
     """Of the saves of one writer. Every rank makes one.
 
+    Args:
+        on_sign: called when a rank that is waited for has given a sign of life.
+
     Attributes:
         patience: seconds without a sign of life, after which a rank is given up.
     """
 
-    def __init__(self, context: ParallelContext) -> None:
+    def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None) -> None:
+        self._on_sign = on_sign
         self._rank, self._world_size = context.rank, context.world_size
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
@@ -124,6 +128,8 @@ class Messages:
                 next_look = now + min(_SIGN_EVERY, self.patience / 10)
                 signs = self._key("sign", rank)
                 seen = self._get(signs) if self._store.check([signs]) else None
+                if seen not in (sign, None):
+                    self._on_sign()
                 if seen != sign or (seen is None and not is_awaited()):
                     sign, heard_at = seen, now
                 elif now - heard_at > self.patience:

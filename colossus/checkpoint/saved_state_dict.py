@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
 from colossus.checkpoint.matching import matches, nearest_names
+from colossus.checkpoint.natural_order import natural_order
 from colossus.checkpoint.reader import CheckpointReader
 
 
@@ -68,8 +68,3 @@ def _read(
                 for name in wanted:
                     yield name, whole
                 del whole
-
-
-def natural_order(name: str) -> list[tuple[int, str]]:
-    """A key for sorting names with numbers in them: ``blocks.2`` before ``blocks.10``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -50,7 +50,8 @@ def stream_state_dict(
             write(name, value)  # on rank 0
 
     All ranks must iterate: the others take part in the gathering and are given nothing. No rank holds more than one
-    whole parameter. A loop that rank 0 leaves early is gone through to its end without it.
+    whole parameter, beside the one that the loop still has. A loop that rank 0 leaves early is gone through to its end
+    without it.
 
     Args:
         aliases: names of what is tied follow each other, each with the same tensor; False leaves out all but the first.

@@ -134,7 +134,8 @@ def host_bytes(tensor: Tensor) -> memoryview:
 
 def _memory(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the host."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    # one element is contiguous whatever its strides, but is no view of bytes with them
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class BoxReader:

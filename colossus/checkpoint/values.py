@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError
 
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 #: a dict with one of these keys is not a dict of the user's
-_TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
+TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -33,7 +33,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if type(value) in (tuple, torch.Size):
         return {"$tuple": [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}
     if isinstance(value, dict):
-        if all(type(key) is str for key in value) and not any(key in _TAGS for key in value):
+        if all(type(key) is str for key in value) and not any(key in TAGS for key in value):
             return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
         items = enumerate(value.items())
         return {
@@ -68,7 +68,7 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
     if not isinstance(value, Mapping):
         return value
     tag = next(iter(value), None)
-    if len(value) != 1 or tag not in _TAGS:
+    if len(value) != 1 or tag not in TAGS:
         return {key: decode(each, tensor) for key, each in value.items()}
     inside = value[tag]
     match tag:

@@ -51,7 +51,8 @@ class CheckpointWriter:
     Args:
         root: the folder of checkpoints, which all ranks see.
         keep_last, keep_every: see `folder.prune`; 0 and 0 keep all.
-        on_block: called from the writing thread whenever something was written: it is not stuck.
+        on_block: called from the writing thread whenever something was written, or a rank that is waited for has given
+            a sign of life: the save is not stuck.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class CheckpointWriter:
         self._keep_last, self._keep_every = keep_last, keep_every
         #: in the names of what this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], context.group(context.grid.names), 0)
-        self._messages = Messages(context)
+        self._messages = Messages(context, on_block)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None

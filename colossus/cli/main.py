@@ -8,9 +8,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from colossus import __version__
+from colossus.cli import checkpoint
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
 from colossus.cli.show import join_timeline, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
@@ -37,14 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f"; did you mean colossus launch {command}?"
         print(f"colossus: no command {command!r}{hint} commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if command == "checkpoint":
+        return _stoppable(lambda: checkpoint.run(given[1:]))
     try:
         rest = join_timeline(given[1:]) if command == "show" else given[1:]
         arguments = make_parser(command).parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
+    handlers = {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor, "verify": _verify}
+    return _stoppable(lambda: handlers[command](arguments))
+
+
+def _stoppable(run: Callable[[], int]) -> int:
+    """Run a command; its exit code, also where a config is wrong, or where it is stopped from outside."""
     try:
-        handlers = {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor, "verify": _verify}
-        return handlers[command](arguments)
+        return run()
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return 2
@@ -82,6 +90,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         run_dir=arguments.run_dir,
         nnodes=arguments.nnodes,
         rdzv_endpoint=arguments.rdzv_endpoint,
+        resume=arguments.resume,
         dry_run=arguments.dry_run,
     )
     return code

@@ -24,6 +24,8 @@ commands:
   show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  checkpoint inspect|verify|diff DIR
+                what is in a checkpoint, whether it is whole, what differs between two
 
 options:
   --version     print the version
@@ -38,8 +40,8 @@ a first run:
 """
 
 EXIT_CODES = (
-    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify found a difference,\n"
-    "            130 stopped by Ctrl-C\n"
+    "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
+    "            difference, 130 stopped by Ctrl-C, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a batch system)\n"
 )
 
 
@@ -98,7 +100,7 @@ def make_parser(command: str) -> Parser:
     return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor", "verify")
+COMMANDS = ("launch", "config", "show", "doctor", "verify", "checkpoint")
 
 
 def _config() -> Parser:
@@ -144,6 +146,8 @@ def _launch() -> Parser:
         "Train. The config is checked first, then the processes start. Runs the same under torchrun and srun.",
         OVERRIDES + "\nexamples:\n  colossus launch configs/gpt_stdlib.py --nproc 4\n"
         "  colossus launch config.py train.steps=50 --run-dir runs/try\n"
+        "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
+        "  colossus launch config.py --resume                  # goes on where it was saved\n"
         "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
         "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n" + EXIT_CODES,
     )
@@ -152,6 +156,12 @@ def _launch() -> Parser:
     parser.add_argument("--run-dir", metavar="DIR", help="folder of metrics and config (default: runs/<name>-<time>)")
     parser.add_argument("--nnodes", type=positive_integer, default=1, metavar="M", help="number of nodes (default: 1)")
     parser.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the nodes meet; needed with --nnodes")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name, "
+        "in its run folder; the plan may be another",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser
 

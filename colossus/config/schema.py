@@ -249,6 +249,8 @@ class Checkpoint(Section):
     keep_every: CountOrZero = 0
     #: a step waits for a copy in memory only, which is written while training goes on
     background: bool = True
+    #: after a stop signal: for the step to end and a save to begin, then as long as writing never pauses for so long
+    grace_seconds: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = 60.0
     #: what a save that fails (a full disk, say) does: "continue" says so and trains on, "stop" ends the run
     on_error: Literal["continue", "stop"] = "continue"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,6 @@ from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
-from colossus.context.groups import AxisGroup
 from colossus.engine.hooks import Hook
 from colossus.engine.state.engine_state import EngineState
 
@@ -23,16 +25,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("colossus.engine")
 
+#: gives a checkpoint, but none of those that are known to be damaged
+Find = Callable[[dict[Path, CheckpointError]], Path | None]
+
 
 class Checkpoints:
     """Saves and loads the whole state of an engine. What is not told otherwise is collective: every rank calls.
 
-    `fit` follows the config's section ``checkpoint``: it resumes at its start, saves every so many steps and after the
-    last one. In a loop of your own call `resume` before and `after_step` in it, or `save` and `load` as you like.
+    `fit` follows the config's section ``checkpoint``. In a loop of your own call `resume` before it and `after_step` in
+    it, or `save` and `load` as you like.
 
     Attributes:
         hooks: whose state belongs to the run; `fit` sets them.
+        resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
+        resumed_plan: the plan it was saved under, in words.
+        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
@@ -45,7 +53,10 @@ class Checkpoints:
         self._failed: CheckpointError | None = None
         #: step of the checkpoint that has the state as it is
         self._last_step: int | None = None
+        self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
+        self.resumed_plan = ""
+        self.stall_seconds = 0.0
         self.weights_from: Path | None = None
         self.on_progress: Callable[[], None] = lambda: None
 
@@ -59,16 +70,10 @@ class Checkpoints:
 
     @property
     def root(self) -> Path:
-        """The folder of this run's checkpoints.
-
-        Raises:
-            ValueError: outside of a launch, where the config does not name it.
-        """
-        if self._config.dir is not None:
-            return Path(self._config.dir)
-        if self._engine.run_dir is None:
+        """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
+        if not self._has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return self._engine.run_dir / "checkpoints"
+        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
 
     # -- saving -------------------------------------------------------------------------------------------
 
@@ -82,6 +87,9 @@ class Checkpoints:
             What can be waited for; it raises there what went wrong.
         """
         background = self._config.background if background is None else background
+        began = time.perf_counter()
+        for hook in self.hooks:
+            hook.on_save(self._engine)
         if self._writer is None:
             self._writer = CheckpointWriter(
                 self.root,
@@ -90,10 +98,12 @@ class Checkpoints:
                 keep_every=self._config.keep_every,
                 on_block=lambda: self.on_progress(),
             )
-        return self._writer.save(self._state.collect, self._state.about(), background=background)
+        save = self._writer.save(self._state.collect, self._state.about(), background=background)
+        self.stall_seconds += time.perf_counter() - began
+        return save
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
-        """Save if the config's ``checkpoint.every`` says so; tell which saves have ended since the last call.
+        """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
 
         Args:
             is_last: no step follows: save what is not saved yet, and wait until it is.
@@ -123,6 +133,9 @@ class Checkpoints:
         """The save under way, which is waited for; one that failed is told, or kept for all ranks to raise."""
         save, self._save = self._save, None
         assert save is not None
+        began = time.perf_counter()
+        save.ended()
+        self.stall_seconds += time.perf_counter() - began
         try:
             return [save.wait()]
         except CheckpointError as error:
@@ -137,8 +150,7 @@ class Checkpoints:
         """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
 
         Args:
-            patience: seconds after which a rank that gives no sign of life is given up; by default the config's
-                ``comm.timeout_seconds``.
+            patience: seconds after which a silent rank is given up; by default ``comm.timeout_seconds``.
         """
         if self._writer is not None:
             self._writer.finish(patience)
@@ -152,8 +164,11 @@ class Checkpoints:
     # -- loading ------------------------------------------------------------------------------------------
 
     def resume(self) -> Path | None:
-        """Go on where ``checkpoint.resume`` says, once; where that is nowhere, a run that begins takes the weights
+        """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
         that ``checkpoint.weights`` names.
+
+        Where it names no single checkpoint and the newest is damaged, the newest that is whole is loaded, after a
+        warning that says what was wrong.
 
         Returns:
             The checkpoint behind which the run goes on.
@@ -161,47 +176,32 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
-        wanted, weights = self._config.resume, self._config.weights
+        wanted, weights = self.resume_from, self._config.weights
         if self.resumed_from is not None or self.weights_from is not None:
             return None
-        found = self._load_newest(wanted, "checkpoint.resume") if wanted is not None else None
+        found = None
+        if wanted is not None:
+            find = folder.find_latest if wanted == "auto" else folder.locate
+            path = self.root if wanted == "auto" else Path(wanted)
+            with _named(f"checkpoint.resume = {wanted!r}"):
+                found = self._restore_newest(lambda damaged: find(path, damaged))
         if found is None and weights is not None and not self._engine.completed_steps:
-            self.load_weights(
-                weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
-            )
+            with _named("checkpoint.weights"):
+                self.load_weights(
+                    weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
+                )
         return found
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.
 
         Args:
-            path: a checkpoint; or a folder of them, or a run folder, of which the newest whole one is taken.
+            path: a checkpoint; or a folder of them, or a run folder, whose newest whole one is taken.
 
         Raises:
             CheckpointError: on all ranks, before anything is changed, when it is no whole checkpoint of this model.
         """
-        self._load_newest(str(path), "load")
-
-    def _load_newest(self, wanted: str, title: str) -> Path | None:
-        """Load what is meant; if a checksum shows that it is damaged and it was one of several, the next one."""
-        damaged: dict[Path, CheckpointError] = {}
-        while (found := self._find(wanted, title, damaged)) is not None:
-            try:
-                self._load(found)
-            except DamagedCheckpoint as error:
-                damaged[found] = error
-                if self._engine.context.is_logging_rank:
-                    log.warning("%s", error)
-            else:
-                break
-        return found
-
-    def _load(self, found: Path) -> None:
-        with self._open(found) as reader:
-            self._state.restore(reader, self.on_progress)
-        self.resumed_from = found
-        is_own = found.parent.resolve() == self.root.resolve() if self._has_root else False
-        self._last_step = self._engine.completed_steps if is_own else None
+        self._restore_newest(lambda damaged: folder.locate(Path(path), damaged))
 
     def load_weights(
         self,
@@ -218,7 +218,7 @@ class Checkpoints:
         are apart; a tied parameter is found under any of its names.
 
         Args:
-            path: a checkpoint, a folder of them or a run folder.
+            path: as of `load`.
             only: patterns (`fnmatch`) of names in this model, ``["blocks.*"]``; what none meets keeps its values.
             rename: names of the checkpoint to names in this model, a function or a dict (`matching.renamed`).
             strict: refuse when something asked for is not in the checkpoint, when the checkpoint has something that
@@ -236,48 +236,66 @@ class Checkpoints:
         for title, patterns in (("only", only), ("grow", grow)):
             if isinstance(patterns, str):
                 raise ValueError(f"load_weights: {title} takes a list of patterns: {title}=[{patterns!r}]")
-        found = self._find(str(path), "load_weights")
-        assert found is not None
-        with self._open(found) as reader:
-            match = self._state.load_weights(
-                reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
+        matched: list[WeightMatch] = []
+
+        def take(reader: CheckpointReader) -> None:
+            matched.append(
+                self._state.load_weights(
+                    reader, only=only, rename=rename, strict=strict, grow=grow, on_progress=self.on_progress
+                )
             )
-        self.weights_from = found
+
+        self.weights_from = self._read_newest(lambda damaged: folder.locate(Path(path), damaged), take)
+        (match,) = matched
         if self._engine.context.is_logging_rank:
-            self._tell_weights(found, match)
+            log.info("%d parameters and buffers loaded from %s", len(match.sources), self.weights_from)
+            for name, (saved, here) in match.grown.items():
+                log.info("%s has %d rows, %d of them loaded; the others keep their initial values", name, here, saved)
+            if not match.is_complete:
+                log.warning("not loaded from %s: %s", self.weights_from, match)
         return match
 
-    def _tell_weights(self, found: Path, match: WeightMatch) -> None:
-        log.info("%d parameters and buffers loaded from %s", len(match.sources), found)
-        for name, (saved, here) in match.grown.items():
-            log.info("%s has %d rows, %d of them loaded; the others keep their initial values", name, here, saved)
-        if not match.is_complete:
-            log.warning("not loaded from %s: %s", found, match)
+    def _restore_newest(self, find: Find) -> Path | None:
+        def take(reader: CheckpointReader) -> None:
+            self._state.restore(reader, self.on_progress)
+            self.resumed_plan = str(reader.manifest.plan.get("text", "another plan"))
 
-    def _find(self, wanted: str, title: str, damaged: dict[Path, CheckpointError] | None = None) -> Path | None:
-        """The checkpoint that is meant, as the logging rank sees it; "auto": the latest of this run, if any."""
+        found = self._read_newest(find, take)
+        if found is not None:
+            self.resumed_from = found
+            is_own = self._has_root and found.parent.resolve() == self.root.resolve()
+            self._last_step = self._engine.completed_steps if is_own else None
+        return found
 
-        def find() -> Path | None:
-            if not self._engine.context.is_logging_rank:
+    def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
+        """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
+        world = self._engine.context.group(self._engine.context.grid.names)
+        damaged: dict[Path, CheckpointError] = {}
+        is_first = self._engine.context.is_logging_rank
+        while True:
+            mine = on_all_ranks(world, lambda: find(damaged) if is_first else None, tells_ranks=False)
+            found = broadcast_object(mine, world, 0)
+            if found is None:
                 return None
             try:
-                if wanted == "auto":
-                    return folder.find_latest(self.root, damaged)
-                return folder.locate(Path(wanted), damaged)
-            except CheckpointError as error:
-                raise CheckpointError(f"{title} = {wanted!r}: {error}") from None
-
-        return broadcast_object(on_all_ranks(self._world, find, tells_ranks=False), self._world, 0)
-
-    def _open(self, found: Path) -> CheckpointReader:
-        """Open a checkpoint on all ranks, or on none."""
-        return on_all_ranks(self._world, lambda: CheckpointReader(found))
-
-    @property
-    def _world(self) -> AxisGroup:
-        context = self._engine.context
-        return context.group(context.grid.names)
+                with on_all_ranks(world, partial(CheckpointReader, found)) as reader:
+                    take(reader)
+            except DamagedCheckpoint as error:
+                damaged[found] = error
+                if is_first:
+                    log.warning("%s", error)
+            else:
+                return found
 
     @property
     def _has_root(self) -> bool:
         return self._config.dir is not None or self._engine.run_dir is not None
+
+
+@contextlib.contextmanager
+def _named(title: str) -> Iterator[None]:
+    """Errors begin with the key that led to them."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{title}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,21 +53,25 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     stop (`Checkpoints`).
 
     Every rank calls this. A request to stop is summed in each step's all-reduce, so that all ranks leave the loop after
-    the same step. The evaluation due at that step is skipped: a stop should be quick.
+    the same step. The evaluation due at that step is left out: a stop should be quick. Where the run goes on from a
+    checkpoint it is made up for.
 
     Raises:
         ValueError: when the loader ends although training has not.
         Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
     """
     steps = engine.config.train.steps
-    engine.checkpoints.hooks = hooks
-    validation_loss, result, stopped, stop_signal = None, None, False, None
+    evaluations = _Evaluations(engine)
+    engine.checkpoints.hooks = [*hooks, evaluations]
+    result, stopped, stop_signal = None, False, None
     completed = engine.completed_steps
     try:
         engine.checkpoints.resume()
         completed = engine.completed_steps
         for hook in hooks:
             hook.on_train_start(engine)
+        if evaluations.is_owed:
+            stopped, stop_signal = evaluations.run(hooks)
         batches = iter(engine.loader)
         while completed < steps and not stopped:
             for hook in hooks:
@@ -77,12 +81,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             for hook in hooks:
                 hook.on_step_end(engine, result)
             if not stopped and evaluation_due(engine, completed):
-                summary = engine.evaluate()
-                stopped, stop_signal = not summary.complete, summary.stop_signal
-                if summary.complete:
-                    validation_loss = summary.loss
-                    for hook in hooks:
-                        hook.on_eval_end(engine, summary)
+                stopped, stop_signal = evaluations.run(hooks)
             _save_if_due(engine, hooks)
         _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
@@ -94,7 +93,39 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     finally:
         engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
-    return FitSummary(completed, reason, result.loss if result is not None else None, validation_loss, stop_signal)
+    loss = result.loss if result is not None else None
+    return FitSummary(completed, reason, loss, evaluations.last_loss, stop_signal)
+
+
+class _Evaluations(Hook):
+    """Evaluates, and remembers in checkpoints that an evaluation was left out because of a stop: it is made up for.
+
+    Attributes:
+        is_owed: whether the run goes on behind a step whose evaluation was left out.
+        last_loss: of the last evaluation, None when there was none.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._step: int | None = None
+        self.is_owed = False
+        self.last_loss: float | None = None
+
+    def run(self, hooks: Sequence[Hook]) -> tuple[bool, int | None]:
+        """Evaluate. Returns whether it was stopped, and the signal that was the reason."""
+        summary = self._engine.evaluate()
+        if summary.complete:
+            self._step, self.last_loss, self.is_owed = summary.step, summary.loss, False
+            for hook in hooks:
+                hook.on_eval_end(self._engine, summary)
+        return not summary.complete, summary.stop_signal
+
+    def state_dict(self) -> dict[str, Any]:
+        step = self._engine.completed_steps
+        return {"is_owed": self.is_owed or (evaluation_due(self._engine, step) and self._step != step)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.is_owed = bool(state["is_owed"]) and self._engine.eval_loader is not None
 
 
 def _save_if_due(engine: Engine, hooks: Sequence[Hook], *, is_last: bool = False) -> None:

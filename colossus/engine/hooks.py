@@ -34,7 +34,12 @@ class Hook:
         """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values."""
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
-        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to."""
+        """After an evaluation, which follows the ``on_step_end`` of the step it belongs to; or at the start of a run
+        that goes on behind a step whose evaluation a stop has left out."""
+
+    def on_save(self, engine: Engine) -> None:
+        """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
+        and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns."""
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 
 #: what may have asked for a stop, the last one wins: the program itself (None), or a signal to some rank
-_REASONS = (None, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+_REASONS = (None, signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 #: a reason counts more than those before it from so many ranks: their sum says which it was, in float32 too
 _MOST_RANKS = 1 << 20
 

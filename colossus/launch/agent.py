@@ -7,14 +7,13 @@ one block in place of elastic's log and traceback.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Timer
@@ -25,14 +24,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from colossus.config import ConfigError
-from colossus.launch import failure, finished, run_folder
+from colossus.launch import failure, finished
 from colossus.launch.causes import RankExit
+from colossus.launch.ending import end_processes, ignore_stop_signals
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
+from colossus.launch.origin import Taken
 from colossus.launch.rendezvous import awaiting, meet
-from colossus.launch.stop import GRACE_SECONDS, STOP_SIGNALS
-
-KILL_SECONDS = GRACE_SECONDS + 0.5
-"""From the stop signal to SIGKILL: workers end themselves before, unless they cannot run at all."""
+from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
@@ -45,12 +43,12 @@ class Outcome:
     Attributes:
         exits: global rank -> how its process ended.
         signum: the signal the launcher itself received, None when the ranks ended otherwise.
-        folder: the run folder all nodes agreed on.
+        folder: the run folder all nodes agreed on, None before they have.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
     """
 
-    folder: Path
+    folder: Path | None = None
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
     others: Sequence[NodeEnd] = ()
@@ -62,14 +60,14 @@ def run_workers(
     overrides: list[str],
     *,
     local_ranks: int,
-    folder: Path,
+    begin: Callable[[], Taken],
     nodes: int = 1,
     endpoint: str | None = None,
 ) -> Outcome:
     """Start ``local_ranks`` workers on this node and wait until all have ended.
 
     Args:
-        folder: the run folder proposed by this node; the first node's wins.
+        begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
 
     Raises:
@@ -89,7 +87,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = _Agent(spec, config_path, overrides, folder, notice)
+    agent = _Agent(spec, config_path, overrides, begin, notice)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
@@ -120,11 +118,17 @@ class _Terminal(LogsSpecs):
 
 class _Agent(LocalElasticAgent):
     def __init__(
-        self, spec: WorkerSpec, config_path: str, overrides: list[str], folder: Path, notice: Timer | None
+        self,
+        spec: WorkerSpec,
+        config_path: str,
+        overrides: list[str],
+        begin: Callable[[], Taken],
+        notice: Timer | None,
     ) -> None:
         super().__init__(spec, _Terminal())
         self._config_path, self._overrides = config_path, overrides
-        self.outcome = Outcome(folder)
+        self._begin = begin
+        self.outcome = Outcome()
         self.marks: Path | None = None
         self._first_finished: float | None = None
         self._has_reported_lingering = False
@@ -157,7 +161,7 @@ class _Agent(LocalElasticAgent):
             nodes.conclude(self._end_of(nodes))
         except SignalException as stop:
             outcome.signum = int(stop.sigval)
-            _ignore_stop_signals()
+            ignore_stop_signals()
             nodes.conclude(self._end_of(nodes))
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
@@ -168,15 +172,17 @@ class _Agent(LocalElasticAgent):
 
     def _end_of(self, nodes: Nodes) -> NodeEnd:
         exits = self.outcome.exits
-        records = [record for record in failure.read_all(self.outcome.folder) if record.rank in exits]
+        folder = self.outcome.folder
+        records = [record for record in failure.read_all(folder) if record.rank in exits] if folder is not None else []
         return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._notice is not None:
             self._notice.cancel()
-        self.outcome.folder = self._agree_on_folder(worker_group)
+        self.outcome.folder, resume = self._agree_on_folder(worker_group)
+        resumed = ["--resume", resume] if resume is not None else []
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
-        arguments = ["--run-dir", str(self.outcome.folder), self._config_path, *self._overrides]
+        arguments = ["--run-dir", str(self.outcome.folder), *resumed, self._config_path, *self._overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
         ids = super()._start_workers(worker_group)
         context: Any = self._pcontext
@@ -218,23 +224,28 @@ class _Agent(LocalElasticAgent):
                 flush=True,
             )
 
-    def _agree_on_folder(self, worker_group: WorkerGroup) -> Path:
+    def _agree_on_folder(self, worker_group: WorkerGroup) -> tuple[Path, str | None]:
+        """The run folder, and what the ranks resume from."""
         store = worker_group.store
         if worker_group.group_world_size == 1 or store is None:
-            return self.outcome.folder
+            self._taken = self._begin()
+            return self._taken.folder, self._taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
-        problems: list[str] = []
         if worker_group.group_rank == 0:
-            try:
-                self._lock = run_folder.prepare(self.outcome.folder)
-            except ConfigError as error:
-                problems = error.problems
-            store.set("colossus/run_dir", json.dumps((str(self.outcome.folder.resolve()), problems)))
-        folder, problems = json.loads(store.get("colossus/run_dir"))
+            store.set("colossus/begin", json.dumps(self._begun()))
+        folder, resume, problems = json.loads(store.get("colossus/begin"))
         if problems:
             raise ConfigError(problems)
-        return Path(folder)
+        return Path(folder), resume
+
+    def _begun(self) -> tuple[str, str | None, Sequence[str]]:
+        """(run folder, what is resumed, what is wrong), for the other nodes."""
+        try:
+            self._taken = self._begin()
+        except ConfigError as error:
+            return "", None, error.problems
+        return str(self._taken.folder.resolve()), self._taken.resume, []
 
     def _await_ends(self, seconds: float) -> None:
         """Wait until all ranks have ended by themselves, at most this long."""
@@ -246,7 +257,7 @@ class _Agent(LocalElasticAgent):
             time.sleep(0.02)
 
     def end_all(self, signum: int = signal.SIGTERM) -> None:
-        """End the ranks that still run: the signal, then SIGKILL after ``KILL_SECONDS``. Record how each ended."""
+        """End the ranks that still run (`end_processes`), and record how each ended."""
         context: Any = self._pcontext
         if context is None:
             return
@@ -264,24 +275,9 @@ class _Agent(LocalElasticAgent):
                 del processes[rank]
         if not processes:
             return
-        _ignore_stop_signals()
-        for process in processes.values():
-            process.send_signal(signum)
-        deadline = time.monotonic() + KILL_SECONDS
-        for rank, process in processes.items():
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            self.outcome.exits[rank] = RankExit(process.returncode, after_stop=True)
-
-
-def _ignore_stop_signals() -> None:
-    """A second Ctrl-C must not interrupt the end, which comes in seconds."""
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
+        has_failed = any(not ended.is_finished for ended in self.outcome.exits.values())
+        has_failed |= self._nodes is not None and self._nodes.has_failure()
+        self.outcome.exits |= end_processes(processes, signum, self.marks, has_failed=has_failed)
 
 
 def _silence_elastic() -> None:

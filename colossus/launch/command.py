@@ -9,19 +9,20 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.config import ConfigError, load_config
+from colossus.checkpoint.errors import CheckpointError
+from colossus.config import Config, ConfigError, load_config
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, failure, run_folder, slurm
+from colossus.launch import causes, failure, slurm
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
+from colossus.launch.origin import Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.worker import run_worker, stopped_line
 
@@ -42,6 +43,7 @@ def run(
     run_dir: str | None = None,
     nnodes: int = 1,
     rdzv_endpoint: str | None = None,
+    resume: bool = False,
     dry_run: bool = False,
 ) -> int:
     """Run a config file's training.
@@ -51,38 +53,42 @@ def run(
         run_dir: the run folder, by default ``runs/<name>-<time>``.
         nnodes: nodes, on each of which this command is given.
         rdzv_endpoint: ``host:port`` of one of the nodes, where they meet.
+        resume: go on with the latest checkpoint, in its run folder (`origin.choose`).
         dry_run: print what would be started and start nothing.
 
     Returns:
-        0 done, 1 failed at run time, 2 config or usage; 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP.
+        0 done, 1 failed at run time, 2 config or usage; 130 after SIGINT, 129 after SIGHUP, 143 after SIGTERM, SIGUSR1
+        and SIGUSR2.
     """
     try:
         joined = worker_variables(os.environ)
         if joined is not None:
-            return _join(config_path, overrides, joined, nproc, run_dir, dry_run)
+            return _join(config_path, overrides, joined, nproc, run_dir, resume, dry_run)
         if nnodes < 1:
             raise ConfigError(f"--nnodes {nnodes}: there is at least one node")
         config = load_config(config_path, overrides, nproc * nnodes if nproc is not None else None)
         check_given(config)
         grid = build_grid(config.parallel)
         local_ranks = _local_ranks(grid.world_size, nnodes, rdzv_endpoint)
-        folder = Path(run_dir) if run_dir is not None else run_folder.default_folder(config.name or "run")
-        run_folder.check_unused(folder)
+
+        def begin() -> Taken:
+            return choose(config, config_path, overrides, run_dir=run_dir, resume=resume).take()
+
+        if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
+            origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+            origin.check()
         model = check_model(config)
         check_data(config)
         if dry_run:
-            print(describe(config, model, folder, local_ranks, nnodes))
+            print(describe(config, model, origin, local_ranks, nnodes))
             return DONE
-        lock: AbstractContextManager[Any] = nullcontext()
-        if nnodes == 1:  # else all nodes take the first node's folder, which it makes
-            if run_dir is None:
-                folder = run_folder.make_default_folder(config.name or "run")
-            lock = run_folder.prepare(folder)
+        taken = begin() if nnodes == 1 else None
     except ConfigError as error:
         print(f"colossus: {error}", file=sys.stderr)
         return USAGE
-    with lock:
-        return _launch(config_path, overrides, grid, local_ranks, folder, nnodes, rdzv_endpoint)
+    with taken.locks if taken is not None else nullcontext():
+        first = begin if taken is None else lambda: taken
+        return _launch(config, config_path, overrides, grid, local_ranks, first, nnodes, rdzv_endpoint)
 
 
 def worker_variables(environ: Mapping[str, str]) -> dict[str, str] | None:
@@ -137,6 +143,7 @@ def _join(
     joined: dict[str, str],
     nproc: int | None,
     run_dir: str | None,
+    resume: bool,
     dry_run: bool,
 ) -> int:
     """Be the rank that torchrun or srun has made of this process."""
@@ -151,7 +158,9 @@ def _join(
         check_given(config)
         if dry_run:
             if joined["RANK"] == "0":
-                print(describe(config, check_model(config), Path(run_dir) if run_dir else None, world_size, 1))
+                origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
+                origin.check()
+                print(describe(config, check_model(config), origin, world_size, 1))
             return DONE
     except ConfigError as error:
         if joined["LOCAL_RANK"] == "0":  # one of each node, whose files may not be those of the first
@@ -160,15 +169,16 @@ def _join(
         return USAGE
     os.environ.update(joined)
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
-    return run_worker(config_path, overrides, run_dir=run_dir)
+    return run_worker(config_path, overrides, run_dir=run_dir, resume=resume)
 
 
 def _launch(
+    config: Config,
     config_path: str,
     overrides: list[str],
     grid: RankGrid,
     local_ranks: int,
-    folder: Path,
+    begin: Callable[[], Taken],
     nnodes: int,
     endpoint: str | None,
 ) -> int:
@@ -179,10 +189,10 @@ def _launch(
             from colossus.launch.agent import run_workers
 
             outcome = run_workers(
-                config_path, overrides, local_ranks=local_ranks, folder=folder, nodes=nnodes, endpoint=endpoint
+                config_path, overrides, local_ranks=local_ranks, begin=begin, nodes=nnodes, endpoint=endpoint
             )
         except _Stopped as stop:
-            print(stopped_line(folder, stop.signum))
+            print(stopped_line(None, config, stop.signum))
             return exit_code(stop.signum)
         except ConfigError as error:  # several nodes: the folder of the first
             print(f"colossus: {error}", file=sys.stderr)
@@ -191,19 +201,22 @@ def _launch(
             where = f" at {endpoint}" if endpoint else ""
             print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
             return FAILED
-    return _report(outcome, grid)
+    return _report(outcome, config, grid)
 
 
-def _report(outcome: Outcome, grid: RankGrid) -> int:
+def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     folder, exits = outcome.folder, dict(outcome.exits)
-    records = {record.rank: record for record in failure.read_all(folder)}
+    records = {record.rank: record for record in failure.read_all(folder)} if folder is not None else {}
     for end in outcome.others:
         exits |= end.exits
         records |= {record.rank: record for record in end.records}
     signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
     if signum is not None:
-        print(stopped_line(folder, signum))
-        return exit_code(signum)
+        print(stopped_line(folder, config, signum))
+        unsaved = next((record for record in records.values() if record.type == CheckpointError.__name__), None)
+        if unsaved is not None:
+            print(f"colossus: {unsaved.message}", file=sys.stderr)
+        return exit_code(signum) if unsaved is None else FAILED
     found = causes.rank_causes(records.values(), exits)
     if outcome.gone and not (found and found[0].kind in ("error", "death")):
         print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
@@ -212,7 +225,7 @@ def _report(outcome: Outcome, grid: RankGrid) -> int:
         return DONE
     stopped = causes.was_only_stopped(records.values(), exits)
     if stopped is not None:
-        print(stopped_line(folder, stopped - 128))
+        print(stopped_line(folder, config, stopped - 128))
         return stopped
     if found and found[0].record is not None and found[0].record.kind == "config":
         print(f"colossus: {found[0].record.message}", file=sys.stderr)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from colossus.arithmetic import factors
 from colossus.config import Config
 from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
+from colossus.launch import run_folder
 from colossus.launch.model_check import ModelInfo
+from colossus.launch.origin import Origin
 from colossus.machine import threads_per_rank, usable_cores
 
 
-def describe(config: Config, model: ModelInfo | None, folder: Path | None, local_ranks: int, nnodes: int) -> str:
+def describe(config: Config, model: ModelInfo | None, origin: Origin | None, local_ranks: int, nnodes: int) -> str:
     """The plan, processes, device, model and batch as aligned lines."""
     parallel, train = config.parallel, config.train
     grid = build_grid(parallel)
@@ -34,8 +34,11 @@ def describe(config: Config, model: ModelInfo | None, folder: Path | None, local
         "batch": _batch(config),
         "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
         **({"recomputed": str(train.activation_checkpoint)} if train.activation_checkpoint.type != "none" else {}),
-        "run folder": str(folder) if folder is not None else "chosen by rank 0",
     }
+    if origin is not None:
+        rows["run folder"] = str(origin.folder or run_folder.default_folder(config.name or "run"))
+        if origin.is_own or origin.checkpoint is not None:
+            rows["resumes"] = origin.describe()
     lines = [f"{key:<11} {value}" for key, value in rows.items()]
     stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(_stages(config, model))]
     return "\n".join(["nothing was started (--dry-run)", *lines[:4], *stages, *lines[4:]])

@@ -1,7 +1,11 @@
-"""Which ranks came to the end of their program: an exit code of 0 alone does not say so.
+"""What the ranks of a node and their launcher tell each other through files. No torch.
 
-``os._exit(0)`` in a model or a library ends a rank as if all were well. So a rank that has trained to its end
-leaves a mark, and our launcher takes an exit code of 0 without one for a failure. No torch.
+Which ranks came to the end of their program: an exit code of 0 alone does not say so. ``os._exit(0)`` in a model or a
+library ends a rank as if all were well. So a rank that has trained to its end leaves a mark, and our launcher takes an
+exit code of 0 without one for a failure.
+
+And when a run is stopped: a rank that still has something to do, a step or a checkpoint, gives signs of life; the
+launcher says when there is nothing left to wait for, since another rank has failed.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FOLDER = "COLOSSUS_FINISHED_RANKS"
+_BEAT, _HURRY = ".beat", "hurry"
 
 
 @contextmanager
@@ -45,3 +50,30 @@ def abandon() -> None:
 
 def is_marked(folder: Path, rank: int) -> bool:
     return Path(folder, str(rank)).exists()
+
+
+def beat() -> None:
+    """This rank was told to stop and may still take its time."""
+    folder = os.environ.get(_FOLDER)
+    if folder:
+        with contextlib.suppress(OSError):
+            Path(folder, f"{os.environ['RANK']}{_BEAT}").touch()
+
+
+def last_beat(folder: Path, rank: int) -> int | None:
+    """A number that another sign of life of this rank changes; None before the first."""
+    try:
+        return Path(folder, f"{rank}{_BEAT}").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def hurry(folder: Path) -> None:
+    """Tell the ranks that what they would save can never be complete, or that nobody wants it."""
+    with contextlib.suppress(OSError):
+        Path(folder, _HURRY).touch()
+
+
+def is_hurried() -> bool:
+    folder = os.environ.get(_FOLDER)
+    return bool(folder) and Path(folder or "", _HURRY).exists()

@@ -108,6 +108,10 @@ class Nodes:
         """Whether another node has failed, was stopped or is gone: the ranks here are to end, too."""
         return any(not end.is_good for end in tuple(self.ends.values())) or bool(self.gone())
 
+    def has_failure(self) -> bool:
+        """The same, but for a stop by a signal, of which the ranks here know from theirs."""
+        return any(not end.is_good and end.signum is None for end in tuple(self.ends.values())) or bool(self.gone())
+
     def gone(self) -> list[str]:
         """The nodes that give no sign of life and have not said how they ended, in words."""
         return [self._described(other) for other in self._others if self._is_gone(other)]

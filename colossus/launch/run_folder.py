@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import colossus
+from colossus.checkpoint.folder import name_of
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
 
 METRICS = "metrics.jsonl"
+CONFIG = "config.json"
+#: what a run leaves in its folder beside its checkpoints
+_WRITTEN = (METRICS, CONFIG, "versions.json", "tensorboard", failure.FOLDER)
 #: locked while a run uses the folder
 LOCK = "run.lock"
 
@@ -49,6 +54,17 @@ def make_default_folder(name: str, root: Path = Path("runs")) -> Path:
     raise AssertionError("the candidates never end")
 
 
+def of_name(name: str, root: Path = Path("runs")) -> list[Path]:
+    """The default folders of earlier runs of this name, the newest first."""
+    pattern = re.compile(re.escape(name) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    try:
+        found = [(path, pattern.fullmatch(path.name)) for path in root.iterdir() if path.is_dir()]
+    except OSError:
+        return []
+    dated = [(match[1], int(match[2] or 1), path) for path, match in found if match is not None]
+    return [path for _, _, path in sorted(dated, reverse=True)]
+
+
 def _candidates(name: str, root: Path) -> Iterator[Path]:
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     yield root / stem
@@ -62,7 +78,21 @@ def check_unused(folder: Path) -> None:
     Raises:
         ConfigError: naming the folder and what to do.
     """
+    check_usable(folder)
     metrics = folder / METRICS
+    if metrics.exists() and metrics.stat().st_size > 0:
+        raise ConfigError(
+            f"--run-dir {folder}: holds the metrics of another run already ({metrics}); "
+            f"give another folder, or move that file away; --resume goes on with that run"
+        )
+
+
+def check_usable(folder: Path) -> None:
+    """Refuse what can be no folder.
+
+    Raises:
+        ConfigError: naming it.
+    """
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -71,15 +101,13 @@ def check_unused(folder: Path) -> None:
         raise ConfigError(f"--run-dir {folder}: cannot be used: {getattr(error, 'strerror', None) or error}") from None
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--run-dir {folder}: is a file, not a folder; give another one")
-    if metrics.exists() and metrics.stat().st_size > 0:
-        raise ConfigError(
-            f"--run-dir {folder}: holds the metrics of another run already ({metrics}); "
-            f"give another folder, or move that file away"
-        )
 
 
-def prepare(folder: Path) -> TextIO:
+def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     """Make the folder, lock it, check it, and remove failure records of an attempt that never wrote metrics.
+
+    Args:
+        is_own: an earlier attempt of this very run has used it.
 
     Returns:
         The lock: the folder is this run's until it is closed, at the latest by the end of the process.
@@ -87,15 +115,11 @@ def prepare(folder: Path) -> TextIO:
     Raises:
         ConfigError: when it belongs to another run, cannot be made or cannot be written to.
     """
-    if folder.exists() and not folder.is_dir():
-        check_unused(folder)
+    check_usable(folder)
+    lock = take(folder, "--run-dir")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--run-dir {folder}: cannot be made: {error.strerror or error}") from None
-    lock = _lock(folder)
-    try:
-        check_unused(folder)
+        if not is_own:
+            check_unused(folder)
         failure.clear(folder)
     except BaseException:
         lock.close()
@@ -103,11 +127,23 @@ def prepare(folder: Path) -> TextIO:
     return lock
 
 
-def _lock(folder: Path) -> TextIO:
+def take(folder: Path, option: str) -> TextIO:
+    """Make a folder and lock it.
+
+    Args:
+        option: that named it, for messages.
+
+    Raises:
+        ConfigError: when it cannot be made or written to, or another live run has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror or error}") from None
     try:
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise ConfigError(f"--run-dir {folder}: cannot be written to: {error.strerror or error}") from None
+        raise ConfigError(f"{option} {folder}: cannot be written to: {error.strerror or error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -115,7 +151,7 @@ def _lock(folder: Path) -> TextIO:
         holder = lock.read().strip() or "a process"
         lock.close()
         raise ConfigError(
-            f"--run-dir {folder}: another run is using it now ({holder}); give another folder, or wait for its end"
+            f"{option} {folder}: another run is using it now ({holder}); give another folder, or wait for its end"
         ) from None
     except OSError:
         pass  # a file system without locks
@@ -126,15 +162,32 @@ def _lock(folder: Path) -> TextIO:
     except OSError as error:
         with contextlib.suppress(OSError):
             lock.close()
-        raise ConfigError(f"--run-dir {folder}: cannot be written to: {error.strerror or error}") from None
+        raise ConfigError(f"{option} {folder}: cannot be written to: {error.strerror or error}") from None
     return lock
 
 
-def write_start(folder: Path, config: Config, data: str | None = None) -> None:
-    """Write ``config.json`` (resolved) and ``versions.json``. On the logging rank."""
+def put_aside(folder: Path) -> None:
+    """Move what an attempt has written that left no checkpoint into ``lost-1``, ``lost-2``, ..: it is begun anew."""
+    written = [path for path in folder.iterdir() if path.name in _WRITTEN or path.name.startswith("metrics.")]
+    if not written:
+        return
+    aside = next(path for number in itertools.count(1) if not (path := folder / f"lost-{number}").exists())
+    aside.mkdir()
+    for path in written:
+        path.rename(aside / path.name)
+
+
+def write_start(folder: Path, config: Config, data: str | None = None, step: int = 0) -> None:
+    """Write ``config.json`` (resolved) and ``versions.json``. On the logging rank.
+
+    Args:
+        step: behind which the run goes on. Where it goes on in its folder, the files that stand there stay, and these
+            are ``config.step-00000100.json`` and ``versions.step-00000100.json``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", as_dict(config))
-    _write_json(folder / "versions.json", versions(data))
+    since = f".{name_of(step)}" if step and (folder / CONFIG).exists() else ""
+    _write_json(folder / f"config{since}.json", as_dict(config))
+    _write_json(folder / f"versions{since}.json", versions(data))
 
 
 def versions(data: str | None = None) -> dict[str, Any]:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+#: in the run folder: which jobs have used it
+RECORD = "slurm.json"
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -110,3 +117,52 @@ def torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
         node = int(environ.get("SLURM_NODEID", "0"))
         variables["LOCAL_WORLD_SIZE"] = str(tasks_per_node(counts)[node])
     return variables
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a job: what is the same when SLURM requeues the job and its script runs again.
+
+    Attributes:
+        step_id: under srun, else None: in a batch script a launch is known by its config file and overrides.
+    """
+
+    job_id: str
+    step_id: str | None
+    config: str
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], config_path: str, overrides: Sequence[str]) -> Launch | None:
+        """This launch, None outside of SLURM."""
+        job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+        if not job:
+            return None
+        return cls(job, environ.get("SLURM_STEP_ID"), os.path.abspath(config_path), tuple(overrides))
+
+    def record(self, folder: Path) -> None:
+        """Write it into its run folder, beside those of jobs that have used it before."""
+        known = _recorded(folder)
+        if asdict(self) | {"overrides": list(self.overrides)} in known:
+            return
+        draft = folder / f"{RECORD}.tmp"
+        draft.write_text(json.dumps([*known, asdict(self)], indent=2) + "\n")
+        draft.replace(folder / RECORD)
+
+    def has_used(self, folder: Path) -> bool:
+        """Whether this launch, before the job was requeued, has used a run folder."""
+        return asdict(self) | {"overrides": list(self.overrides)} in _recorded(folder)
+
+
+def is_requeued(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM has started the job before: it was preempted, its node failed, or somebody requeued it."""
+    text = environ.get("SLURM_RESTART_COUNT", "")
+    return text.isdecimal() and int(text) >= 1
+
+
+def _recorded(folder: Path) -> list[dict[str, object]]:
+    try:
+        found = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return []
+    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []

@@ -17,31 +17,44 @@ import time
 from collections.abc import Callable
 
 GRACE_SECONDS = 4.0
-"""How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s."""
+"""How long a rank may take from a signal to the end of its current step. All ranks are gone within 5 s.
+
+A run that saves checkpoints has ``checkpoint.grace_seconds`` instead, and again after each sign of progress.
+"""
 
 FINAL_CALLS_SECONDS = 0.3
 """How long the calls before the hard end (a failure record, metrics) may take."""
 
+_LOOK_SECONDS = 0.5
+
 LAUNCHER_PID = "COLOSSUS_LAUNCHER_PID"
 """Environment variable with the process id of our launcher, which its workers must not outlive."""
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The last two are those that SLURM is asked to send some time before a job's end (``--signal=USR1@120``)."""
+
+#: what a program that does not expect them dies of; processes that a rank has forked must outlive them
+_FOR_THE_RANK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def exit_code(signum: int) -> int:
-    """The shell's convention: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP."""
-    return 128 + signum
+    """The shell's convention: 130 after SIGINT, 143 after SIGTERM, 129 after SIGHUP; SLURM's signals are a SIGTERM."""
+    return 128 + (signal.SIGTERM if signum in (signal.SIGUSR1, signal.SIGUSR2) else signum)
 
 
 class StopSignals:
-    """Listens for SIGINT, SIGTERM and SIGHUP in a worker; the first one counts, repetitions change nothing.
+    """Listens for `STOP_SIGNALS` in a worker; the first one counts, repetitions change nothing.
 
-    Until ``ready`` is called there is nothing to stop cleanly, and a signal ends the process at once.
+    Until ``ready`` is called there is nothing to stop cleanly, and a signal ends the process at once. From a signal on
+    the process may take the grace period until it ends; where the run saves checkpoints, the period begins anew
+    with each `progress`, unless the launcher has said that there is nothing left to save.
 
     Args:
         grace_seconds: time between the signal and the hard end.
         parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
         when_orphaned: called then, from another thread.
+        when_waiting: called from another thread, twice a second, while a stop may take its time.
+        is_hurried: whether nothing is left to be saved, so that `GRACE_SECONDS` from then on must do.
     """
 
     def __init__(
@@ -49,10 +62,16 @@ class StopSignals:
         grace_seconds: float = GRACE_SECONDS,
         parent: int | None = None,
         when_orphaned: Callable[[], None] = lambda: None,
+        when_waiting: Callable[[], None] = lambda: None,
+        is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self.received: int | None = None
-        self._grace = grace_seconds
+        self.grace_seconds = grace_seconds
+        self._renews = False
+        self._last_progress = -math.inf
         self._parent, self._when_orphaned = parent, when_orphaned
+        self._when_waiting, self._is_hurried = when_waiting, is_hurried
+        self._hurried_at: float | None = None
         self._request_stop: Callable[[int], None] | None = None
         self._final_calls: list[Callable[[], None]] = []
         self._read = self._write = -1
@@ -69,9 +88,19 @@ class StopSignals:
         os.register_at_fork(after_in_child=self._reset_in_child)
         threading.Thread(target=self._watch, name="colossus-stop", daemon=True).start()
 
-    def ready(self, request_stop: Callable[[int], None]) -> None:
-        """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period."""
+    def ready(self, request_stop: Callable[[int], None], patience_seconds: float | None = None) -> None:
+        """From now on a signal calls ``request_stop(signum)`` (from another thread) and starts the grace period.
+
+        Args:
+            patience_seconds: instead of the grace period, and anew after each `progress`.
+        """
+        if patience_seconds is not None:
+            self.grace_seconds, self._renews = patience_seconds, True
         self._request_stop = request_stop
+
+    def progress(self) -> None:
+        """This rank is not stuck: a step has ended, a part of a checkpoint was written. From any thread."""
+        self._last_progress = time.monotonic()
 
     def is_orphaned(self) -> bool:
         """Whether the launcher has gone."""
@@ -82,9 +111,9 @@ class StopSignals:
         self._final_calls.append(call)
 
     def _watch(self) -> None:
-        deadline = math.inf
+        since = math.inf
         while True:
-            wait = max(0.0, min(0.5, deadline - time.monotonic()))
+            wait = max(0.0, min(_LOOK_SECONDS, self._deadline(since) - time.monotonic()))
             readable, _, _ = select.select([self._read], [], [], wait)
             signals = [number for number in os.read(self._read, 64) if number in STOP_SIGNALS] if readable else []
             if not signals and self.received is None and self.is_orphaned():
@@ -92,11 +121,31 @@ class StopSignals:
                 self._when_orphaned()
             if signals and self.received is None:
                 self.received = int(signals[0])
-                deadline = time.monotonic() + (self._grace if self._request_stop else 0.0)
+                since = time.monotonic()
                 if self._request_stop is not None:
                     self._request_stop(self.received)
-            if time.monotonic() >= deadline:
+            if self.received is None:
+                continue
+            if time.monotonic() >= self._deadline(since):
                 self._end()
+            if self._renews:
+                self._when_waiting()
+
+    def _deadline(self, since: float) -> float:
+        """When this process is ended that was told to stop at ``since``."""
+        if self._request_stop is None:
+            return since
+        if not self._renews:
+            return since + self.grace_seconds
+        hurried = self._hurried_since()
+        if hurried is not None:
+            return max(since, hurried) + GRACE_SECONDS
+        return max(since, self._last_progress) + self.grace_seconds
+
+    def _hurried_since(self) -> float | None:
+        if self._hurried_at is None and self._is_hurried():
+            self._hurried_at = time.monotonic()
+        return self._hurried_at
 
     def _end(self) -> None:
         assert self.received is not None
@@ -116,7 +165,7 @@ class StopSignals:
         signal.set_wakeup_fd(-1)
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is _only_wake_up:
-                signal.signal(signum, signal.SIG_DFL)
+                signal.signal(signum, signal.SIG_IGN if signum in _FOR_THE_RANK else signal.SIG_DFL)
 
 
 def _only_wake_up(signum: int, frame: object) -> None:

@@ -12,15 +12,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.folder import find_latest, root_of
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, finished, run_folder
-from colossus.launch.stop import GRACE_SECONDS, LAUNCHER_PID, StopSignals, exit_code
+from colossus.launch.origin import Origin, Taken, choose
+from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
 from colossus.registry import HOOKS
 
 
@@ -36,7 +39,8 @@ class _Run:
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
     step: int | None = None
-    lock: Any = None
+    resume: str | None = None
+    taken: Taken | None = None
 
     def details(self) -> dict[str, Any]:
         """The fields of a failure record that do not come from the error."""
@@ -53,29 +57,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
     parser.add_argument("config")
     parser.add_argument("--run-dir")
+    parser.add_argument("--resume")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
-    return run_worker(given.config, given.overrides, run_dir=given.run_dir)
+    return run_worker(given.config, given.overrides, run_dir=given.run_dir, resume=given.resume)
 
 
-def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | None) -> int:
+def run_worker(
+    config_path: str,
+    overrides: Sequence[str],
+    *,
+    run_dir: str | None,
+    resume: str | bool | None = None,
+) -> int:
     """Train in this process as the rank the environment says. Main thread only.
+
+    Args:
+        run_dir: the run folder; without a launcher of ours what the user gave.
+        resume: what to load, as the launcher has chosen; without one, whether ``--resume`` was given.
 
     Returns:
         The exit code when the run went well (0) or was stopped (130, 143). A failure does not return: the process
         ends with 1 (2 for a config error) at once, since destructors of broken process groups can hang.
     """
     launcher = os.environ.get(LAUNCHER_PID)
-    stop = StopSignals(parent=int(launcher) if launcher else None, when_orphaned=finished.abandon)
+    stop = StopSignals(
+        parent=int(launcher) if launcher else None,
+        when_orphaned=finished.abandon,
+        when_waiting=finished.beat,
+        is_hurried=finished.is_hurried,
+    )
     stop.install()
-    folder = Path(run_dir) if run_dir is not None else None
-    run = _Run(int(os.environ["RANK"]), stop, folder, has_launcher=launcher is not None)
+    run = _Run(
+        int(os.environ["RANK"]),
+        stop,
+        Path(run_dir) if run_dir is not None else None,
+        has_launcher=launcher is not None,
+        resume=resume if isinstance(resume, str) else None,
+    )
     thread = threading.get_ident()
-    stop.before_hard_end(lambda: _write(run, failure.of_stuck_rank(thread, GRACE_SECONDS, run.rank, **run.details())))
+    stop.before_hard_end(
+        lambda: _write(run, failure.of_stuck_rank(thread, stop.grace_seconds, run.rank, **run.details()))
+    )
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.grid = build_grid(config.parallel)
-        code = _train(run, config)
+        code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
         finished.mark(run.rank)
         if stop.is_orphaned():
             finished.abandon()
@@ -86,7 +113,7 @@ def run_worker(config_path: str, overrides: Sequence[str], *, run_dir: str | Non
     return code
 
 
-def _train(run: _Run, config: Config) -> int:
+def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
     # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
     from colossus.engine.initialize import initialize
@@ -94,73 +121,99 @@ def _train(run: _Run, config: Config) -> int:
     from colossus.monitor.metrics import Metrics
 
     engine = run.engine = initialize(config)
-    folder = run.folder if run.has_launcher else _agree_on_folder(run, engine)
+    if not run.has_launcher:
+        _agree_on_folder(run, engine, origin)
+    folder = run.folder
     assert folder is not None
-    run.folder = engine.run_dir = folder
+    engine.run_dir, engine.checkpoints.resume_from = folder, run.resume
     metrics, display = Metrics(folder / run_folder.METRICS), make_display(folder)
-    if engine.context.is_logging_rank:
-        run_folder.write_start(folder, config, engine.loaders.description if engine.loaders is not None else None)
     user_hooks = [HOOKS.build(hook.spec() if isinstance(hook, Named) else hook) for hook in config.hooks]
-    run.hooks = [_step_counter(run), metrics, display, *user_hooks]
+    run.hooks = [_beginning(run, config), metrics, display, *user_hooks]
 
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
-    run.stop.ready(engine.request_stop)
+    run.stop.ready(engine.request_stop, config.checkpoint.grace_seconds if config.checkpoint.every else None)
+    engine.checkpoints.on_progress = run.stop.progress
 
-    summary = fit(engine, run.hooks)
+    try:
+        summary = fit(engine, run.hooks)
+    except CheckpointError as error:
+        if run.step is None:  # of what was to be loaded
+            raise ConfigError(str(error)) from error
+        raise
     engine.close()
     if summary.reason == "finished":
         return 0
     signum = summary.stop_signal  # perhaps of another rank
     if not run.has_launcher and engine.context.is_logging_rank:
-        print(stopped_line(folder, signum), flush=True)
+        print(stopped_line(folder, config, signum), flush=True)
     return exit_code(signum) if signum is not None else 0
 
 
-def stopped_line(folder: Path, signum: int | None) -> str:
-    """One line on where a stopped run is: read from its metrics, so that it is also true after a hard end."""
-    row = run_folder.last_metrics(folder)
+def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str:
+    """One line on where a stopped run is: read from what it left, so that it is also true after a hard end.
+
+    Args:
+        folder: the run folder, None where there is none yet.
+    """
     by = f"by {signal.Signals(signum).name} " if signum else ""
+    if folder is None:
+        return f"stopped {by}before it began"
+    row = run_folder.last_metrics(folder)
     if row is None:
         return f"stopped {by}before the first step was complete; run folder {folder}"
-    return f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
+    line = f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
+    if not config.checkpoint.every:
+        return line
+    with contextlib.suppress(CheckpointError):
+        found = find_latest(root_of(config.checkpoint.dir, folder))
+        if found is not None:
+            return f"{line}; the latest checkpoint is {found}, `colossus launch .. --resume` goes on from there"
+    return f"{line}; no checkpoint was saved"
 
 
-def _step_counter(run: _Run) -> Any:
+def _beginning(run: _Run, config: Config) -> Any:
     from colossus.engine.hooks import Hook
 
-    class Steps(Hook):
-        """Keeps the number of the running step for a failure record."""
+    class Beginning(Hook):
+        """Writes down what begins, and keeps the number of the running step for a failure record."""
+
+        def on_train_start(self, engine: Any) -> None:
+            assert run.folder is not None
+            if engine.context.is_logging_rank:
+                data = engine.loaders.description if engine.loaders is not None else None
+                run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
         def on_step_start(self, engine: Any) -> None:
             run.step = engine.completed_steps + 1
 
-    return Steps()
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            run.stop.progress()
+
+    return Beginning()
 
 
-def _agree_on_folder(run: _Run, engine: Any) -> Path:
-    """Under torchrun and srun, where no launcher of ours has chosen the folder, rank 0 does and broadcasts it.
+def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> None:
+    """Under torchrun and srun, where no launcher of ours has chosen the folders, rank 0 does and broadcasts them.
 
     Raises:
-        ConfigError: on every rank, when the folder belongs to another run.
+        ConfigError: on every rank, when a folder belongs to another run, or there is nothing to resume.
     """
     from colossus.comm.objects import broadcast_object
 
-    chosen, problems = "", None
+    folder, resume, problems = run.folder, None, None
     if engine.context.rank == 0:
-        folder = run.folder or Path()
         try:
-            if run.folder is None:
-                folder = run_folder.make_default_folder(engine.config.name)
-            run.lock = run_folder.prepare(folder)
+            run.taken = origin().take()
         except ConfigError as error:
             problems = error.problems
-        chosen = str(folder.resolve() if run.folder is None else folder)
+        else:
+            # what was given each rank finds from where it is
+            folder, resume = run.folder or run.taken.folder.resolve(), run.taken.resume
     world = engine.context.group(engine.context.grid.names)
-    chosen, problems = broadcast_object((chosen, problems), world, 0)
+    run.folder, run.resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:
         raise ConfigError(problems)
-    return Path(chosen)
 
 
 def _fail(run: _Run, error: BaseException) -> int:
@@ -168,7 +221,11 @@ def _fail(run: _Run, error: BaseException) -> int:
     record = failure.of_exception(error, run.rank, **run.details())
     _write(run, record)
     if run.stop.received is not None:
-        return exit_code(run.stop.received)
+        if not isinstance(error, CheckpointError):
+            return exit_code(run.stop.received)
+        if not run.has_launcher and run.rank == 0:
+            print(f"colossus: {error}", file=sys.stderr)
+        return 1
     if record.kind == "config":
         if not run.has_launcher and run.rank == 0:
             print(f"colossus: {record.message}", file=sys.stderr)

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from colossus.arithmetic import factors
+from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
 from colossus.engine.engine import Engine
@@ -44,12 +45,14 @@ class Display(Hook):
         self.tokens, self.seconds = 0.0, 0.0
         self._timer = StepTimer()
         self._began = time.monotonic()
+        #: steps done before this display began
+        self.first = 0
         self._flops = 0.0
         self._peak: float | None = None
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
-        self.total = engine.config.train.steps
+        self.total, self.first = engine.config.train.steps, engine.completed_steps
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
@@ -75,6 +78,12 @@ class Display(Hook):
             lines.append(engine.loaders.description)
             if engine.config.train.eval_every and engine.loaders.validation_missing:
                 lines.append(f"no validation: {engine.loaders.validation_missing}")
+        checkpoints = engine.checkpoints
+        if checkpoints.resumed_from is not None:
+            where = f"resumed from {checkpoints.resumed_from} at step {self.first}"
+            lines.append(f"{where}, saved under {checkpoints.resumed_plan}")
+            if self.first >= self.total:
+                lines.append(f"no step is left of train.steps = {self.total}")
         return lines
 
     def on_step_start(self, engine: Engine) -> None:
@@ -92,7 +101,14 @@ class Display(Hook):
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation_loss = summary.loss
         if self.shown:
-            self.show_evaluation()
+            self.show_evaluation(summary)
+
+    def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
+        if self.shown:
+            self.show_line(
+                f"step {saved.step}/{self.total}  checkpoint {_size(saved.num_bytes)}  complete after "
+                f"{saved.seconds:.2f} s  training waited {saved.stall_seconds:.3f} s"
+            )
 
     def on_train_end(self, engine: Engine) -> None:
         self.close()
@@ -105,7 +121,12 @@ class Display(Hook):
 
     def show_step(self, engine: Engine) -> None: ...
 
-    def show_evaluation(self) -> None: ...
+    def show_evaluation(self, summary: EvalSummary) -> None: ...
+
+    def show_line(self, text: str) -> None:
+        """A line that stays."""
+        self.stream.write(text + "\n")
+        self.stream.flush()
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called from another thread, and twice."""
@@ -141,7 +162,8 @@ class Display(Hook):
     def summary(self) -> str:
         """The line that ends a complete run."""
         assert self.result is not None
-        out = [f"done: {self.result.step} steps in {_clock(time.monotonic() - self._began)}"]
+        some = f" ({self.result.step - self.first} of them since it was resumed)" if self.first else ""
+        out = [f"done: {self.result.step} steps{some} in {_clock(time.monotonic() - self._began)}"]
         out.append(f"loss {self.result.loss:.4f}")
         if self.validation_loss is not None:
             out.append(f"validation loss {self.validation_loss:.4f}")
@@ -156,21 +178,20 @@ class PlainDisplay(Display):
     def show_step(self, engine: Engine) -> None:
         assert self.result is not None
         step = self.result.step
-        if step not in (1, self.total) and step % engine.config.train.log_every and not self.result.stop_requested:
+        if (
+            step not in (self.first + 1, self.total)
+            and step % engine.config.train.log_every
+            and not self.result.stop_requested
+        ):
             return
         elapsed = time.monotonic() - self._began
-        left = _clock(elapsed / step * (self.total - step))
+        left = _clock(elapsed / (step - self.first) * (self.total - step))
         fields = [field for field in self.fields() if not field.startswith("validation")]
-        self._line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
+        self.show_line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
         self.tokens = self.seconds = 0.0
 
-    def show_evaluation(self) -> None:
-        assert self.result is not None
-        self._line(f"step {self.result.step}/{self.total}  validation loss {self.validation_loss:.4f}")
-
-    def _line(self, text: str) -> None:
-        self.stream.write(text + "\n")
-        self.stream.flush()
+    def show_evaluation(self, summary: EvalSummary) -> None:
+        self.show_line(f"step {summary.step}/{self.total}  validation loss {summary.loss:.4f}")
 
 
 class LiveDisplay(Display):
@@ -192,7 +213,7 @@ class LiveDisplay(Display):
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
         if self.shown:
-            self._task = self._progress.add_task("train", total=self.total)
+            self._task = self._progress.add_task("train", total=self.total, completed=self.first)
             self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
             self._live.start()
 
@@ -202,8 +223,14 @@ class LiveDisplay(Display):
         # an average that forgets: about the last twenty steps
         self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
 
-    def show_evaluation(self) -> None:
+    def show_evaluation(self, summary: EvalSummary) -> None:
         self._redraw()
+
+    def show_line(self, text: str) -> None:
+        if self._live is None:
+            super().show_line(text)
+        else:  # above the bar
+            self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -221,6 +248,12 @@ def _thousands(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 1e9:
+        return gigabytes(num_bytes)
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _clock(seconds: float) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,36 @@ def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
     return {axes: {"calls": counter.calls(axes), "bytes": counter.bytes(axes)} for axes in names}
 
 
+def keep_rows(path: Path, last_step: int, more: Mapping[str, Any] | None = None) -> None:
+    """Keep the rows of steps up to ``last_step``, all or nothing at any moment. Half rows go, too.
+
+    Args:
+        more: for the row of that step.
+    """
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept = [line for line in lines if line.endswith(b"\n") and 0 < _step_of(line) <= last_step]
+    if more and kept and _step_of(kept[-1]) == last_step:
+        kept[-1] = (json.dumps({**json.loads(kept[-1]), **more}) + "\n").encode()
+    if kept == lines:
+        return
+    draft = path.with_name(f".{path.name}.tmp")
+    with draft.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _step_of(line: bytes) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
 class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
     memory_bytes, time, and validation_loss where an evaluation followed.
@@ -60,8 +91,14 @@ class Metrics(Hook):
     With ``comm.accounting`` a row has ``comm``, too: axis -> ``calls`` and ``bytes`` that the logging rank sent along
     it in the step, without evaluations, as `colossus.comm.accounting` counts them.
 
+    A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
+    in memory and for the end of the save before, or for all of a save that is not in the background.
+
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
+
+    The rows of the steps that a checkpoint has are on the disk before it is complete. A run that goes on behind step N
+    keeps the rows up to N and drops those behind, which come again.
 
     Args:
         path: the file; rows are appended.
@@ -77,13 +114,20 @@ class Metrics(Hook):
         self._counting = ExitStack()
         self._moved: accounting.Counter | None = None
         self._warned = False
+        self._stalled = 0.0
 
     def on_train_start(self, engine: Engine) -> None:
+        self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            if engine.checkpoints.resumed_from is not None:
+                keep_rows(self._path, engine.completed_steps)
+            self._open()
             self._counts = engine.config.comm.accounting
         self._timer.start()
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def on_step_start(self, engine: Engine) -> None:
         if self._counts:
@@ -116,13 +160,26 @@ class Metrics(Hook):
             self._row["skipped"] = result.num_skipped
         if self._moved is not None:
             self._row["comm"] = by_axis(self._moved)
+        stalled, self._stalled = self._stalled, engine.checkpoints.stall_seconds
+        if stalled != self._stalled:
+            self._row["checkpoint_stall_seconds"] = self._stalled - stalled
         if not evaluation_due(engine, result.step):
             self.flush()
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         if self._row is not None:
             self._row["validation_loss"] = summary.loss
+        elif self._file is not None:  # of a step before the run was resumed
+            os.close(self._file)
+            keep_rows(self._path, summary.step, {"validation_loss": summary.loss})
+            self._open()
         self.flush()
+
+    def on_save(self, engine: Engine) -> None:
+        self.flush()
+        if self._file is not None:
+            with suppress(OSError):  # rows can be missing, and training goes on: see `_append`
+                os.fsync(self._file)
 
     def on_train_end(self, engine: Engine) -> None:
         self.flush()

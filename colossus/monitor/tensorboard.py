@@ -27,7 +27,9 @@ class TensorBoard(Hook):
         except ImportError as error:
             raise ValueError("the TensorBoard hook needs its extra: pip install 'colossus[tensorboard]'") from error
         folder = self.log_dir or str((engine.run_dir or Path(".")) / "tensorboard")
-        self._writer = SummaryWriter(folder)
+        # a run that goes on hides what an attempt before it has written of the steps that come again
+        purged = engine.completed_steps + 1 if engine.checkpoints.resumed_from is not None else None
+        self._writer = SummaryWriter(folder, purge_step=purged)
 
     def on_step_end(self, engine: Any, result: Any) -> None:
         if self._writer is not None:
@@ -41,6 +43,10 @@ class TensorBoard(Hook):
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:
             self._writer.add_scalar("validation/loss", summary.loss, summary.step)
+
+    def on_save(self, engine: Any) -> None:
+        if self._writer is not None:
+            self._writer.flush()
 
     def on_train_end(self, engine: Any) -> None:
         self._close()

@@ -75,7 +75,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         (["launch", "FILE", "parallel.tensor=3"], 2),
         (["launch", "FILE", "model.num_layer=3"], 2),
         (["launch", "FILE", "optimizer.type=Adam"], 2),
-        (["launch", "FILE", "checkpoint.every=5"], 2),
+        (["launch", "FILE", "checkpoint.evry=5"], 2),
         (["launch", "FILE", "--nproc", "3"], 2),
         (["launch", "absent.py"], 2),
     ],
@@ -173,7 +173,7 @@ def test_config_error_is_a_short_block(config: str, capsys: pytest.CaptureFixtur
         (["launch", "FILE", "train.steps"], "colossus: small.py: 'train.steps' has no '=': an override"),
         (["launch", "FILE", "--nnodes", "2"], "colossus: --nnodes 2 needs --rdzv-endpoint host:port"),
         (["config", "a=b", "FILE"], "colossus: a=b: the config file comes first, overrides (section.key=value) after"),
-        (["launch", "FILE", "checkpoint.every=5"], "colossus: small.py: checkpoint.every = 5: saving and resuming"),
+        (["launch", "FILE", "checkpoint.evry=5"], "colossus: small.py: checkpoint.evry: no such key; did you mean"),
     ],
 )
 def test_usage_errors(config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,9 +260,9 @@ def test_launch_hands_its_arguments_on(config: str, monkeypatch: pytest.MonkeyPa
         return 1
 
     monkeypatch.setitem(sys.modules, "colossus.launch.command", SimpleNamespace(run=command))
-    words = ["--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--run-dir", "d", "--dry-run"]
+    words = ["--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--run-dir", "d", "--resume", "--dry-run"]
     assert main(["launch", config, "train.steps=3", *words, "train.seed=1"]) == 1
-    options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", dry_run=True)
+    options = dict(nproc=2, run_dir="d", nnodes=2, rdzv_endpoint="h:1", resume=True, dry_run=True)
     assert calls == [(config, ["train.steps=3", "train.seed=1"], options)]
 
 

@@ -47,6 +47,11 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zb-v": (4, dict(data=2, pipeline=2), dict(type="zb-v", microbatches=2)),
     "sequence": (4, dict(data=2, sequence=2), dict(microbatches=1)),
     "interleaved": (4, dict(data=2, pipeline=2), dict(type="interleaved", microbatches=2)),
+    "interleaved_2d": (
+        8,
+        dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1))),
+        dict(type="interleaved", microbatches=2),
+    ),
     "coalesced": (4, dict(data=2, tensor=dict(mode="2d", shape=(2, 1), coalesce=True)), dict(microbatches=2)),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -218,7 +218,6 @@ TABLE: dict[str, Bad] = {
         "model.widht: no such key; did you mean model.width?", text="model = dict(type=_Net, widht=8)"
     ),
     "schedule": bad("no schedule named '1f2b'", overrides="schedule.type=1f2b"),
-    "saving": bad("checkpoint.every = 5", "not available in this version", overrides="checkpoint.every=5"),
     "strategy": bad("no data-parallel strategy named 'gossipp'", overrides="parallel.strategy=gossipp"),
     # everything else
     "cuda": bad("device = 'cuda', but torch finds no CUDA device", overrides="device=cuda"),

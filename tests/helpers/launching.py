@@ -85,6 +85,26 @@ def start_nodes(tmp_path: Path, *arguments: str, nodes: int = 2, started: int = 
     return launchers
 
 
+def start_slurm_tasks(tmp_path: Path, *arguments: str, **more: str) -> list[Process]:
+    """What srun starts for a job step of two tasks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_TASKS_PER_NODE": "2",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+    return [
+        start([*LAUNCH, *arguments], tmp_path, **variables, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in range(2)
+    ]
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

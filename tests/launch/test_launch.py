@@ -28,6 +28,7 @@ from helpers.launching import (
     launch,
     rows_of,
     start,
+    start_slurm_tasks,
     wait_for,
 )
 
@@ -75,34 +76,16 @@ def test_torchrun_starts_the_same_run(tmp_path: Path, new_python: bool) -> None:
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5]
 
 
-def slurm_tasks(tmp_path: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "localhost",
-        "SLURM_TASKS_PER_NODE": "2",
-        "MASTER_PORT": str(port),
-    }
-    tasks = [
-        start([*LAUNCH, *arguments], tmp_path, **variables, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
-        for rank in range(2)
-    ]
-    return [finish(task) for task in tasks]
-
-
 def test_slurm_starts_the_same_run(tmp_path: Path) -> None:
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "metrics.jsonl").write_text('{"step": 1}\n')
-    ended = slurm_tasks(tmp_path, "--run-dir", "run")
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, "--run-dir", "run")]
     assert [code for code, _, _ in ended] == [0, 0]
     assert "done: 5 steps" in ended[0][1]
     assert ended[1][1] == ""
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
-    ended = slurm_tasks(tmp_path, "--run-dir", "held")
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, "--run-dir", "held")]
     assert [code for code, _, _ in ended] == [2, 2]
     assert "holds the metrics of another run" in ended[0][2]
     assert ended[1][2] == ""
@@ -299,7 +282,6 @@ def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypat
         ([], {"nnodes": 2, "rdzv_endpoint": "a:99999"}, "with a port between 1 and 65535"),
         ([], {"run_dir": "file"}, "is a file, not a folder"),
         ([], {"run_dir": "held"}, "holds the metrics of another run"),
-        (["checkpoint.every=5"], {}, "not available in this version"),
         (["optimizer.weight_decay=-1"], {}, "optimizer.weight_decay: must be a number of at least 0"),
         pytest.param(
             ["device=cuda"],

@@ -51,9 +51,23 @@ def held_of_state(
 
 
 def read_state(
-    section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox]
+    section: str,
+    reader: CheckpointReader,
+    boxes: Sequence[ParameterBox],
+    existing: Mapping[Any, Mapping[str, Any]] | None = None,
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state of this rank's parameters, as `held_of_state` had it under whatever plan."""
+    """The state of this rank's parameters, as `held_of_state` had it under whatever plan.
+
+    What had the dtype of its parameter has it again, also where that is another now; what had a dtype of its own keeps
+    it. Entries that the checkpoint does not have are as if the parameter had never been updated.
+
+    Args:
+        existing: what is kept now: memory that fits is filled, and no other is taken.
+
+    Raises:
+        CheckpointError: for a tensor that is neither of the shape of its parameter nor the same on all ranks, where a
+            rank has a part of the parameter.
+    """
     entries: dict[str, list[str]] = {}
     for name in reader.manifest.names(section):
         owner, _, entry = name.rpartition("/")
@@ -65,12 +79,30 @@ def read_state(
             key = f"{section}/{box.name}/{entry}"
             saved = reader.manifest.tensors[key]
             if saved.shape != box.logical.shape:
+                _require_whole(key, saved.shape, box)
                 of_param[entry] = reader.tensor(key)
                 continue
             if entry not in of_param:
-                of_param[entry] = torch.zeros_like(box.parameter, dtype=DTYPES[saved.dtype], requires_grad=False)
+                kept = (existing or {}).get(box.parameter, {}).get(entry)
+                of_param[entry] = _buffer(kept, box, saved.dtype, reader.manifest.tensors[f"model/{box.name}"].dtype)
             reader.read_into(box.held(key, of_param[entry]))
         plain = reader.manifest.values.get(f"{section}/{box.name}")
         if plain is not None:
             of_param.update(decode(plain, reader.tensor))
     return {param: of_param for param, of_param in state.items() if of_param}
+
+
+def _require_whole(key: str, shape: tuple[int, ...], box: ParameterBox) -> None:
+    if shape and box.logical.layout.shard_axes:
+        raise CheckpointError(
+            f"{key} has shape {shape}, its parameter {box.logical.shape}, of which this rank holds a part: what it is "
+            f"of that part is not known. Load it under a plan that keeps this parameter whole"
+        )
+
+
+def _buffer(kept: Any, box: ParameterBox, saved: str, saved_parameter: str) -> Tensor:
+    """Memory for state of the shape of a rank's parameter."""
+    dtype = box.parameter.dtype if saved == saved_parameter else DTYPES[saved]
+    if isinstance(kept, Tensor) and kept.shape == box.parameter.shape and kept.dtype == dtype:
+        return kept
+    return torch.zeros_like(box.parameter, dtype=dtype, requires_grad=False)

@@ -60,8 +60,9 @@ class Zero(Strategy):
 
     def finish(self) -> None:
         for stage in self.parts.parameters_by_stage:
-            self._rest.arm(stage)
             self._scatter.finish(stage)
+        for stage in self.parts.parameters_by_stage:
+            self._rest.arm(stage)
             self._rest.start(stage)
         self._rest.finish()
         self.store.accept_gradients()

@@ -1,5 +1,6 @@
 """A run of two ranks that is over in a moment, with trouble on a rank (1) in step 3 when TROUBLE says so."""
 
+import errno
 import os
 import signal
 import sys
@@ -68,13 +69,30 @@ def _trouble(kind: str | None) -> None:
             time.sleep(0.1)
 
 
+class _Disk(Hook):
+    """Checkpoints of rank 1 are flushed slowly, or not at all."""
+
+    def on_train_start(self, engine: object) -> None:
+        fsync, trouble = os.fsync, os.environ.get("TROUBLE")
+
+        def flush(descriptor: int) -> None:
+            if trouble == "slow disk":
+                time.sleep(2.0)
+            if trouble == "full disk":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        if os.environ["RANK"] == "1" and trouble in ("slow disk", "full disk"):
+            os.fsync = flush
+
+
 class _Linger(Hook):
     def on_train_end(self, engine: object) -> None:
         if os.environ.get("TROUBLE") == "linger" and os.environ["RANK"] == "1":
             time.sleep(3.0)
 
 
-hooks = [_Linger]
+hooks = [_Linger, _Disk]
 parallel = dict(data=2)
 model = dict(type=_Model)
 data = dict(type=_Numbers)

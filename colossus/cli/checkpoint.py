@@ -1,0 +1,197 @@
+"""``colossus checkpoint``: what is in one, whether it is whole, what differs between two."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colossus.arithmetic import byte_count
+from colossus.checkpoint.checksum import BLOCK_BYTES, problem_of
+from colossus.checkpoint.describe import as_data, describe, printable
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.folder import locate, require_files
+from colossus.checkpoint.manifest import read_manifest
+from colossus.cli.checkpoint_parsers import parse
+
+if TYPE_CHECKING:
+    from colossus.checkpoint.diff import Difference, TensorDifference, Tolerance
+
+#: differences of each kind that are printed without --all
+_MOST_PRINTED = 20
+#: seconds between two lines of progress
+_BETWEEN = 0.2
+
+
+def run(words: Sequence[str]) -> int:
+    """Run one of the commands: 0 done or equal, 1 damaged, 2 no checkpoint or wrong usage, 3 they differ."""
+    try:
+        command, arguments = parse(list(words))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    logging.getLogger("colossus.checkpoint").setLevel(logging.ERROR)  # what was passed over is told here
+    try:
+        return {"inspect": _inspect, "verify": _verify, "diff": _diff}[command](arguments)
+    except CheckpointError as error:
+        _say(f"colossus checkpoint {command}: {error}")
+        return 1 if isinstance(error, DamagedCheckpoint) else 2
+
+
+def _find(given: str) -> tuple[Path, dict[Path, CheckpointError]]:
+    """The checkpoint that is meant, and those newer ones that were passed over because they are damaged."""
+    damaged: dict[Path, CheckpointError] = {}
+    found = locate(Path(given), damaged)
+    for error in damaged.values():
+        _say(f"damaged: {error}")
+    if damaged:
+        _say(f"so {found} was taken, from which a run would resume")
+    return found, damaged
+
+
+# -- inspect and verify -----------------------------------------------------------------------------------
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    found, _ = _find(arguments.dir)
+    manifest = read_manifest(found)
+    if arguments.json:
+        print(json.dumps(as_data(found, manifest, everything=arguments.all), indent=2))
+    else:
+        print(describe(found, manifest, everything=arguments.all))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    found, passed_over = _find(arguments.dir)
+    require_files(found)
+    manifest = read_manifest(found)
+    progress, began = _Progress(manifest.num_bytes), time.perf_counter()
+    problems = []
+    for name, file in manifest.files.items():
+        problem = problem_of(found / name, file, progress.block)
+        progress.file_done(file.num_bytes)
+        if problem is not None:
+            problems.append(problem)
+    progress.end()
+    for problem in problems:
+        _say(f"{found / problem}")
+    count, seconds = len(manifest.files), time.perf_counter() - began
+    if problems:
+        _say(f"{found} is damaged: {len(problems)} of {count} files; take another checkpoint")
+        return 1
+    print(
+        printable(
+            f"{found} is whole: step {manifest.step}, {count} file{'s' * (count != 1)}, "
+            f"{byte_count(manifest.num_bytes)} read in {seconds:.1f} s"
+        )
+    )
+    return 1 if passed_over else 0
+
+
+class _Progress:
+    """A line that says how much is done, where somebody watches."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._of_file = total, 0, 0
+        self._is_shown, self._last, self._began = sys.stderr.isatty(), 0.0, time.perf_counter()
+
+    def block(self) -> None:
+        self._of_file += BLOCK_BYTES
+        self._show()
+
+    def file_done(self, num_bytes: int) -> None:
+        self._done, self._of_file = self._done + num_bytes, 0
+        self._show()
+
+    def _show(self) -> None:
+        now = time.perf_counter()
+        if not self._is_shown or now - self._last < _BETWEEN:
+            return
+        self._last, done = now, min(self._done + self._of_file, self._total)
+        speed = done / max(now - self._began, 1e-9)
+        text = f"{byte_count(done)} of {byte_count(self._total)}, {byte_count(speed)}/s"
+        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._last:
+            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+
+
+# -- diff -------------------------------------------------------------------------------------------------
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    (a, _), (b, _) = _find(arguments.a), _find(arguments.b)
+    compare = importlib.import_module("colossus.checkpoint.diff")  # torch, from here on
+    reader = importlib.import_module("colossus.checkpoint.reader").CheckpointReader
+    with reader(a) as one, reader(b) as other:
+        found: Difference = compare.diff(one, other, only=tuple(arguments.only))
+    if not found.num_compared and not found.only_in_a and not found.only_in_b and not found.values and arguments.only:
+        _say(f"colossus checkpoint diff: --only {' '.join(arguments.only)} meets no key of {a} or {b}; keys are")
+        _say("model/NAME, optimizer/NAME/ENTRY, step, ..: see colossus checkpoint inspect --all")
+        return 2
+    tolerance: Tolerance = compare.Tolerance(arguments.tolerance, arguments.absolute)
+    print(printable(_report(found, a, b, tolerance, everything=arguments.all)))
+    return 3 if found.exceeds(tolerance) else 0
+
+
+def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everything: bool) -> str:
+    most = sys.maxsize if everything else _MOST_PRINTED
+    above = [each for each in found.tensors if each.exceeds(tolerance)]
+    parts = [f"A  {a}\nB  {b}"]
+    for title, keys in ((f"only in A: {len(found.only_in_a)}", found.only_in_a),
+                        (f"only in B: {len(found.only_in_b)}", found.only_in_b)):  # fmt: skip
+        if keys:
+            parts.append(_list(title, keys, most))
+    if above:
+        allowed = [f"{each:g}" for each in (tolerance.relative, tolerance.absolute) if each]
+        within = f" by more than {' or '.join(allowed)}" if allowed else ""
+        parts.append(
+            _list(
+                f"tensors that differ{within}: {len(above)} of {found.num_compared}; largest difference, absolute and "
+                f"relative to the largest element",
+                [_of_tensor(each) for each in above],
+                most,
+            )
+        )
+    for title, pairs in (("state", found.values), ("told, and no difference: plan, versions, config", found.told)):
+        if pairs:
+            parts.append(_list(f"{title}: {len(pairs)}", _pairs(pairs), most))
+    if not found.exceeds(tolerance):
+        rest = f"; {len(found.tensors)} differ within what is allowed" if found.tensors else ""
+        parts.append(f"equal: {found.num_compared} tensors{rest}, and all other state")
+    return "\n\n".join(parts)
+
+
+def _of_tensor(each: TensorDifference) -> str:
+    if each.num_different is None:
+        return f"{each.key}: shapes: {each.spec}"
+    count = f"{each.num_different:,} of {each.num_elements:,} elements"
+    gap = "nan in one" if math.isinf(each.absolute) else f"{each.absolute:.3g}, {each.relative:.3g}"
+    dtypes = f"; dtypes: {each.spec}" if each.spec else ""
+    return f"{each.key}: {gap if each.is_float else 'integers'}; {count}{dtypes}"
+
+
+def _pairs(pairs: Mapping[str, tuple[str, str]]) -> list[str]:
+    return [f"{path}: {_short(one)} in A, {_short(other)} in B" for path, (one, other) in pairs.items()]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _list(title: str, lines: Iterable[str], most: int) -> str:
+    lines = list(lines)
+    more = [f"  .. {len(lines) - most:,} more: --all prints them"] if len(lines) > most else []
+    return "\n".join([title, *(f"  {line}" for line in lines[:most]), *more])
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr)

@@ -1,0 +1,129 @@
+"""The arguments of ``colossus checkpoint inspect | verify | diff``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from colossus.cli.parsers import Parser
+from colossus.registry import nearest
+
+COMMANDS = ("inspect", "verify", "diff")
+
+SUMMARY = """\
+usage: colossus checkpoint COMMAND DIR ...
+
+Look at checkpoints. DIR is a checkpoint (.../step-00000100), a folder of them or a run folder; of several the one is
+taken that a run would resume from.
+
+commands:
+  inspect DIR   print what is in it: step, plan, versions, the tree of modules with shapes and sizes
+  verify DIR    read all of its files and compare their checksums
+  diff A B      print what differs between two, whatever the plans that saved them
+
+examples:
+  colossus checkpoint inspect runs/first
+  colossus checkpoint verify runs/first/checkpoints/step-00000500
+  colossus checkpoint diff runs/first runs/second --only 'model/*' --tolerance 1e-6
+
+'colossus checkpoint COMMAND --help' tells more.
+"""
+
+_DIR = "a checkpoint, a folder of checkpoints or a run folder"
+
+
+def parse(words: list[str]) -> tuple[str, argparse.Namespace]:
+    """The command and its arguments.
+
+    Raises:
+        SystemExit: after a usage error, or help, was printed.
+    """
+    parser = Parser("checkpoint", "", "")
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(SUMMARY, end="", file=sys.stdout if words else sys.stderr)
+        raise SystemExit(0 if words else 2)
+    command = words[0]
+    if command not in COMMANDS:
+        close = nearest(command, list(COMMANDS))
+        hint = f"did you mean {close}?" if close else f"commands: {', '.join(COMMANDS)}"
+        parser.error(f"no command {command!r}; {hint}")
+    return command, {"inspect": _inspect, "verify": _verify, "diff": _diff}[command]().parse_intermixed_args(words[1:])
+
+
+def _inspect() -> Parser:
+    parser = Parser(
+        "checkpoint inspect",
+        "Print what is in a checkpoint: step, time, versions and plan; how much of it are parameters and optimizer\n"
+        "state; the tree of modules with the full shape, dtype and size of each parameter, whatever the plan was.\n"
+        "Modules of a list that are alike are printed once. Only the manifest is read.",
+        "exit codes: 0 printed, 1 damaged, 2 no checkpoint or wrong usage\n",
+    )
+    parser.add_argument("dir", metavar="DIR", help=_DIR)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--all", action="store_true", help="every tensor, optimizer state too, and which file has which box of it"
+    )
+    return parser
+
+
+def _verify() -> Parser:
+    parser = Parser(
+        "checkpoint verify",
+        "Read all files of a checkpoint and compare their sizes and checksums with what was written. Of a folder of\n"
+        "checkpoints the newest is verified; when its files are not all there, that is said, and the one is verified\n"
+        "that a run would resume from.",
+        "exit codes: 0 whole, 1 damaged: the file is named, 2 no checkpoint or wrong usage, 130 stopped by Ctrl-C\n",
+    )
+    parser.add_argument("dir", metavar="DIR", help=_DIR)
+    return parser
+
+
+def _diff() -> Parser:
+    parser = Parser(
+        "checkpoint diff",
+        "Print what differs between two checkpoints: tensors that only one has, shapes, dtypes, for each tensor the\n"
+        "largest difference, absolute and relative to its largest element, and state that is no tensor, such as the\n"
+        "step. Plans and configs that differ are printed, and are no difference; under different plans the generators\n"
+        "of ranks are not compared. Needs little memory, whatever the size. Checksums are not compared: see verify.",
+        "exit codes: 0 equal (within a tolerance), 1 damaged, 2 no checkpoint or wrong usage, 3 they differ,\n"
+        "            130 stopped by Ctrl-C\n\n"
+        "examples:\n  colossus checkpoint diff runs/a runs/b\n"
+        "  colossus checkpoint diff runs/a/checkpoints/step-00000100 runs/a/checkpoints/step-00000200 "
+        "--only 'model/*'\n"
+        "  colossus checkpoint diff runs/plain runs/tensor4 --only 'model/*' --only 'optimizer/*' --tolerance 1e-5\n",
+    )
+    parser.add_argument("a", metavar="A", help=_DIR)
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        metavar="T",
+        help="difference that is allowed, relative to the largest element of a tensor (default: 0, the same bits)",
+    )
+    parser.add_argument(
+        "--absolute",
+        type=_tolerance,
+        default=0.0,
+        metavar="T",
+        help="absolute difference that is allowed anyway: for tensors of nothing but rounding (default: 0)",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="compare only keys that this matches: model/NAME, optimizer/NAME/ENTRY, step, ..; may be repeated",
+    )
+    parser.add_argument("--all", action="store_true", help="print every difference, not the largest 20")
+    return parser
+
+
+def _tolerance(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text!r}")
+    return value

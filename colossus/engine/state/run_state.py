@@ -1,0 +1,131 @@
+"""What a run keeps beside the tensors of its parameters: its step, the loss scale, its place in the data, random
+generators, what hooks, modules and the strategy keep."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.values import decode
+from colossus.engine.hooks import Hook
+from colossus.engine.state.module_state import module_states, restore_module_states
+from colossus.engine.state.rng import restore_rng, rng_state
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
+
+log = logging.getLogger("colossus.engine")
+
+
+def run_values(engine: Engine, hooks: Sequence[Hook]) -> dict[str, Any]:
+    """What this rank adds, by path; each path is from one rank."""
+    context = engine.context
+    values: dict[str, Any] = {f"ranks/{context.rank}/rng": rng_state(context)}
+    if of_modules := module_states(engine.model):
+        values[f"ranks/{context.rank}/modules"] = of_modules
+    if is_first_but_along(engine, "data"):
+        index = context.index("data")
+        values[f"strategy_values/{index}"] = engine.strategy.state_dict()
+        if engine.loaders is not None:
+            values[f"loader/{index}"] = engine.loaders.train.state_dict()
+    if context.rank == 0:
+        values["train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
+        if engine.loss_scaler is not None:
+            values["loss_scale"] = engine.loss_scaler.state_dict()
+        for name, hook in _named(hooks):
+            if hook_state := hook.state_dict():
+                values[f"hooks/{name}"] = hook_state
+    return values
+
+
+def restore_run(engine: Engine, hooks: Sequence[Hook], reader: CheckpointReader, *, is_same_plan: bool) -> None:
+    """Take it back, under any plan. What is worth a warning is told by one rank.
+
+    A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
+    none begins with its own. Of hooks, those of the same class and number take what was saved.
+    """
+    context, values = engine.context, reader.manifest.values
+
+    def value(path: str) -> Any:
+        return decode(values[path], reader.tensor) if path in values else None
+
+    train = value("train") or {"completed_steps": reader.manifest.step}
+    engine.completed_steps = train["completed_steps"]
+    engine.gradient_watch.load_state_dict(train)
+    if engine.loss_scaler is not None and (scale := value("loss_scale")) is not None:
+        engine.loss_scaler.load_state_dict(scale)
+    of_strategy = value(f"strategy_values/{context.index('data')}")
+    engine.strategy.load_state_dict(of_strategy if of_strategy is not None else value("strategy_values/0") or {})
+    restore_module_states(engine.model, values, reader.tensor, context.rank if is_same_plan else None)
+    if engine.loaders is not None:
+        with _told_by_one(context.is_logging_rank):
+            _restore_place_in_data(engine, reader)
+    for name, hook in _named(hooks):
+        if (hook_state := value(f"hooks/{name}")) is not None:
+            hook.load_state_dict(hook_state)
+    # last: what is read above may draw
+    restore_rng(values, reader.tensor, context, is_same_plan=is_same_plan, num_steps=engine.completed_steps)
+
+
+def _restore_place_in_data(engine: Engine, reader: CheckpointReader) -> None:
+    """By the state of the same data rank where there are as many; else by that of the first.
+
+    The batches of a global order (a dataset, a stream or a loader that gives whole batches) are the same for any number
+    of data ranks. A loader of one's own that gives each data rank its own batches is not: what each reads next is where
+    the first one was.
+    """
+    assert engine.loaders is not None
+    values, size, loader = reader.manifest.values, engine.context.size("data"), engine.loaders.train
+    saved = sum(path.startswith("loader/") for path in values)
+    if not saved:
+        loader.set_step(engine.completed_steps)
+        return
+    index = engine.context.index("data") if saved == size else 0
+    state = decode(values[f"loader/{index}"], reader.tensor)
+    if saved != size and state.get("per_rank"):
+        log.warning(
+            "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
+            "go on from the place of the first, so samples may come twice, or not at all",
+            saved, size,
+        )  # fmt: skip
+    loader.load_state_dict(state)
+
+
+@contextmanager
+def _told_by_one(is_logging_rank: bool) -> Iterator[None]:
+    """Inside, what loaders log is logged by one rank: all say the same."""
+    if is_logging_rank:
+        yield
+        return
+    loggers = [logging.getLogger("colossus.data"), log]
+    for each in loggers:
+        each.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def is_first_but_along(engine: Engine, public: str) -> bool:
+    """Whether this rank is at 0 along all axes but those of a public name."""
+    context = engine.context
+    along = context.grid.axes(public)
+    return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)
+
+
+def _named(hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
+    """By class; of several of one class by their number, too."""
+    named: list[tuple[str, Hook]] = []
+    for hook in hooks:
+        name = type(hook).__qualname__
+        count = sum(type(other) is type(hook) for _, other in named)
+        named.append((f"{name}~{count + 1}" if count else name, hook))
+    return named

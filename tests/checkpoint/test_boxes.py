@@ -1,0 +1,174 @@
+"""Which rank writes which box, and any box out of what they have written: all ranks of a plan in one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.drawn import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.manifest import MANIFEST
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.shares import WriterShares
+from colossus.checkpoint.snapshot import RankState
+from colossus.checkpoint.tensor_file import dtype_name, make_header, write_file
+from colossus.checkpoint.writer import About, merge
+from colossus.context.grid import RankGrid
+from colossus.layout.layout import Layout
+
+Shape = tuple[int, ...]
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> RankGrid:
+    names = draw(st.permutations(["pipeline", "data", "row", "col"]))
+    sizes = {name: draw(st.integers(1, 2 if name == "pipeline" else 4)) for name in names}
+    return RankGrid(sizes, {name: (name,) for name in ("pipeline", "data")} | {"tensor": ("row", "col")})
+
+
+@st.composite
+def layouts(draw: st.DrawFn, num_dims: int, grid: RankGrid) -> Layout:
+    """Of a parameter: sharded, with copies, its rows cut for storage."""
+    if not num_dims:
+        return Layout(())
+    axes = draw(st.lists(st.sampled_from(["row", "col", "data"]), unique=True))
+    stored = tuple(axis for axis in axes if axis == "data")
+    dims: list[list[str]] = [[] for _ in range(num_dims)]
+    copies = []
+    for axis in axes:
+        if axis in stored:
+            continue
+        dims[draw(st.integers(0, num_dims - 1))].append(axis)
+        count = draw(st.sampled_from([n for n in range(1, grid.sizes[axis] + 1) if grid.sizes[axis] % n == 0]))
+        if count > 1:
+            copies.append((axis, count))
+    return Layout(tuple(map(tuple, dims)), stored=stored, copies=tuple(copies))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *of: RankGrid) -> tuple[Shape, torch.dtype, int, list[Layout]]:
+    """Shape, dtype, the pipeline stage that holds it (-1: all), and a layout under each grid."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    held = draw(st.sampled_from([0, 1, -1]))
+    return shape, draw(st.sampled_from(DTYPES)), held, [draw(layouts(len(shape), grid)) for grid in of]
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[RankGrid, RankGrid, list[Any]]:
+    saved, loaded = draw(grids()), draw(grids())
+    return saved, loaded, draw(st.lists(tensors(saved, loaded), min_size=1, max_size=6))
+
+
+def whole_tensor(number: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+    values = torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + 13 * number
+    return (values % 2 == 0) if dtype == torch.bool else (values % 100).to(dtype)
+
+
+def stage_of(held: int, grid: RankGrid) -> int | None:
+    return None if held < 0 else held % grid.sizes["pipeline"]
+
+
+def states(grid: RankGrid, drawn: list[Any], which: int) -> list[RankState]:
+    """What every rank would add: as `parameter_boxes` decides it, tensors of all stages written by the first."""
+    out = []
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        shares, state = WriterShares(grid.sizes, at), RankState()
+        for number, (shape, dtype, held, layout) in enumerate(drawn):
+            stage = stage_of(held, grid)
+            if stage is not None and at["pipeline"] != stage:
+                continue
+            is_here = stage is not None or at["pipeline"] == 0
+            box = layout[which].box(shape, grid.sizes, at)
+            local = whole_tensor(number, shape, dtype)[tuple(slice(*span) for span in box)]
+            takes = shares.takes(layout[which], shape, dtype.itemsize) and is_here
+            state.tensors.append(HeldTensor(f"model/{number}", shape, box, local, takes))
+        out.append(state)
+    return out
+
+
+def write(folder: Path, written: list[RankState]) -> None:
+    """As the ranks of `CheckpointWriter` would."""
+    folder.mkdir()
+    parts = []
+    for rank, state in enumerate(written):
+        mine = state.written()
+        part: dict[str, Any] = {"values": {}, "aliases": {}, "file": None, "tensors": []}
+        if mine:
+            header = make_header([(held.key, held.local.dtype, tuple(held.local.shape)) for held in mine])
+            name = f"rank-{rank:05d}.safetensors"
+            crc = write_file(folder / name, header, [held.local for held in mine])
+            part["file"] = [name, header.num_bytes, crc]
+            part["tensors"] = [
+                [each.key, dtype_name(each.local.dtype), each.shape, header.offsets[each.key],
+                 [low for low, _ in each.box], tuple(each.local.shape)]
+                for each in mine
+            ]  # fmt: skip
+        parts.append(part)
+    (folder / MANIFEST).write_bytes(merge(parts, About(0)).to_bytes())
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(moves())
+def test_every_element_is_written_once_and_read_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, drawn: tuple[RankGrid, RankGrid, list[Any]]
+) -> None:
+    saved, loaded, held = drawn
+    written = states(saved, held, 0)
+    for number, (shape, _, _, _) in enumerate(held):
+        count = torch.zeros(shape, dtype=torch.int64)
+        for state in written:
+            for each in state.written():
+                if each.key == f"model/{number}":
+                    count[tuple(slice(*span) for span in each.box)] += 1
+        assert (count == 1).all(), f"tensor {number}, {saved}"
+    folder = tmp_path_factory.mktemp("saved") / "checkpoint"
+    write(folder, written)
+    with CheckpointReader(folder) as reader:
+        reader.verify()
+        assert reader.manifest.num_bytes == sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        for state in states(loaded, held, 1):
+            for each in state.tensors:
+                wanted = each.local
+                # into memory that is not contiguous, and of another dtype, too
+                for out in (torch.empty_like(wanted), torch.empty((*wanted.shape, 2), dtype=wanted.dtype)[..., 0]):
+                    reader.read_box(each.key, each.box, out)
+                    assert torch.equal(out, wanted), f"{each.key} {each.box}"
+                wider = torch.complex128 if wanted.is_complex() else torch.float64
+                out = torch.empty(wanted.shape, dtype=wider)
+                reader.read_box(each.key, each.box, out)
+                assert torch.equal(out, wanted.to(wider))
+
+
+@pytest.mark.parametrize("sizes", [dict(data=4), dict(data=2, tensor=4), dict(pipeline=2, data=8)])
+def test_replicas_share_the_work(sizes: Mapping[str, int]) -> None:
+    """Bytes of the rank that writes most over the mean, of 160 matrices of unequal sizes."""
+    grid = RankGrid({"pipeline": 1, "data": 1, "tensor": 1, **sizes})
+    shapes = [(16 * (1 + number % 5), 64) for number in range(160)]
+    layout = Layout.sharded(2, d0=("tensor",))
+    given_to = []
+    for rank in range(grid.world_size):
+        at = grid.coordinates(rank)
+        shares = WriterShares(grid.sizes, at)
+        boxes = [(layout.box(shape, grid.sizes, at), shares.takes(layout, shape, 4)) for shape in shapes]
+        given_to.append(sum(math.prod(stop - start for start, stop in box) for box, takes in boxes if takes))
+    assert max(given_to) <= 1.1 * sum(given_to) / len(given_to)
+
+
+def test_a_tensor_that_no_rank_shards_is_written_by_one_of_all() -> None:
+    grid = RankGrid({"pipeline": 1, "data": 3, "tensor": 2})
+    takes = [
+        [WriterShares(grid.sizes, grid.coordinates(rank)).takes(Layout.whole(0), (), 4)]
+        for rank in range(grid.world_size)
+    ]
+    assert sum(itertools.chain.from_iterable(takes)) == 1

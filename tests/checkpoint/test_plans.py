@@ -1,0 +1,310 @@
+"""Saved under any plan, loaded under any other: every tensor and value the same to the bit, and the run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.checkpoints import assert_same_contents, contents, run_chain
+from helpers.drawn import examples
+from helpers.ranks import run_ranks
+from helpers.training import batch_of as tokens_of
+from helpers.training import config_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.folder import name_of
+from colossus.config import ConfigError, load_config
+
+Plan = dict[str, Any]
+
+#: heads that divide over 8 ranks, fewer kv heads, a vocabulary that divides over none
+SIZES: dict[str, Any] = dict(num_layers=4, hidden_size=32, num_heads=8, num_kv_heads=2, vocab_size=53, seq_len=16)
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": dict(type="AdamW", lr=1e-3, weight_decay=0.1),
+    "amsgrad": dict(type="AdamW", lr=1e-3, weight_decay=0.1, amsgrad=True),
+    "sgd": dict(type="SGD", lr=1e-2, momentum=0.9, weight_decay=0.01),
+}
+SCHEDULES = [dict(type=name, microbatches=2) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")]
+#: of a model whose key biases have no true gradient AdamW makes steps of rounding noise: compared by loss and norm
+TOLERANCE = 1e-10
+
+
+# -- plans ----------------------------------------------------------------------------------------------------
+
+
+def tensor_plans(size: int) -> Iterator[Any]:
+    """Every mode and rectangle of this many ranks."""
+    yield from (dict(size=size), dict(size=size, sequence_sharded=True))
+    for mode, dims in (("2d", 2), ("2.5d", 3), ("3d", 3)):
+        for shape in itertools.product(range(1, size + 1), repeat=dims):
+            if math.prod(shape) == size and (mode != "2.5d" or shape[1] == shape[2]):
+                yield dict(mode=mode, shape=shape)
+
+
+def sequence_plans(size: int) -> Iterator[Any]:
+    yield from (dict(size=size, mode=mode) for mode in ("ring", "ulysses"))
+    if size > 2:
+        yield dict(size=size, mode="hybrid")
+
+
+def zero_plans(data: int) -> Iterator[Any]:
+    """ZeRO over all data ranks, and HSDP."""
+    yield from (dict(stage=stage) for stage in (0, 1, 2, 3))
+    yield from (dict(stage=stage, shard=2) for stage in (1, 2, 3) if data > 2)
+
+
+ORDERS = (("pipeline", "data", "sequence", "tensor"), ("tensor", "sequence", "data", "pipeline"))
+
+
+@cache
+def candidates(world: int) -> list[tuple[Plan, dict[str, Any]]]:
+    """(parallel, schedule) of this many ranks; some do not fit the model."""
+    found = []
+    for data, pipeline, sequence in itertools.product((1, 2, 4, 8), repeat=3):
+        tensor, rest = divmod(world, data * pipeline * sequence)
+        if rest or not tensor:
+            continue
+        of_tensor = tensor_plans(tensor) if tensor > 1 else [dict(size=1)]
+        of_sequence = list(sequence_plans(sequence)) if sequence > 1 else [dict(size=1)]
+        of_schedule = SCHEDULES if pipeline > 1 else [dict(microbatches=1)]
+        for each in itertools.product(of_tensor, of_sequence, zero_plans(data), ORDERS, of_schedule):
+            parallel = dict(tensor=each[0], sequence=each[1], zero=each[2], rank_order=each[3])
+            found.append((dict(data=data, pipeline=pipeline) | parallel, each[4]))
+    return found
+
+
+def plans(world: int) -> st.SearchStrategy[tuple[Plan, dict[str, Any]]]:
+    return st.sampled_from(candidates(world)).filter(lambda plan: fits(world, *plan))
+
+
+def fits(world: int, parallel: Plan, schedule: dict[str, Any]) -> bool:
+    stages = parallel["pipeline"] * (2 if schedule.get("type") in ("interleaved", "zb-v") else 1)
+    if stages > SIZES["num_layers"] + 2:
+        return False
+    try:
+        load_config(gpt(parallel, schedule), nproc=world)
+    except ConfigError:
+        return False
+    return True
+
+
+def gpt(parallel: Plan, schedule: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    model = {**SIZES, **more.pop("model", {})}
+    return config_of(
+        parallel, 50, "fp64", model=model, schedule=schedule or {}, lr_schedule=dict(warmup_steps=2), **more
+    )
+
+
+def gpt_batch(step: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    return tokens_of(step, SIZES)
+
+
+# -- a chain of plans -----------------------------------------------------------------------------------------
+
+
+def train_alone(
+    rank: int, config: dict[str, Any], batch_of: Callable[..., Any], steps: int, options: dict[str, Any]
+) -> list[tuple[float, float]]:
+    engine = colossus.initialize(config, **options)
+    results = [engine.train_step(batch_of(step, config)) for step in range(steps)]
+    engine.close()
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def check_chain(
+    root: Path,
+    chain: Sequence[tuple[int, dict[str, Any]]],
+    alone: dict[str, Any],
+    batch_of: Callable[..., Any],
+    **options: Any,
+) -> None:
+    """Each plan loads what the one before has saved, gives it back to the bit, and trains as one process would."""
+    told = run_chain(root, chain, batch_of, **options)
+    (wanted,) = run_ranks(1, train_alone, alone, batch_of, len(chain), options, with_context=False)
+    for number, (world, config) in enumerate(chain):
+        plan = f"{config['parallel']} {config.get('schedule')} on {world} ranks, {number} plans after the first"
+        for mine, other in zip(told[number][0], wanted[number], strict=True):
+            assert abs(mine - other) <= TOLERANCE * abs(other), f"{plan}: {mine!r}, one process {other!r}"
+        if number:
+            saved, again = (contents(root / str(link) / name_of(number)) for link in (number - 1, number))
+            assert_same_contents(again, saved, plan)
+
+
+#: every mode once, pipelines that tie weights over stages, and other numbers of ranks
+CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
+    (
+        8,
+        dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1)), zero=2),
+        dict(type="interleaved", microbatches=2),
+    ),
+    (8, dict(tensor=dict(mode="3d", size=8)), None),
+    (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(type="zb-v", microbatches=2)),
+    (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True), zero=3), None),
+    (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=1, rank_order=ORDERS[1]), None),
+    (1, dict(), None),
+]
+
+
+def test_a_chain_of_plans_is_the_run_of_one_process(tmp_path: Path) -> None:
+    chain = [(world, gpt(parallel, schedule)) for world, parallel, schedule in CHAIN]
+    check_chain(tmp_path, chain, gpt({}), gpt_batch)
+
+
+@st.composite
+def chains(draw: st.DrawFn, length: int, worlds: Sequence[int]) -> tuple[dict[str, Any], list[Any]]:
+    """What is the same in a chain, and its plans."""
+    optimizer = OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))]
+    common = dict(model=dict(tie_embeddings=draw(st.booleans())), optimizer=optimizer)
+    chosen = [draw(st.sampled_from(worlds)) for _ in range(length)]
+    return common, [(world, draw(plans(world))) for world in chosen]
+
+
+DRAWN = dict(deadline=None, suppress_health_check=[*HealthCheck])
+
+
+@settings(max_examples=examples(1), **DRAWN)
+@given(chains(3, (2, 4)))
+def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
+    check_drawn(tmp_path_factory, drawn)
+
+
+@pytest.mark.long
+@settings(max_examples=40, **DRAWN)
+@given(chains(6, (2, 4, 8, 8)))
+def test_many_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
+    check_drawn(tmp_path_factory, drawn)
+
+
+def check_drawn(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
+    common, chosen = drawn
+    chain = [(world, gpt(parallel, schedule, **common)) for world, (parallel, schedule) in chosen]
+    check_chain(tmp_path_factory.mktemp("chain"), chain, gpt({}, **common), gpt_batch)
+
+
+# -- a model and an optimizer of a user's own -----------------------------------------------------------------
+
+WORDS, WIDTH = 11, 6
+
+
+class Net(nn.Module):
+    """Of everything that a model may hold: ours and plain, shared and tied, frozen, without dims, complex, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = layers.Embedding(WORDS, WIDTH)
+        self.first = layers.Linear(WIDTH, 12, split="column")
+        self.second = layers.Linear(12, WIDTH, split="row")
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.again = self.shared
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.phase = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.odd = nn.Parameter(torch.randn(5, 1, 3))
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.shared.weight
+        self.head = layers.LMHead(WIDTH, WORDS, tied_to=self.words)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+        self.norm.register_buffer("scale", self.scale)
+        self.register_buffer("number", torch.tensor([7, 9]))
+        self.register_buffer("unsaved", torch.ones(3), persistent=False)
+
+    def bottom(self, ids: Tensor) -> Tensor:
+        return self.shared(self.words(ids))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.second(torch.tanh(self.first(x)))) * self.temperature
+
+    def top(self, x: Tensor) -> Tensor:
+        x = self.again(x) + self.frozen(x) + self.tied(x)
+        return self.head(x * self.phase.abs() * self.scale + self.odd.sum().tanh())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.middle(self.bottom(ids)))
+
+    def pipeline_blocks(self) -> list[Any]:
+        top = (self.again, self.frozen, self.tied, self.phase, self.odd, self.head, self.scale)
+        middle = (self.first, self.second, self.norm, self.temperature, self.number)
+        return [
+            layers.PipelineBlock(self.bottom, self.shared, self.words),
+            layers.PipelineBlock(self.middle, *middle),
+            layers.PipelineBlock(self.top, *top),
+        ]
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD with momentum, whose state has values and tensors of other shapes, too."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, dict(lr=0.05, note=("mine", None)))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= dict(count=0, seen=[], window=(1, 2.5, None))
+                    state |= dict(velocity=torch.zeros_like(param), total=torch.zeros((), dtype=torch.float64))
+                state["count"] += 1
+                state["seen"].append(state["count"] / 3)
+                state["total"] += state["count"]
+                state["velocity"].mul_(0.9).add_(param.grad)
+                param.sub_(state["velocity"], alpha=group["lr"])
+
+
+def two_groups(named: Any) -> torch.optim.Optimizer:
+    named = list(named)
+    slow = [param for name, param in named if "shared" in name]
+    fast = [param for name, param in named if "shared" not in name]
+    return Counting([dict(params=fast), dict(params=slow, lr=0.01)])
+
+
+def word_loss(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return layers.cross_entropy(outputs, batch["labels"])
+
+
+def words_of(step: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (8,), generator=torch.Generator().manual_seed(step))
+    return {"inputs": ids, "labels": ids.flip(0)}
+
+
+def own_config(parallel: Plan, **more: Any) -> dict[str, Any]:
+    train = dict(steps=20, global_batch_size=8, precision="fp64", seed=3, clip_grad_norm=1.0)
+    return dict(parallel=parallel, train=train, device="cpu") | more
+
+
+OWN_PLANS: list[tuple[int, Plan, dict[str, Any]]] = [
+    (4, dict(data=2, tensor=2, zero=2), {}),
+    (4, dict(data=2, pipeline=2, zero=3), dict(type="1f1b", microbatches=2)),
+    (4, dict(tensor=dict(mode="2d", size=4)), {}),
+    (3, dict(pipeline=3), dict(type="1f1b", microbatches=2)),
+    (2, dict(data=2, zero=3), {}),
+    (1, dict(), {}),
+]
+
+
+def test_a_model_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    chain = [(world, own_config(parallel, schedule=schedule)) for world, parallel, schedule in OWN_PLANS]
+    check_chain(tmp_path, chain, own_config({}), words_of, model=Net, loss_fn=word_loss, optimizer=two_groups)
+    saved = contents(tmp_path / "5" / name_of(6))
+    assert "model/unsaved" not in saved.tensors
+    assert saved.tensors["model/phase"].is_complex()
+    assert saved.tensors["model/number"].tolist() == [7, 9]
+    assert saved.tensors["optimizer/shared.weight/total"].item() == sum(range(1, 7))
+    assert saved.values["optimizer/shared.weight"]["window"] == (1, 2.5, None)
+    assert saved.values["groups"][1]["note"] == ("mine", None)
+    assert not any(key.startswith("optimizer/frozen") for key in saved.tensors)
+    assert saved.aliases["tied.weight"] == saved.aliases["again.weight"] == "shared.weight"

@@ -1,0 +1,370 @@
+"""``colossus checkpoint``: what it prints of checkpoints that are whole, damaged, or none, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.training import BATCH, batch_of, config_of
+
+import colossus
+from colossus.checkpoint import diff as diffing
+from colossus.checkpoint.describe import describe
+from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.cli.main import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def _saves(rank: int, root: str, plan: dict[str, Any], seed: int) -> None:
+    config = config_of(plan, 2, "fp64", train=dict(seed=seed), checkpoint=dict(dir=f"{root}/checkpoints"))
+    engine = colossus.initialize(config)
+    index, part = engine.context.index("data"), BATCH // engine.context.size("data")
+    for step in range(2):
+        batch = batch_of(step)
+        engine.train_step({key: value[index * part : (index + 1) * part] for key, value in batch.items()})
+        engine.checkpoints.save(background=False).wait()
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run folders: one process, tensor 2 of the same run, one process of another seed; steps 1 and 2 of each."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, world, plan, seed in (("one", 1, {}, 3), ("tensor", 2, dict(tensor=2), 3), ("other", 1, {}, 4)):
+        run_ranks(world, _saves, str(root / name), plan, seed, with_context=False)
+    return root
+
+
+@pytest.fixture
+def runs(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(saved, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def step(run: Path, number: int = 2) -> Path:
+    return run / "checkpoints" / f"step-{number:08d}"
+
+
+def checkpoint(*words: object) -> int:
+    return main(["checkpoint", *map(str, words)])
+
+
+Captured = pytest.CaptureFixture[str]
+
+
+# inspect
+
+
+def test_inspect_prints_a_tree(saved: Path, capsys: Captured) -> None:
+    assert checkpoint("inspect", saved / "tensor") == 0
+    out, err = capsys.readouterr()
+    assert not err
+    head, tree = out.split("\n\n", 1)
+    assert head.startswith(str(step(saved / "tensor")))
+    lines = {line.split()[0]: line for line in head.splitlines()[1:]}
+    assert lines["step"].split() == ["step", "2"]
+    assert "tensor 2 (2 ranks)" in lines["plan"]
+    assert f"torch {torch.__version__}" in lines["saved"]
+    assert "16,056 numbers, 128 KB in 36 tensors (float64), 1 more name of tied ones" in lines["model"]
+    assert "AdamW: 32,148 numbers" in lines["optimizer"]
+    assert lines["optimizer"].endswith("exp_avg, exp_avg_sq, step")
+    rows = [line.split() for line in tree.splitlines()]
+    assert ["0", "..", "1", "2", "alike,", "one", "of", "them:", "14,448", "116", "KB"] in rows
+    assert ["embedding.weight", "53", "x", "24", "float64", "1,272", "10.2", "KB"] in rows
+    assert [
+        "weight",
+        "24",
+        "x",
+        "24",
+        "float64",
+        "576",
+        "4.61",
+        "KB",
+    ] in rows  # the full shape, though two ranks had halves
+    assert ["head.weight", "is", "embedding.weight"] in rows
+    assert sum(row[0] == "query" for row in rows) == 1
+
+
+def test_inspect_all_says_who_has_what(saved: Path, capsys: Captured) -> None:
+    assert checkpoint("inspect", "--all", step(saved / "tensor")) == 0
+    out = capsys.readouterr().out
+    assert sum(line.split()[0] == "query" for line in out.splitlines() if line) == 2 + 2  # of optimizer state, too
+    boxes = out[out.index("\nboxes\n") :]
+    at = boxes.index("  model/blocks.0.attention.qkv.query.weight\n")
+    first, second = boxes[at:].splitlines()[1:3]
+    assert first.strip().startswith("[0:12, 0:24] in rank-0000")
+    assert second.strip().startswith("[12:24, 0:24] in rank-0000")
+
+
+def test_inspect_as_json(saved: Path, capsys: Captured) -> None:
+    assert checkpoint("inspect", saved / "one", "--json", "--all") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["step"], data["num_parameters"], data["plan"]["num_ranks"]) == (2, 16056, 1)
+    assert data["config"]["model"]["hidden_size"] == 24
+    weight = data["tensors"]["model/positions.weight"]
+    assert (weight["dtype"], weight["shape"], weight["num_bytes"]) == ("float64", [12, 24], 12 * 24 * 8)
+    assert weight["chunks"][0]["size"] == [12, 24]
+    assert data["files"]["rank-00000.safetensors"]["num_bytes"] == data["num_bytes"]
+
+
+def test_inspect_of_ten_thousand_layers_is_short_and_obeys_no_escape(saved: Path) -> None:
+    manifest = read_manifest(step(saved / "one"))
+    one = manifest.tensors["model/norm.weight"]
+    many = {f"model/layers.{number}.norm.weight": one for number in range(10_000)}
+    text = describe(saved, replace(manifest, tensors={**many, "model/\x1b[2Jname": one, "model/" + "a." * 5000: one}))
+    assert len(text) < 50_000
+    assert "0 .. 9999.norm.weight" in text
+    assert "\\x1b[2Jname" in text
+    assert "\x1b" not in text
+
+
+# verify
+
+
+def test_verify_whole(saved: Path, capsys: Captured) -> None:
+    for given in (saved / "tensor", saved / "tensor" / "checkpoints", step(saved / "tensor")):
+        assert checkpoint("verify", given) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith(f"{step(saved / 'tensor')} is whole: step 2, 2 files, ")
+        assert not err  # no progress where nobody watches
+
+
+def _flip(path: Path, at: int = -9) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Any] = {
+    "a bit": (lambda folder: _flip(folder / "rank-00001.safetensors"), "rank-00001.safetensors is corrupted"),
+    "truncated": (lambda folder: os.truncate(folder / "rank-00000.safetensors", 99), "rank-00000.safetensors: is trun"),
+    "missing": (lambda folder: (folder / "rank-00001.safetensors").unlink(), "rank-00001.safetensors is missing"),
+    "extra": (lambda folder: (folder / "rank-7.safetensors").write_bytes(b""), "rank-7.safetensors is not a file of"),
+    "manifest": (lambda folder: _flip(folder / MANIFEST, 400), "manifest.json: is truncated or corrupted"),
+    "cut manifest": (lambda folder: os.truncate(folder / MANIFEST, 5), "manifest.json: is truncated or corrupted"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_verify_names_what_is_damaged(damage: str, runs: Path, capsys: Captured) -> None:
+    folder = step(runs / "tensor")
+    harm, said = DAMAGES[damage]
+    harm(folder)
+    assert checkpoint("verify", folder) == 1
+    out, err = capsys.readouterr()
+    assert said in err
+    assert str(folder) in err
+    assert "whole" not in out
+    if damage == "a bit":
+        assert f"{folder} is damaged: 1 of 2 files" in err
+    # of the run, the one is verified from which it would resume; that something is damaged stays true
+    code = checkpoint("verify", runs / "tensor")
+    out, err = capsys.readouterr()
+    assert code == 1
+    if damage != "a bit":  # whose sizes are right: it is the one that is read
+        assert out.startswith(f"{step(runs / 'tensor', 1)} is whole")
+        assert err.startswith("damaged: ")
+        assert f"so {step(runs / 'tensor', 1)} was taken" in err
+
+
+def test_inspect_and_diff_say_which_one_they_took(runs: Path, capsys: Captured) -> None:
+    os.truncate(step(runs / "one") / "rank-00000.safetensors", 99)
+    for words in (["inspect", runs / "one"], ["diff", runs / "one", step(runs / "one", 1)]):
+        assert checkpoint(*words) == 0
+        assert f"so {step(runs / 'one', 1)} was taken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+def test_no_checkpoint(command: str, saved: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    for given, said in (
+        (tmp_path / "absent", "there is no such folder"),
+        (tmp_path, "is neither a checkpoint"),
+        (tmp_path / "notes.txt", "is neither a checkpoint"),
+    ):
+        more = [saved / "one"] if command == "diff" else []
+        assert checkpoint(command, given, *more) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        assert err.startswith(f"colossus checkpoint {command}: {given}: {said}")
+
+
+# diff
+
+
+def test_diff_of_the_same(saved: Path, capsys: Captured) -> None:
+    assert checkpoint("diff", saved / "one", step(saved / "one")) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("equal: ")
+
+
+def test_diff_of_plans(saved: Path, capsys: Captured) -> None:
+    """The same run under two plans: rounding, and a plan that differs; the generators of ranks are not compared."""
+    assert checkpoint("diff", saved / "one", saved / "tensor") == 3
+    out = capsys.readouterr().out
+    assert "ranks/" not in out
+    assert "parallel.tensor.size: 1 in A, 2 in B" in out
+    assert "\nstate" not in out
+    assert checkpoint("diff", saved / "one", saved / "tensor", "--tolerance", "1e-9", "--absolute", "1e-14") == 0
+    out = capsys.readouterr().out
+    assert "differ within what is allowed" in out.splitlines()[-1]
+    assert checkpoint("diff", saved / "one", saved / "tensor", "--tolerance", "1e-17") == 3
+
+
+def test_diff_of_steps(saved: Path, capsys: Captured) -> None:
+    one, two = step(saved / "one", 1), step(saved / "one", 2)
+    assert checkpoint("diff", one, two) == 3
+    out = capsys.readouterr().out
+    assert "\n  step: 1 in A, 2 in B\n" in out
+    assert "optimizer_groups/0.now.0.lr: 5e-05 in A, 0.0001 in B" in out
+    assert "more: --all prints them" in out
+    assert checkpoint("diff", one, two, "--all", "--only", "model/*") == 3
+    found = capsys.readouterr().out
+    line = next(line for line in found.splitlines() if line.startswith("  model/norm.weight:"))
+    a, b = (CheckpointReader(each).tensor("model/norm.weight") for each in (one, two))
+    gap = (a - b).abs().max().item()
+    assert line == f"  model/norm.weight: {gap:.3g}, {gap / max(a.abs().max(), b.abs().max()).item():.3g}; " \
+                   f"{int((a != b).sum())} of 24 elements"  # fmt: skip
+    assert "optimizer" not in found
+    assert checkpoint("diff", one, two, "--only", "step") == 3
+    assert checkpoint("diff", one, two, "--only", "stp") == 2
+    assert "--only stp meets no key" in capsys.readouterr().err
+
+
+def test_diff_of_names_shapes_and_dtypes(saved: Path, capsys: Captured) -> None:
+    """What a checkpoint lacks, and what it has otherwise, from manifests of one's own."""
+    with CheckpointReader(step(saved / "one")) as a, CheckpointReader(step(saved / "one")) as b:
+        tensors = dict(a.manifest.tensors)
+        weight = tensors.pop("model/norm.weight")
+        tensors["model/norm.scale"] = weight
+        tensors["model/norm.bias"] = replace(weight, shape=(12, 2))
+        tensors["model/blocks.0.mlp_norm.bias"] = replace(weight, dtype="int64")
+        b.manifest = replace(b.manifest, tensors=tensors, aliases={})
+        found = diffing.diff(a, b)
+    assert found.only_in_a == ["model/head.weight", "model/norm.weight"]
+    assert found.only_in_b == ["model/norm.scale"]
+    of = {each.key: each for each in found.tensors}
+    assert of.keys() == {"model/norm.bias", "model/blocks.0.mlp_norm.bias"}
+    assert of["model/norm.bias"].spec == "float64 (24,), float64 (12, 2)"
+    assert of["model/blocks.0.mlp_norm.bias"].spec == "float64, int64"
+    assert found.exceeds(diffing.Tolerance(1e9, 1e9))
+
+
+def test_diff_of_numbers_that_are_not_finite() -> None:
+    nan, inf = float("nan"), float("inf")
+    same = torch.tensor([1.0, nan, inf, -inf])
+    assert diffing._compared(same, same.clone()) == (0.0, 1.0, 0)
+    assert diffing._compared(same, torch.tensor([1.0, 2.0, inf, -inf])) == (inf, 2.0, 1)
+    assert diffing._compared(torch.tensor([inf]), torch.tensor([-inf]))[::2] == (inf, 1)
+    big = torch.tensor([2**62])
+    assert diffing._compared(big, big + 1)[2] == 1
+    assert diffing._compared(torch.tensor([True, False]), torch.tensor([True, True]))[2] == 1
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 24, 100])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (4, 3), (2, 3, 4)])
+def test_blocks_cover_a_shape_once(shape: tuple[int, ...], most: int) -> None:
+    count = torch.zeros(shape)
+    for box in diffing.blocks(shape, most):
+        part = count[tuple(slice(*span) for span in box)]
+        assert part.numel() <= max(most, 1)
+        part += 1
+    assert bool((count == 1).all())
+
+
+def test_diff_holds_one_block_of_each(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def read(reader: CheckpointReader, key: str, box: Any, _read: Any = diffing._read) -> Any:
+        out = _read(reader, key, box)
+        held.append(out.numel())
+        return out
+
+    monkeypatch.setattr(diffing, "_read", read)
+    monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 50)
+    with CheckpointReader(step(saved / "one")) as a, CheckpointReader(step(saved / "other")) as b:
+        small = diffing.diff(a, b)
+        assert max(held) <= 50
+        monkeypatch.setattr(diffing, "BLOCK_ELEMENTS", 1 << 20)
+        assert diffing.diff(a, b) == small  # the largest element is that of the whole tensor
+        assert max(held) > 50
+
+
+# the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "usage: colossus checkpoint COMMAND DIR"),
+        (["inspekt", "x"], 2, "no command 'inspekt'; did you mean inspect?"),
+        (["zzz"], 2, "no command 'zzz'; commands: inspect, verify, diff"),
+        (["inspect"], 2, "colossus checkpoint inspect: the following arguments are required: DIR"),
+        (["inspect", "x", "--jsn"], 2, "did you mean --json?"),
+        (["diff", "x"], 2, "arguments are required: B"),
+        (["diff", "x", "y", "--tolerance", "-1"], 2, "must be a number, 0 or more"),
+    ],
+)
+def test_usage(words: list[str], code: int, said: str, capsys: Captured) -> None:
+    assert checkpoint(*words) == code
+    assert said in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: Captured) -> None:
+    assert main(["--help"]) == 0
+    assert "checkpoint inspect|verify|diff DIR" in capsys.readouterr().out
+    for words in ([], ["inspect"], ["verify"], ["diff"]):
+        assert checkpoint(*words, "--help") == 0
+        out = capsys.readouterr().out
+        assert "exit codes" in out or "examples" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_answers_without_importing_torch(saved: Path, command: str) -> None:
+    code = (
+        f"import sys; from colossus.cli.main import main; code = main(['checkpoint', {command!r}, "
+        f"{str(saved / 'one')!r}]); print('TORCH', 'torch' in sys.modules); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("TORCH False\n")
+
+
+def test_a_reader_that_has_gone_and_ctrl_c(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m colossus checkpoint inspect --all {saved / 'one'} | head -1",
+        shell=True, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("colossus.cli.checkpoint.problem_of", stopped)
+    assert checkpoint("verify", saved / "one") == 130
+    assert "stopped by Ctrl-C" in capsys.readouterr().err
+
+
+def test_progress_is_shown_to_who_watches(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("colossus.cli.checkpoint._BETWEEN", 0.0)
+    assert checkpoint("verify", saved / "tensor") == 0
+    err = capsys.readouterr().err
+    assert " KB of " in err
+    assert err.endswith("\r")  # and taken away

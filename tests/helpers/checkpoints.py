@@ -1,0 +1,156 @@
+"""Checkpoints of tiny runs: one plan after the other in one group of ranks, and what two checkpoints have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+import colossus
+from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.values import decode
+
+#: (step, config) -> the global batch
+BatchOf = Callable[[int, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Link:
+    """A plan of a chain: load what the one before has saved, save it again, train a step, save.
+
+    Attributes:
+        config: its ``checkpoint.dir`` is where it saves.
+        source: folder of the checkpoint that it loads, None at the beginning.
+        options: of `colossus.initialize`.
+    """
+
+    config: dict[str, Any]
+    source: Path | None
+    options: dict[str, Any]
+
+
+def visit(rank: int, links: Sequence[Link], batch_of: BatchOf, steps: int) -> list[list[tuple[float, float]]]:
+    """Body of a rank: (loss, gradient norm) of the steps of each link."""
+    told = []
+    for link in links:
+        engine = colossus.initialize(link.config, **link.options)
+        index, count = engine.context.index("data"), engine.context.size("data")
+        if link.source is not None:
+            engine.checkpoints.load(link.source)
+            engine.checkpoints.save(background=False).wait()
+        numbers = []
+        for _ in range(steps):
+            batch = batch_of(engine.completed_steps, link.config)
+            part = link.config["train"]["global_batch_size"] // count
+            result = engine.train_step({key: value[index * part : (index + 1) * part] for key, value in batch.items()})
+            numbers.append((result.loss, result.grad_norm))
+        engine.checkpoints.save(background=True).wait()
+        told.append(numbers)
+        engine.close()
+    return told
+
+
+def run_chain(
+    root: Path,
+    chain: Sequence[tuple[int, dict[str, Any]]],
+    batch_of: BatchOf,
+    steps: int = 1,
+    source: Path | None = None,
+    **options: Any,
+) -> list[list[tuple[float, float]]]:
+    """Losses and norms of a chain of (ranks, config); link ``n`` saves into ``root/n``, twice: as it was loaded, and
+    after its steps. Neighbours with as many ranks share these."""
+    links, told = [], []
+    for number, (world, config) in enumerate(chain):
+        folder = root / str(number)
+        config = {**config, "checkpoint": dict(dir=str(folder), keep_last=0)}
+        links.append((world, Link(config, source, options)))
+        source = folder / name_of(steps * (number + 1))
+    while links:
+        world = links[0][0]
+        same = next((n for n, (other, _) in enumerate(links) if other != world), len(links))
+        ranks = run_ranks(world, visit, [link for _, link in links[:same]], batch_of, steps, with_context=False)
+        assert all(each == ranks[0] for each in ranks), "ranks report different numbers"
+        told += ranks[0]
+        links = links[same:]
+    return told
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds, read in one process.
+
+    Attributes:
+        tensors: ``model/..``, ``optimizer/..`` and ``strategy/..`` by key.
+        values: decoded, but for those of single ranks and of how a run is made.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    aliases: dict[str, str]
+
+
+def contents(folder: Path) -> Contents:
+    with CheckpointReader(folder) as reader:
+        reader.verify()
+        kept = [key for key in reader.manifest.tensors if key.startswith(("model/", "optimizer/", "strategy/"))]
+        values = {
+            path: decode(value, reader.tensor)
+            for path, value in reader.manifest.values.items()
+            if not path.startswith(("ranks/", "loader/", "strategy_values/", "optimizer_groups/"))
+        }
+        options = [
+            decode(value, reader.tensor)
+            for path, value in reader.manifest.values.items()
+            if path.startswith("optimizer_groups/")
+        ]
+        values["groups"] = next(each["now"] for each in options if not each["is_empty"])
+        return Contents({key: reader.tensor(key) for key in kept}, values, dict(reader.manifest.aliases))
+
+
+def assert_same_contents(mine: Contents, wanted: Contents, what: str) -> None:
+    """To the bit."""
+    assert mine.tensors.keys() == wanted.tensors.keys(), (
+        f"{what}: {sorted(mine.tensors.keys() ^ wanted.tensors.keys())} in one of them only"
+    )
+    for key, value in wanted.tensors.items():
+        assert mine.tensors[key].dtype == value.dtype, f"{what}: {key} is {mine.tensors[key].dtype}, was {value.dtype}"
+        assert same_bits(mine.tensors[key], value), f"{what}: {key} differs"
+    assert_same_values(mine.values, wanted.values, what)
+    assert mine.aliases == wanted.aliases, what
+
+
+def assert_same_values(mine: Any, wanted: Any, what: str) -> None:
+    assert type(mine) is type(wanted), f"{what}: {mine!r}, was {wanted!r}"
+    if isinstance(wanted, dict):
+        assert mine.keys() == wanted.keys(), f"{what}: {sorted(map(str, mine))}, was {sorted(map(str, wanted))}"
+        for key, value in wanted.items():
+            assert_same_values(mine[key], value, f"{what}/{key}")
+    elif isinstance(wanted, list | tuple):
+        assert len(mine) == len(wanted), what
+        for index, (one, other) in enumerate(zip(mine, wanted, strict=True)):
+            assert_same_values(one, other, f"{what}.{index}")
+    elif isinstance(wanted, Tensor):
+        assert mine.dtype == wanted.dtype, what
+        assert same_bits(mine, wanted), f"{what}: {mine}, was {wanted}"
+    elif isinstance(wanted, np.ndarray):
+        assert mine.dtype == wanted.dtype, what
+        assert np.array_equal(mine, wanted), what
+    else:
+        assert mine == wanted or (mine != mine and wanted != wanted), f"{what}: {mine!r}, was {wanted!r}"
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN and the sign of zero included."""
+    return one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,258 @@
+"""Where a run goes on from: decided before a process starts, from folders that look like those of runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.launching import TINY
+
+from colossus.checkpoint.folder import LATEST, Claim, name_of
+from colossus.checkpoint.manifest import MANIFEST, Manifest
+from colossus.config import ConfigError, load_config
+from colossus.launch import command, run_folder
+from colossus.launch.origin import Origin, choose
+
+JOB = {"SLURM_JOB_ID": "77"}
+REQUEUED = {**JOB, "SLURM_RESTART_COUNT": "1"}
+pytestmark = pytest.mark.usefixtures("no_processes")
+
+
+def saved(root: Path | str, *steps: int) -> Path:
+    """Checkpoints without tensors; the last one."""
+    for step in steps:
+        path = Path(root) / name_of(step)
+        path.mkdir(parents=True)
+        (path / MANIFEST).write_bytes(Manifest(step, time.time(), {}, {"text": "data 2"}, {}, {}, {}).to_bytes())
+        (path.parent / LATEST).write_text(f"{path.name}\n")
+    return path
+
+
+def run_of(folder: str, *steps: int, rows: int = 5) -> Path:
+    """A run folder."""
+    path = Path(folder)
+    path.mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(rows)))
+    (path / "config.json").write_text("{}")
+    if steps:
+        saved(path / "checkpoints", *steps)
+    return path
+
+
+def chosen(*overrides: str, environ: dict[str, str] | None = None, **options: Any) -> Origin:
+    config = load_config(TINY, overrides)
+    return choose(config, str(TINY), overrides, environ=environ or {}, **options)
+
+
+def begin(*overrides: str, **options: Any) -> None:
+    origin = chosen(*overrides, **options)
+    origin.check()
+    origin.take()
+
+
+def refused(*overrides: str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        begin(*overrides, **options)
+    return str(caught.value)
+
+
+def test_the_newest_run_of_this_name_that_has_a_checkpoint_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(resume=True) == (
+        "--resume: there is no checkpoint in runs/tiny-*; without --resume a run begins at step 1"
+    )
+    anew = chosen("checkpoint.resume=auto")
+    assert (anew.folder, anew.checkpoint) == (None, None)
+    run_of("runs/tiny-20260101-000000", 3)
+    run_of("runs/tiny-20260102-000000-2", 3, 6)
+    run_of("runs/tiny-20260102-000000-10", 9)
+    run_of("runs/tiny-20260102-000000", 9)
+    run_of("runs/tiny-20260103-000000")
+    run_of("runs/tiny-large-20260104-000000", 99)
+    run_of("runs/tiny-try", 99)
+    for options in ({"resume": True}, {}):
+        origin = chosen(*([] if options else ["checkpoint.resume=auto"]), **options)
+        origin.check()
+        assert origin.folder == Path("runs/tiny-20260102-000000-10")
+        assert origin.checkpoint == origin.folder / "checkpoints" / "step-00000009"
+        with origin.take().locks:
+            assert "another run is using it now" in refused(resume=True)
+    assert chosen().folder is None
+    assert command.run(str(TINY), [], resume=True, dry_run=True) == 0
+    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert told["run"] == "folder  runs/tiny-20260102-000000-10"
+    assert told["resumes"] == ("step 9 of runs/tiny-20260102-000000-10/checkpoints/step-00000009, saved under data 2")
+
+
+def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew() -> None:
+    assert "there is no checkpoint in there/checkpoints; " in refused(resume=True, run_dir="there")
+    run = run_of("mine", 3, 6)
+    taken = chosen(resume=True, run_dir="mine").take()
+    assert (taken.folder, taken.resume) == (run, "auto")
+    taken.locks.close()
+    assert (run / "metrics.jsonl").exists()
+    assert "holds the metrics of another run already" in refused(run_dir="mine")
+    # killed before its first checkpoint: what it has left is kept, out of the way
+    lost = run_of("killed")
+    (lost / "notes.txt").write_text("of mine")
+    for number in (1, 2):
+        taken = chosen("checkpoint.resume=auto", run_dir="killed").take()
+        assert (taken.folder, taken.resume) == (lost, None)
+        taken.locks.close()
+        assert (lost / f"lost-{number}" / "metrics.jsonl").read_text().count("\n") == 5
+        assert (lost / f"lost-{number}" / "config.json").exists()
+        assert not (lost / "metrics.jsonl").exists()
+        (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
+        (lost / "config.json").write_text("{}")
+    assert (lost / "notes.txt").exists()
+
+
+def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
+    run = run_of("first", 3, 6)
+    for path in ("first", "first/checkpoints", "first/checkpoints/step-00000006"):
+        taken = chosen(f"checkpoint.resume={path}").take()
+        assert taken.folder.parent == Path("runs")
+        assert taken.resume == os.path.abspath(path)
+        taken.locks.close()
+    assert "holds the metrics of another run already" in refused(f"checkpoint.resume={run}", run_dir="first")
+    assert "checkpoint.resume = 'absent': absent: there is no such folder" in refused("checkpoint.resume=absent")
+    assert "give one of them" in refused("checkpoint.resume=first", resume=True)
+    manifest = run / "checkpoints" / "step-00000006" / MANIFEST
+    manifest.write_bytes(manifest.read_bytes()[:-10])
+    assert "is truncated or corrupted" in refused("checkpoint.resume=first/checkpoints/step-00000006")
+
+
+def test_no_whole_checkpoint_is_told_before_a_process_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of("runs/tiny-20260101-000000", 3)
+    (run / "checkpoints" / "step-00000003" / MANIFEST).write_text("{}")
+    assert command.run(str(TINY), [], resume=True) == 2
+    assert "colossus: nothing can be resumed: runs/tiny-20260101-000000/checkpoints/step-" in capsys.readouterr().err
+
+
+def test_checkpoints_of_another_run_are_not_touched() -> None:
+    saved("shared", 3, 6)
+    ours = ["checkpoint.dir=shared", "checkpoint.every=5"]
+    told = refused(*ours)
+    assert told.startswith(
+        "checkpoint.dir shared: holds 2 checkpoints of another run already (the newest is step-00000006), which this "
+        "run would replace and remove; --resume goes on with it"
+    )
+    assert not Path("runs").exists()
+    elsewhere = saved("elsewhere", 9)
+    assert "holds 2 checkpoints of another run" in refused(*ours, f"checkpoint.resume={elsewhere}")
+    chosen("checkpoint.dir=shared").take().locks.close()  # it does not save
+    # one that goes on from there owns what is there
+    chosen(*ours, "checkpoint.resume=shared/step-00000003").take().locks.close()
+    run_of("used")
+    taken = chosen(*ours, resume=True).take()
+    taken.locks.close()
+    assert taken.resume == "auto"
+    assert chosen(*ours, resume=True).folder == taken.folder.resolve()  # it is remembered where that run was
+    run_of("third", 1)
+    assert "third: holds the metrics of another run" in refused(*ours, resume=True, run_dir="third")
+
+
+def test_a_folder_of_checkpoints_has_one_live_run_and_is_swept_by_the_next() -> None:
+    ours = ["checkpoint.dir=shared", "checkpoint.every=5"]
+    for name in ("step-00000003.tmp-abc-1", "step-00000000.deleted-step-00000002-9"):
+        (Path("shared") / name).mkdir(parents=True)
+    taken = chosen(*ours).take()
+    assert not list(Path("shared").glob("step-*"))
+    assert "checkpoint.dir shared: another run is using it now (process" in refused(*ours)
+    taken.locks.close()
+    child = os.fork()
+    if not child:  # a loop of somebody's own, without a launcher
+        claim = Claim(Path("shared"))
+        Path("claimed").touch()
+        while not Path("over").exists():
+            time.sleep(0.01)
+        os._exit(not claim.is_held)
+    while not Path("claimed").exists():
+        time.sleep(0.01)
+    (Path("shared") / "step-00000003.tmp-abc-1").mkdir()
+    assert "checkpoint.dir shared: another run saves there now" in refused(*ours)
+    assert list(Path("shared").glob("step-*"))  # not ours to sweep
+    Path("over").touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    chosen(*ours).take().locks.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file", "checkpoint.dir file: is a file, not a folder"),
+        ("file/below", "checkpoint.dir file/below: cannot be made: Not a directory"),
+        pytest.param(
+            "/sys/kernel",
+            "checkpoint.dir /sys/kernel: cannot be written to: ",
+            marks=pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="one that root cannot write to"),
+        ),
+    ],
+)
+def test_a_folder_that_cannot_hold_checkpoints_exits_with_2(
+    folder: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    assert command.run(str(TINY), [f"checkpoint.dir={folder}", "checkpoint.every=5"], run_dir="run") == 2
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [(), (3,)])
+@pytest.mark.parametrize("run_dir", [None, "mine"])
+@pytest.mark.parametrize("step_id", [None, "0"])
+def test_a_requeued_job_goes_on_in_its_own_folder(
+    steps: tuple[int, ...], run_dir: str | None, step_id: str | None
+) -> None:
+    step = {} if step_id is None else {"SLURM_STEP_ID": step_id}
+    ours = ["train.seed=1", "checkpoint.every=5"]
+    first = chosen(*ours, environ={**JOB, **step}, run_dir=run_dir).take()
+    first.locks.close()
+    # the next launch of the script, which the job did not come to finish either; and somebody else's
+    other = chosen("train.seed=2", environ={**JOB, **step, "SLURM_STEP_ID": "1"}).take()
+    other.locks.close()
+    run_of("runs/tiny-29990101-000000", 9)
+    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    if steps:
+        saved(first.folder / "checkpoints", *steps)
+    again = chosen(*ours, environ={**REQUEUED, **step}, run_dir=run_dir)
+    again.check()
+    taken = again.take()
+    taken.locks.close()
+    assert taken.folder == first.folder
+    assert taken.resume == ("auto" if steps else None)
+    assert (first.folder / "metrics.jsonl").exists() == bool(steps)
+    assert (first.folder / "lost-1" / "metrics.jsonl").exists() != bool(steps)
+
+
+def test_only_a_requeued_job_finds_its_folder() -> None:
+    first = chosen(environ=JOB, run_dir="mine").take()
+    first.locks.close()
+    (first.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    for environ in (JOB, {**JOB, "SLURM_RESTART_COUNT": "0"}, {**REQUEUED, "SLURM_JOB_ID": "78"}):
+        assert "holds the metrics of another run" in refused(environ=environ, run_dir="mine")
+    assert "holds the metrics of another run" in refused("train.seed=2", environ=REQUEUED, run_dir="mine")
+    assert chosen(environ={**REQUEUED, "SLURM_JOB_ID": "78"}).folder is None
+    (first.folder / "slurm.json").write_text("{")
+    assert "holds the metrics of another run" in refused(environ=REQUEUED, run_dir="mine")
+
+
+def test_a_requeued_job_goes_on_with_what_it_had_resumed() -> None:
+    """The first attempt has resumed the run of another job; its folder is now of both."""
+    run = run_of("runs/tiny-20260101-000000", 3)
+    chosen(environ=JOB, resume=True).take().locks.close()
+    run_of("runs/tiny-20260202-000000", 9)
+    for resume in (True, False):
+        origin = chosen(environ=REQUEUED, resume=resume) if resume else chosen(environ=REQUEUED)
+        assert (origin.folder, origin.checkpoint) == (run, run / "checkpoints" / "step-00000003")
+
+
+def test_a_start_in_a_folder_with_a_config_keeps_it(tmp_path: Path) -> None:
+    config = load_config(TINY)
+    run_folder.write_start(tmp_path, config)
+    first = (tmp_path / "config.json").read_bytes()
+    run_folder.write_start(tmp_path, load_config(TINY, ["train.seed=5"]), step=7)
+    assert (tmp_path / "config.json").read_bytes() == first
+    assert '"seed": 5' in (tmp_path / "config.step-00000007.json").read_text()
+    assert (tmp_path / "versions.step-00000007.json").exists()

@@ -1,0 +1,172 @@
+"""Launched runs that are stopped, killed, requeued and resumed: what they leave, and how they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.launching import (
+    LAUNCH,
+    Process,
+    children,
+    finish,
+    has_rows,
+    launch,
+    rows_of,
+    start,
+    start_nodes,
+    start_slurm_tasks,
+    wait_for,
+)
+
+from colossus.launch import ending, failure, stop
+
+#: of a row, what depends on the run and not on the machine
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+SLOW = {"STEP_SECONDS": "0.05"}
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [{key: row[key] for key in NUMBERS if key in row} for row in rows_of(folder)]
+
+
+def stop_at(process: Process, folder: Path, rows: int, signum: int) -> tuple[int, str, str]:
+    wait_for(lambda: has_rows(process, folder, rows), process.pid)
+    process.send_signal(signum)
+    return finish(process)
+
+
+def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "GRACE_SECONDS", 0.5)  # of the forked launcher and ranks, too
+    monkeypatch.setattr(ending, "KILL_SECONDS", 1.0)
+    monkeypatch.setattr(ending, "SAY_SECONDS", 0.5)
+    command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
+    code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="slow disk"), tmp_path / "run", 1, signal.SIGTERM)
+    saved = rows_of(tmp_path / "run")[-1]["step"]
+    assert code == 143, out + err
+    assert f"the latest checkpoint is run/checkpoints/step-{saved:08d}" in out
+    assert err.startswith("colossus: stopping: the step that runs is finished and a checkpoint saved; Ctrl-C again")
+
+    command = [*LAUNCH, "--run-dir", "hung", "checkpoint.every=2", "checkpoint.grace_seconds=1"]
+    code, out, err = stop_at(start(command, tmp_path, TROUBLE="hang"), tmp_path / "hung", 2, signal.SIGTERM)
+    assert code == 143, out + err
+    assert "stopped by SIGTERM after step 2" in out
+    assert "the latest checkpoint is hung/checkpoints/step-00000002, " in out
+    assert "stuck" in {record.kind for record in failure.read_all(tmp_path / "hung")}
+
+
+def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
+    command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
+    code, out, err = stop_at(start(command, tmp_path, **SLOW, TROUBLE="full disk"), tmp_path / "run", 1, signal.SIGTERM)
+    assert code == 1, out + err
+    assert out.rstrip().endswith("metrics are in run/metrics.jsonl; no checkpoint was saved")
+    assert "was not saved: rank 1 on " in err
+    assert err.rstrip().endswith("No space left on device")
+    assert "Traceback" not in err
+
+
+def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_not(tmp_path: Path) -> None:
+    """By a signal to the launcher, SLURM's to all processes, and a death; then it goes on under another plan."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    steps = ["train.steps=16", "checkpoint.every=3"]
+    assert launch(tmp_path, "--run-dir", "whole", *steps)[0] == 0
+
+    code, out, err = stop_at(start([*LAUNCH, "--run-dir", "run", *steps], tmp_path, **SLOW), run, 2, signal.SIGTERM)
+    saved = rows_of(run)[-1]["step"]
+    assert (code, err) == (143, "")
+    checkpoint = f"run/checkpoints/step-{saved:08d}"
+    assert f"stopped by SIGTERM after step {saved}; metrics are in run/metrics.jsonl; " in out
+    assert f"the latest checkpoint is {checkpoint}, `colossus launch .. --resume` goes on from there" in out
+    assert f"step {saved}/16  checkpoint " in out
+    assert not (run / "failures").exists()
+
+    process = start([*LAUNCH, "--resume", "--run-dir", "run", *steps, "data.num_workers=1"], tmp_path, **SLOW)
+    wait_for(lambda: has_rows(process, run, saved + 2), process.pid)
+    told = [process.pid, *children(process.pid), *(pid for rank in children(process.pid) for pid in children(rank))]
+    assert len(told) >= 5  # also those that read data
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        for pid in told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+    code, out, err = finish(process)
+    assert (code, err) == (143, "")
+    assert f"resumed from {checkpoint} at step {saved}, saved under data 2\n" in out
+    again = rows_of(run)[-1]["step"]
+    assert f" after step {again}; metrics are in" in out
+    assert (run / "checkpoints" / f"step-{again:08d}").is_dir()
+
+    process = start([*LAUNCH, "--resume", "--run-dir", "run", *steps, "checkpoint.every=100"], tmp_path, **SLOW)
+    wait_for(lambda: has_rows(process, run, again + 2), process.pid)
+    os.kill(children(process.pid)[0], signal.SIGKILL)  # the rows behind the checkpoint come again
+    assert finish(process)[0] == 1
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "lo')
+
+    code, out, err = launch(tmp_path, "--resume", *steps)
+    assert (code, err) == (0, "")
+    assert f"at step {again}, saved under data 2" in out
+    assert f"done: 16 steps ({16 - again} of them since it was resumed)" in out
+    assert numbers(run) == numbers(whole)
+    first = json.loads((run / "config.json").read_text())
+    assert (first["checkpoint"]["every"], first["parallel"]["data"]) == (3, 2)
+
+    code, out, err = launch(tmp_path, "--resume", "train.steps=17", "parallel.data=1", "checkpoint.every=3")
+    assert (code, err) == (0, "")
+    assert "at step 16, saved under data 2" in out
+    assert numbers(run)[:16] == numbers(whole)
+    assert [row["step"] for row in rows_of(run)] == list(range(1, 18))
+    assert json.loads((run / "config.json").read_text()) == first
+    assert json.loads((run / "config.step-00000016.json").read_text())["parallel"]["data"] == 1
+
+
+def test_a_job_that_slurm_requeues_goes_on_by_itself(tmp_path: Path) -> None:
+    """srun's tasks are told some time before the job's end; the script then runs again with the same command."""
+    overrides = ["train.steps=12", "checkpoint.every=100", "train.eval_every=0"]
+    tasks = start_slurm_tasks(tmp_path, *overrides, **SLOW)
+    wait_for(lambda: any(tmp_path.glob("runs/*/metrics.jsonl")), *(task.pid for task in tasks))
+    (folder,) = tmp_path.glob("runs/*")
+    wait_for(lambda: has_rows(tasks[0], folder, 2), *(task.pid for task in tasks))
+    for task in tasks:
+        task.send_signal(signal.SIGUSR1)
+    ended = [finish(task) for task in tasks]
+    assert [code for code, _, _ in ended] == [143, 143]
+    saved = rows_of(folder)[-1]["step"]
+    assert f"stopped by SIGUSR1 after step {saved}" in ended[0][1]
+    assert f"the latest checkpoint is {folder}/checkpoints/step-{saved:08d}" in ended[0][1]
+
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, SLURM_RESTART_COUNT="1")]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert f"at step {saved}, saved under data 2" in ended[0][1]
+    assert list(tmp_path.glob("runs/*")) == [folder]
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, 13))
+
+    ended = [finish(task) for task in start_slurm_tasks(tmp_path, *overrides, "--resume", "--run-dir", "nowhere")]
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert "--resume: there is no checkpoint in nowhere/checkpoints" in ended[0][2]
+    assert ended[1][2] == ""
+
+
+@pytest.mark.long
+def test_two_nodes_resume_what_the_first_one_finds(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = ["--run-dir", str(run), "train.steps=40", "checkpoint.every=4"]
+    (tmp_path / "first").mkdir()
+    nodes = start_nodes(tmp_path / "first", *overrides, **SLOW)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(rows_of(run)) > 5, *(node.pid for node in nodes))
+    nodes[1].send_signal(signal.SIGTERM)
+    assert [finish(node)[0] for node in nodes] == [143, 143]
+    saved = rows_of(run)[-1]["step"]
+    (tmp_path / "second").mkdir()
+    ended = [finish(node) for node in start_nodes(tmp_path / "second", *overrides, "--resume")]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert f"at step {saved}, saved under data 2" in ended[0][1] + ended[1][1]
+    assert [row["step"] for row in rows_of(run)] == list(range(1, 41))
+    (tmp_path / "third").mkdir()
+    ended = [finish(node) for node in start_nodes(tmp_path / "third", "--run-dir", str(tmp_path / "no"), "--resume")]
+    assert [code for code, _, _ in ended] == [2, 2]
+    assert all("--resume: there is no checkpoint in " in err for _, _, err in ended)
