@@ -214,8 +214,8 @@ class Checkpoints:
     ) -> WeightMatch:
         """Take parameters and buffers of a checkpoint, no optimizer and no step: where fine-tuning begins.
 
-        Under any plan, whatever the plan of the checkpoint. Names are those of the whole model; query, key and value
-        are apart; a tied parameter is found under any of its names.
+        The optimizer's state stays as it is. Under any plan, whatever the plan of the checkpoint. Names are those of
+        the whole model; query, key and value are apart; a tied parameter is found under any of its names.
 
         Args:
             path: as of `load`.

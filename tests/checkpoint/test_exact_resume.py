@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.checkpoints import assert_same_contents, assert_same_values, contents
 from helpers.ranks import run_ranks
+from helpers.strategies import LocalSteps
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -221,6 +222,7 @@ CASES: dict[str, Case] = {
     "zero 3 bf16": Case(2, dict(data=2, zero=3), train=dict(precision="bf16")),
     "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16),
     "zero 2 bf16 parameters": Case(2, dict(data=2, zero=2), train=dict(precision=dict(params="bf16"))),
+    "local steps": Case(2, dict(data=2, strategy=dict(type=LocalSteps, every=2))),
     "2d": Case(4, dict(tensor=dict(mode="2d", size=4))),
     "3d": Case(4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "data, pipeline, zero": Case(4, dict(data=2, pipeline=2, zero=3), dict(schedule=PIPELINE), FP16, is_long=True),

@@ -16,6 +16,7 @@ from torch import Tensor
 import colossus
 from colossus.checkpoint import (
     CheckpointError,
+    CheckpointReader,
     full_state_dict,
     read_state_dict,
     state_dict,
@@ -122,6 +123,8 @@ def test_what_is_wrong_is_told_before_anything_is_read(saved: tuple[Path, dict[s
     with pytest.raises(CheckpointError, match="there is no such folder"):
         read_state_dict(tmp_path / "absent")
     folder = saved[0] / "2d" / "step-00000001"
+    with CheckpointReader(folder) as reader, pytest.raises(CheckpointError, match=r"no tensor 'norm.w'; there are "):
+        reader.tensor("norm.w")
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.iterdir():

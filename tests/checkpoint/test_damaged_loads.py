@@ -1,0 +1,239 @@
+"""An engine and a checkpoint that is not what it should be: all ranks say so, and nothing of the engine has changed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.damage import DAMAGES, PICKLE, Damage, rewritten, truncate
+from helpers.disk import watched
+from helpers.ranks import run_ranks
+from helpers.small_run import Counter, Lines, Net, everything, make_engine
+from torch import distributed as dist
+
+from colossus.checkpoint.errors import CheckpointError
+from colossus.engine.engine import Engine
+
+#: of the matrix that `test_corruption` has, and of a file for all to see
+_OF_THE_MATRIX = ("a hole", "overlap", "a chunk", "an offset", "a negative", "half an element")
+
+
+def _damages() -> list[Damage]:
+    """Those of files; the shapes of tensors are tried on a small one."""
+    return [damage for damage in DAMAGES if not any(word in damage.name for word in _OF_THE_MATRIX)]
+
+
+def _value(path: str, value: Any) -> Callable[[Path], None]:
+    return rewritten(lambda body: body["values"].__setitem__(path, value))
+
+
+#: values that a person has written; each would be decoded
+VALUES = [
+    Damage("objects", _value("train", {"$array": ["model/first.bias", "|O", [3]]}), r"train: .*dtype '\|O'"),
+    Damage("an object", _value("train", {"$numpy": ["O", 1]}), r"train: .*dtype 'O'"),
+    Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train: .*dtype 'f8,O'"),
+    Damage("a huge item", _value("train", {"$array": ["model/first.bias", "|V99999999", [3]]}), r"train: .*dtype"),
+    Damage(
+        "no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train cannot be understood \(KeyError"
+    ),
+    Damage("a set of lists", _value("train", {"$set": [[1]]}), r"train cannot be understood \(TypeError"),
+    Damage("no base64", _value("train", {"$bytes": 5}), r"train cannot be understood \(TypeError"),
+    Damage("no pairs", _value("train", {"$items": [1, 2]}), r"train cannot be understood \(TypeError"),
+    Damage("no shape", _value("train", {"$array": ["model/first.bias", "<f8", [7, 7]]}), r"train cannot be underst"),
+]
+
+
+def _other_models(root: Path) -> list[tuple[str, Any, str]]:
+    shape = r"step-00000002 is of another model: .*of another shape.*first.weight"
+    return [
+        ("another width", dict(type=Net, width=4), shape),
+        ("another name", dict(type=Net, name="third"), r"is of another model: .*second.weight"),
+    ]
+
+
+def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
+    """(damage, what was said, whether nothing changed) on this rank, for one damage after the other."""
+    engine = make_engine(root, every=1, background=False)
+    engine.checkpoints.hooks = [Counter()]
+    batches = iter(engine.loader)
+    for _ in range(2):
+        engine.train_step(next(batches))
+        engine.checkpoints.after_step()
+    engine.train_step(next(batches))
+    before = everything(engine)
+    told = []
+
+    def attempt(name: str, path: Path, of: Engine = engine) -> None:
+        unchanged = everything(of)
+        try:
+            of.checkpoints.load(path)
+            told.append((name, "was loaded", False))
+        except CheckpointError as error:
+            told.append((name, str(error), everything(of) == unchanged and of.checkpoints.resumed_from is None))
+
+    for damage in [*_damages(), *VALUES]:
+        path = root.parent / "damaged"
+        if rank == 0:
+            shutil.copytree(root / "step-00000002", path)
+            damage.do(path)
+        dist.barrier()
+        attempt(damage.name, path)
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path)
+    assert everything(engine) == before
+
+    # trouble of one rank's own
+    def unreadable(name: str, *args: Any, **more: Any) -> None:
+        if rank == 1 and str(args[0]).endswith("rank-00001.safetensors"):
+            raise OSError(errno.EIO, "Input/output error", str(args[0]))
+
+    with watched(unreadable, ("open",)):
+        attempt("unreadable", root / "step-00000002")
+    here = root / "step-00000002" if rank == 0 else root / "step-00000007"
+    engine.checkpoints._find = lambda *args: here  # type: ignore[method-assign]
+    attempt("not seen", here)
+    engine.checkpoints.close()
+    for name, model, _ in _other_models(root):
+        attempt(name, root / "step-00000002", make_engine(None, model=model))
+    return told
+
+
+def test_a_load_that_fails_changes_nothing(in_memory: Path) -> None:
+    root = in_memory / "checkpoints"
+    here, there = run_ranks(2, _loads, root, with_context=False)
+    patterns = {damage.name: damage.said for damage in [*_damages(), *VALUES]}
+    patterns |= {name: said for name, _, said in _other_models(root)}
+    patterns["unreadable"] = "rank-00001.safetensors"
+    patterns["not seen"] = "there is no manifest.json in it"
+    assert [name for name, _, _ in here] == list(patterns) == [name for name, _, _ in there]
+    for (name, mine, is_same_here), (_, theirs, is_same_there) in zip(here, there, strict=True):
+        assert re.search(patterns[name], mine), f"{name}: {mine}"
+        assert is_same_here, name
+        assert is_same_there, name
+        assert mine.partition(" on ")[0] == theirs.partition(" on ")[0], name
+
+
+def _resumes(rank: int, root: Path, pristine: Path) -> list[Any]:
+    lines, answers = Lines(), []
+    engine = make_engine(root, every=1, background=False, resume="auto")
+    batches = iter(engine.loader)
+    states = {}
+    for step in (1, 2, 3):
+        engine.train_step(next(batches))
+        engine.checkpoints.after_step()
+        states[step] = everything(engine)[1:3]
+    if rank == 0:
+        shutil.copytree(root, pristine)
+    for damage in ("data flipped", "manifest cut", "data missing", "data a pickle"):
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(root)
+            shutil.copytree(pristine, root)
+            next(each for each in DAMAGES if each.name == damage).do(root / "step-00000003")
+            if damage == "data flipped":  # and the one before in another way
+                truncate(root / "step-00000002" / "rank-00000.safetensors", 1)
+        dist.barrier()
+        lines.lines.clear()
+        engine.checkpoints.resumed_from = None
+        found = engine.checkpoints.resume()
+        assert found is not None
+        step = engine.completed_steps
+        answers.append((damage, found.name, step, everything(engine)[1:3] == states[step], list(lines.lines)))
+    return answers
+
+
+def test_resume_takes_the_newest_that_is_whole(in_memory: Path) -> None:
+    """All ranks the same, also where only a checksum tells; rank 0 says what was wrong."""
+    root = in_memory / "checkpoints"
+    here, there = run_ranks(2, _resumes, root, in_memory / "pristine", with_context=False)
+    assert [answer[:4] for answer in here] == [answer[:4] for answer in there]
+    assert [answer[:4] for answer in here] == [
+        ("data flipped", "step-00000001", 1, True),
+        ("manifest cut", "step-00000002", 2, True),
+        ("data missing", "step-00000002", 2, True),
+        ("data a pickle", "step-00000002", 2, True),
+    ]
+    patterns = {damage.name: damage.said for damage in DAMAGES}
+    for name, found, _, _, lines in here:
+        assert re.search(patterns[name], lines[0]), lines
+        assert lines[0].startswith("WARNING")
+        assert lines[-1] == f"WARNING {root / 'step-00000003'} is damaged: taking {root / found} instead"
+    assert all(not lines for *_, lines in there)
+
+
+def test_no_pickle_is_opened(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted in every place that another reader would unpickle."""
+    root = in_memory / "checkpoints"
+    engine = make_engine(root, every=1, background=False, data=1)
+    engine.checkpoints.hooks = [Counter()]
+    engine.train_step(next(iter(engine.loader)))
+    engine.checkpoints.after_step()
+    checkpoint = root / "step-00000001"
+    for name in (".metadata", "model.pt", "optimizer.bin", "state.pkl", "__0_0.distcp", "latest.pickle"):
+        (checkpoint / name).write_bytes(PICKLE)
+        (root / name).write_bytes(PICKLE)
+    monkeypatch.chdir(in_memory)
+    with monkeypatch.context() as patched:
+
+        def refuse(*args: Any, **more: Any) -> None:
+            raise AssertionError("a pickle would have been opened")
+
+        for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (pickle, "_Unpickler"),
+                             (torch, "load"), (np, "load"), (torch.serialization, "_load")):  # fmt: skip
+            patched.setattr(module, name, refuse)
+        for path in (root, checkpoint):
+            engine.checkpoints.load(path)
+        # the file of a rank is a pickle, and the manifest says that it should be
+        data = PICKLE.ljust((checkpoint / "rank-00000.safetensors").stat().st_size, b"\0")
+        (checkpoint / "rank-00000.safetensors").write_bytes(data)
+        import zlib
+
+        rewritten(lambda body: body["files"][0].__setitem__(2, f"{zlib.crc32(data):08x}"))(checkpoint)
+        engine.checkpoints.load(checkpoint)  # numbers, whatever they are
+    assert not (in_memory / "unpickled").exists()
+    assert pickle.loads(PICKLE) is None, "of the test: this is what the pickle does"
+    assert (in_memory / "unpickled").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda at: torch.save({"w": torch.zeros(2)}, at), r"it is a file of torch.save, which is a pickle"),
+        (lambda at: at.write_bytes(PICKLE), r"it is a file of torch.save, which is a pickle"),
+        (lambda at: (at.mkdir(), torch.save({}, at / "model.pt")), r"it holds model.pt: a file of torch.save"),
+        (
+            lambda at: (at.mkdir(), (at / ".metadata").write_bytes(PICKLE)),
+            r"torch.distributed.checkpoint, whose .metad",
+        ),
+        (lambda at: _hugging_face(at), r"it holds safetensors files \(of Hugging Face, say\).*load_full_state_dict"),
+        (lambda at: at.write_text("weights"), r"it is a file: name the folder"),
+        (lambda at: at.mkdir(), r"it holds nothing"),
+        (lambda at: None, r"there is no such folder"),
+    ],
+)
+def test_other_formats_are_told(in_memory: Path, make: Callable[[Path], Any], said: str) -> None:
+    make(in_memory / "other")
+    engine = make_engine(None, data=1)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        engine.checkpoints.load(in_memory / "other")
+    assert str(in_memory / "other") in str(raised.value)
+
+
+def _hugging_face(at: Path) -> None:
+    from safetensors.torch import save_file
+
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    save_file({"w": torch.zeros(2)}, str(at / "model.safetensors"))
+    assert os.listdir(at)
