@@ -3,6 +3,8 @@
 python examples/finetune.py
 torchrun --nproc-per-node 4 examples/finetune.py parallel.tensor.mode=2d parallel.tensor.size=4
 torchrun --nproc-per-node 2 examples/finetune.py parallel.pipeline=2 schedule.microbatches=4 save=/tmp/adapters.pt
+
+The trunk goes through a checkpoint, which in practice another run has saved, under a plan of its own.
 """
 
 import sys
@@ -13,12 +15,16 @@ from torch.utils.data import Dataset
 
 import colossus
 from colossus import layers
-from colossus.checkpoint import full_state_dict, load_full_state_dict
+from colossus.checkpoint import full_state_dict
 from colossus.models.gpt import GPT
 
 SIZES = dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=97, seq_len=32)
 RANK = 4
-CONFIG = dict(train=dict(steps=150, global_batch_size=32, clip_grad_norm=1.0))
+CONFIG = dict(
+    train=dict(steps=150, global_batch_size=32, clip_grad_norm=1.0), checkpoint=dict(dir="runs/finetune-trunk")
+)
+#: names of the trunk -> names in the adapted model
+RENAME = {f"blocks.*.{linear}.*": f"blocks.*.{linear}.base.*" for linear in ("qkv", "out", "up", "down")}
 
 
 def trunk() -> GPT:
@@ -62,12 +68,6 @@ class Steps(Dataset[dict[str, torch.Tensor]]):
         return {"inputs": ids[:-1], "labels": ids[1:]}
 
 
-def load_trunk(model: torch.nn.Module, state: dict[str, torch.Tensor], context: colossus.ParallelContext) -> None:
-    """Put whole weights of the trunk, by its own names, into the adapted model; adapters stay as they are."""
-    own = full_state_dict(model, context)
-    load_full_state_dict(model, {name: state.get(name.replace(".base.", "."), own[name]) for name in own}, context)
-
-
 def train(engine: Any, what: str) -> None:
     for batch in engine.loader:
         result = engine.train_step(batch)
@@ -83,18 +83,18 @@ def main() -> None:
         return
     save = next((word[5:] for word in sys.argv[1:] if word.startswith("save=")), None)
     overrides = [word for word in sys.argv[1:] if not word.startswith("save=")]
-    # in practice the trunk comes from a file: state = torch.load("trunk.pt")
     engine = colossus.initialize(
         {**CONFIG, "optimizer": dict(lr=3e-3)}, model=trunk, data=Steps(stride=1), overrides=overrides
     )
     train(engine, "trunk")
-    state = full_state_dict(engine.model, engine.context)
+    checkpoint = engine.checkpoints.save(background=False).wait().path
     engine.close()
 
     engine = colossus.initialize(
         CONFIG, model=adapted, data=Steps(stride=5), optimizer=make_optimizer, overrides=overrides
     )
-    load_trunk(engine.model, state, engine.context)
+    match = engine.checkpoints.load_weights(checkpoint, rename=RENAME, strict=False)
+    assert all(is_adapter(name) for name in match.missing), match
     train(engine, "adapters")
     whole = full_state_dict(engine.model, engine.context, aliases=False)
     adapters = {name: value for name, value in whole.items() if is_adapter(name)}

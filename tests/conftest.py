@@ -1,11 +1,13 @@
 """Settings for all tests."""
 
+import gc
 import os
 import pkgutil
 from importlib import import_module
 
 import torch
 import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
+from helpers import segments
 from helpers.drawn import DEV_EXAMPLES
 from hypothesis import settings
 
@@ -18,6 +20,11 @@ for module in pkgutil.walk_packages(colossus.__path__, "colossus."):
 
 # workers are forked: the parent must never have run a multi-threaded operation
 torch.set_num_threads(1)
+
+# a collection in a forked process would touch, and so copy, all that it has from its parent
+os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+
+segments.shrink()
 
 # the machine's speed is not a property of the code; HYPOTHESIS_PROFILE=long draws as many as find what is rare
 settings.register_profile("dev", deadline=None, max_examples=DEV_EXAMPLES)

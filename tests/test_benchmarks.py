@@ -157,10 +157,10 @@ def assert_counted_is_formula(payload: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [["plain", "1d-2", "2d-2x2", "2.5d-2x2x2", "dtensor-2"], pytest.param([], marks=pytest.mark.long)], ids=len
+    "names", [["plain", "1d-2", "2d-2x2", "dtensor-2"], pytest.param([], marks=pytest.mark.long)], ids=len
 )
 def test_tensor(tmp_path: Path, names: list[str]) -> None:
-    """Of five cases, and of all that a smoke run has."""
+    """Of four cases, and of all that a smoke run has."""
     text, payload = smoke("tensor", tmp_path, *(["--cases", *names] if names else []))
     cases = payload["cases"]
     assert list(cases) == (names or ["plain", "plain (again)", *tensor.SMOKE_CASES[2:]])
@@ -168,7 +168,8 @@ def test_tensor(tmp_path: Path, names: list[str]) -> None:
     assert_counted_is_formula(payload)
     assert cases["plain"]["counted"] == {"calls": 0, "bytes": 0}
     assert cases["dtensor-2"]["counted"] == cases["1d-2"]["counted"]
-    assert cases["2.5d-2x2x2"]["owed"]["matrices"] > 0
+    if not names:
+        assert cases["2.5d-2x2x2"]["owed"]["matrices"] > 0
     assert all(case["saved"] < cases["plain"]["saved"] for case in cases.values() if case["ranks"] > 1)
     hidden = tensor.SMOKE.hidden
     assert cases["plain"]["parameters"] == 12 * hidden**2 + 13 * hidden

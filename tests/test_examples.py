@@ -37,9 +37,13 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "1d": (2, dict(size=2)),
     "1d_sharded": (2, dict(size=2, sequence_sharded=True)),
     "2d": (4, dict(mode="2d", size=4)),
-    "2.5d": (8, dict(mode="2.5d", size=8, depth=2)),
-    "3d": (8, dict(mode="3d", size=8)),
+    "2.5d": (4, dict(mode="2.5d", shape=(2, 2, 1))),
+    "3d": (4, dict(mode="3d", shape=(2, 1, 2))),
 }
+
+
+#: examples under plans that run with -m long
+REST = (("mlp", "2d"), ("mlp", "3d"), ("vit", "1d"), ("vit", "2.5d"))
 
 
 def close(found: Tensor, wanted: Tensor, what: str) -> None:
@@ -135,7 +139,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in (("mlp", "3d"), ("vit", "2.5d")) else ())
+        pytest.param(name, plan, marks=pytest.mark.long if (name, plan) in REST else ())
         for name in ("mlp", "vit")
         for plan in PLANS
     ],
@@ -367,7 +371,8 @@ def test_fine_tuning_saves_the_same_adapters_under_a_plan(tmp_path: Path) -> Non
     saved = []
     for world, plan in ((1, []), (2, ["parallel.tensor=2"])):
         path = tmp_path / f"{world}.pt"
-        run_ranks(world, run_main, "finetune", [*plan, "train.steps=8", f"save={path}"], with_context=False)
+        words = [*plan, "train.steps=8", f"save={path}", f"checkpoint.dir={tmp_path / 'trunk'}"]
+        run_ranks(world, run_main, "finetune", words, with_context=False)
         saved.append(torch.load(path))
     alone, planned = saved
     assert list(planned) == list(alone)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.examples import example
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.training import Trace, assert_close_states, batch_of, relative
 from helpers.twins import PlainGPT
 from torch import Tensor, nn
 
 import colossus
-from colossus.checkpoint.state_dict import full_state_dict
+from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.construct.init import uniform_box
 
 SIZES: dict[str, Any] = dict(num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12)
@@ -45,7 +46,7 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
         train=dict(global_batch_size=BATCH, precision="fp64", clip_grad_norm=0.5, steps=STEPS), device="cpu", **more
     )
     engine = colossus.initialize(config, model=module.adapted, optimizer=module.make_optimizer)
-    module.load_trunk(engine.model, trunk_state(engine), engine.context)
+    load_trunk(engine, trunk_state(engine))
     trace, part = Trace(), BATCH // engine.context.size("data")
     trace.start = full_state_dict(engine.model, engine.context)
     rows = slice(engine.context.index("data") * part, (engine.context.index("data") + 1) * part)
@@ -66,6 +67,14 @@ def train(rank: int, more: dict[str, Any]) -> tuple[Trace, dict[str, Any]]:
     }
     engine.close()
     return trace, kept
+
+
+def load_trunk(engine: Any, state: dict[str, Tensor]) -> None:
+    """Put whole weights of the trunk, by its own names, into the adapted model; adapters stay as they are."""
+    own = full_state_dict(engine.model, engine.context)
+    load_full_state_dict(
+        engine.model, {name: state.get(name.replace(".base.", "."), own[name]) for name in own}, engine.context
+    )
 
 
 def reduced_numbers(engine: Any) -> int:
@@ -163,7 +172,7 @@ def test_one_process_follows_plain_torch() -> None:
     assert all(value.norm() > 1e-4 for value in wanted.gradients[-1].values())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", but(("1f1b", "data2_1d", "zero2"), PLANS))
 def test_every_plan_follows_one_process(plan: str) -> None:
     world, more = PLANS[plan]
     for trace, kept in run_ranks(world, train, more, with_context=False):

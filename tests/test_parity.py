@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import (
     SIZES,
@@ -94,15 +95,15 @@ def run_of(plan: str, precision: str, steps: int) -> list[Trace]:
     return shared_run(world, config_of(parallel, steps, precision, **PIPELINES.get(plan, {})), steps)
 
 
-#: one plan of each kind; in float64, which sees more, nearly all of them run
-IN_FP32 = ("data2", "tensor4", "data2_tensor2", "tensor2_sharded", "2d", "3d_2x1x2")
+#: of a few plans; in float64, which sees more, nearly all of them run
+IN_FP32 = ("data2_tensor2", "tensor2_sharded")
 #: other sizes of what runs anyway
-LARGE = ("data4_tensor2", "data2_tensor4_sharded")
+SIZED = ("data4", "tensor2", "tensor4_sharded", "data4_tensor2", "data2_tensor4_sharded")
 
 
 def plans_and_precisions() -> Iterator[Any]:
     for plan in PLANS:
-        yield pytest.param(plan, "fp64", FEW_STEPS, marks=pytest.mark.long if plan in LARGE else ())
+        yield pytest.param(plan, "fp64", FEW_STEPS, marks=pytest.mark.long if plan in SIZED else ())
         yield pytest.param(plan, "fp32", STEPS, marks=() if plan in IN_FP32 else pytest.mark.long)
         yield pytest.param(plan, "fp64", STEPS, marks=pytest.mark.long)
 
@@ -118,21 +119,20 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
             assert_same_numbers(trace, reference)
 
 
-#: variants that touch what differs between the modes; the rest of the product runs with -m long
-IN_EVERY_MODE = ("llama_like", "weights_step_selective", "coalesce", "panels")
-#: variants of what is the same with and without activations split by tokens
-ONCE = ("loss_terms", "sgd", "small_buckets", "gpipe", "full_checkpoint")
+#: each variant under some plan, and those that touch what differs between the modes under several; the rest of the
+#: product runs with -m long
+CHOSEN = {
+    "data2_tensor2": tuple(name for name in VARIANTS if name not in ("selective_checkpoint", "coalesce", "panels")),
+    "tensor2_sharded": ("llama_like", "selective_checkpoint", "coalesce", "panels"),
+    "2d": ("llama_like", "weights_step_selective", "panels"),
+    "3d_2x1x2": ("weights_step_selective", "coalesce"),
+}
 
 
 def pairs() -> Iterator[Any]:
-    for plan in ("data2_tensor2", "tensor2_sharded", "2d", "3d_2x1x2"):
+    for plan, chosen in CHOSEN.items():
         for variant in filter(None, VARIANTS):
-            few = (
-                plan == "data2_tensor2"
-                or variant in IN_EVERY_MODE
-                or (plan == "tensor2_sharded" and variant not in ONCE)
-            )
-            yield pytest.param(variant, plan, marks=() if few else pytest.mark.long)
+            yield pytest.param(variant, plan, marks=() if variant in chosen else pytest.mark.long)
 
 
 @pytest.mark.parametrize(("variant", "plan"), list(pairs()))
@@ -276,7 +276,7 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[st
     }
 
 
-@pytest.mark.parametrize("plan", ["2d", "2.5d", "3d", "data2_2d"])
+@pytest.mark.parametrize("plan", ["2d", "2.5d", "3d", *long("data2_2d")])
 def test_dropout_masks_agree_where_replicated_and_differ_where_split(plan: str) -> None:
     world, parallel = PLANS[plan]
     split = {

@@ -16,19 +16,22 @@ from colossus.checkpoint.natural_order import natural_order
 
 #: of the tree; parts of a name below are one
 _MOST_LEVELS = 64
+#: checkpoints that are listed
+_MOST_STEPS = 12
 #: column; what is longer moves what follows it
 _WIDEST = 72
 #: (name with its indentation, shape, dtype, numbers, bytes)
 Row = tuple[str, str, str, str, str]
 
 
-def describe(folder: Path, manifest: Manifest, *, everything: bool = False) -> str:
+def describe(folder: Path, manifest: Manifest, *, everything: bool = False, steps: Sequence[int] = ()) -> str:
     """A head, and the tree of the model's modules; modules of a list that are alike are one.
 
     Args:
+        steps: of the checkpoints among which this one was chosen.
         everything: no summary: every tensor of the checkpoint, and which rank's file has which box of it.
     """
-    parts = [_head(folder, manifest)]
+    parts = [_head(folder, manifest, steps)]
     sections = dict(_sections(manifest))
     if everything:
         for section, tensors in sections.items():
@@ -88,7 +91,7 @@ def _bytes(entries: Iterable[TensorEntry]) -> int:
 # -- the head ---------------------------------------------------------------------------------------------
 
 
-def _head(folder: Path, manifest: Manifest) -> str:
+def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     ranks = manifest.plan.get("num_ranks")
@@ -103,6 +106,10 @@ def _head(folder: Path, manifest: Manifest) -> str:
         lines.append(("beside", beside))
     count = len(manifest.files)
     lines.append(("files", f"{count} file{'s' * (count != 1)}, {byte_count(manifest.num_bytes)}"))
+    if len(steps) > 1:
+        listed = [f"{step:,}" for step in sorted(steps)]
+        most = ["..", *listed[-_MOST_STEPS:]] if len(listed) > _MOST_STEPS else listed
+        lines.append(("chosen", f"of the {len(steps)} checkpoints in {folder.parent}: steps {', '.join(most)}"))
     return "\n".join([str(folder), *(f"{title:<11} {text}" for title, text in lines)])
 
 

@@ -62,13 +62,14 @@ def checkpoints(root: Path) -> list[Found]:
     """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first by when they were
     completed; whether they are intact is not looked at."""
     found = []
-    for path, step in _named(root):
+    for path, step in named(root):
         with contextlib.suppress(OSError):
             found.append(Found(path, step, (path / MANIFEST).stat().st_mtime))
     return sorted(found, key=lambda each: (each.saved_at, each.step))
 
 
-def _named(root: Path) -> Iterator[tuple[Path, int]]:
+def named(root: Path) -> Iterator[tuple[Path, int]]:
+    """What has the name of a checkpoint, by name, and its step; whether it has a manifest is not looked at."""
     try:
         names = sorted(os.listdir(root))
     except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +116,7 @@ def find_latest(root: Path, damaged: dict[Path, CheckpointError] | None = None) 
 def _candidates(root: Path) -> list[Path]:
     """What ``latest`` names, then all others, the newest first; whether they are intact is not looked at."""
     with_manifest = [found.path for found in reversed(checkpoints(root))]
-    without = sorted((path for path, _ in _named(root) if path not in with_manifest), reverse=True)
+    without = sorted((path for path, _ in named(root) if path not in with_manifest), reverse=True)
     found = with_manifest + without
     try:
         name = (root / LATEST).read_text().strip()
@@ -247,7 +248,7 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     """
     if keep_last == 0:
         return []
-    steps, kept, removed = dict(_named(root)), 0, []
+    steps, kept, removed = dict(named(root)), 0, []
     for path in _candidates(root):
         if kept < keep_last:
             kept += is_whole(path)

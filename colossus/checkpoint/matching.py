@@ -159,8 +159,13 @@ def renamed(names: Sequence[str], rename: Rename | None) -> dict[str, str | None
     if rename is None:
         return {name: name for name in names}
     if not isinstance(rename, Mapping):
-        return {name: rename(name) for name in names}
-    found: dict[str, str | None] = {name: name for name in names}
+        found: dict[str, str | None] = {}
+        for name in names:
+            new = found[name] = rename(name)
+            if new is not None and not isinstance(new, str):
+                raise CheckpointError(f"rename({name!r}) gave {new!r}: it gives the name in this model, or None")
+        return found
+    found = {name: name for name in names}
     for key, value in reversed(list(rename.items())):  # the first key wins
         rule = _rule(key, value)
         met = {name: new for name in names if (new := rule(name)) != _UNMET}

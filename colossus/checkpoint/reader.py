@@ -15,7 +15,8 @@ from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.manifest import TensorEntry, read_manifest
+from colossus.checkpoint.matching import nearest_names
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
@@ -43,13 +44,28 @@ class CheckpointReader:
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
 
+    def entry(self, key: str) -> TensorEntry:
+        """What the manifest says of a tensor (``model/norm.weight``): dtype, full shape, chunks.
+
+        Raises:
+            CheckpointError: when there is none of this key, with the nearest ones.
+        """
+        entry = self.manifest.tensors.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self.folder}: has no tensor {key!r}{nearest_names(key, [*self.manifest.tensors])}")
+        return entry
+
     def read_into(self, held: HeldTensor) -> None:
         """Fill a rank's box of a tensor, whose shape in the checkpoint must be the same. Casts to the box's dtype."""
         self.read_box(held.key, held.box, held.local)
 
     def read_box(self, key: str, box: Box, out: Tensor) -> None:
-        """Fill ``out`` with a box of a tensor."""
-        entry = self.manifest.tensors[key]
+        """Fill ``out`` with a box of a tensor, (start, stop) of every dim; ``out`` has the shape of the box.
+
+        Raises:
+            CheckpointError: when there is no such tensor, or its file cannot be read.
+        """
+        entry = self.entry(key)
         assert len(box) == len(entry.shape)
         dtype = DTYPES[entry.dtype]
         for chunk in entry.chunks:
@@ -61,7 +77,7 @@ class CheckpointReader:
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, on the host."""
-        entry = self.manifest.tensors[key]
+        entry = self.entry(key)
         out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_box(key, tuple((0, size) for size in entry.shape), out)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from colossus.arithmetic import byte_count
 from colossus.checkpoint.checksum import BLOCK_BYTES, problem_of
 from colossus.checkpoint.describe import as_data, describe, printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.folder import locate, require_files
+from colossus.checkpoint.folder import checkpoints, locate, named, require_files
 from colossus.checkpoint.manifest import read_manifest
 from colossus.cli.checkpoint_parsers import parse
 
@@ -64,35 +65,56 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_data(found, manifest, everything=arguments.all), indent=2))
     else:
-        print(describe(found, manifest, everything=arguments.all))
+        is_chosen = found != Path(arguments.dir)
+        steps = [each.step for each in checkpoints(found.parent)] if is_chosen else []
+        print(describe(found, manifest, everything=arguments.all, steps=steps))
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.all:
+        folders = _all_of(Path(arguments.dir))
+        return max(_verify_one(each) for each in folders)
     found, passed_over = _find(arguments.dir)
-    require_files(found)
-    manifest = read_manifest(found)
+    return max(_verify_one(found), 1 if passed_over else 0)
+
+
+def _all_of(given: Path) -> list[Path]:
+    """Every checkpoint in a folder of them, or in a run folder, the oldest first."""
+    for root in (given, given / "checkpoints"):
+        if found := [path for path, _ in named(root)]:
+            return found
+    return [locate(given)]
+
+
+def _verify_one(folder: Path) -> int:
+    try:
+        require_files(folder)
+        manifest = read_manifest(folder)
+    except DamagedCheckpoint as error:
+        _say(f"damaged: {error}")
+        return 1
     progress, began = _Progress(manifest.num_bytes), time.perf_counter()
     problems = []
     for name, file in manifest.files.items():
-        problem = problem_of(found / name, file, progress.block)
+        problem = problem_of(folder / name, file, progress.block)
         progress.file_done(file.num_bytes)
         if problem is not None:
             problems.append(problem)
     progress.end()
     for problem in problems:
-        _say(f"{found / problem}")
+        _say(f"{folder / problem}")
     count, seconds = len(manifest.files), time.perf_counter() - began
     if problems:
-        _say(f"{found} is damaged: {len(problems)} of {count} files; take another checkpoint")
+        _say(f"{folder} is damaged: {len(problems)} of {count} files; take another checkpoint")
         return 1
     print(
         printable(
-            f"{found} is whole: step {manifest.step}, {count} file{'s' * (count != 1)}, "
+            f"{folder} is whole: step {manifest.step}, {count} file{'s' * (count != 1)}, "
             f"{byte_count(manifest.num_bytes)} read in {seconds:.1f} s"
         )
     )
-    return 1 if passed_over else 0
+    return 0
 
 
 class _Progress:
@@ -154,13 +176,12 @@ def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everyt
         allowed = [f"{each:g}" for each in (tolerance.relative, tolerance.absolute) if each]
         within = f" by more than {' or '.join(allowed)}" if allowed else ""
         parts.append(
-            _list(
-                f"tensors that differ{within}: {len(above)} of {found.num_compared}; largest difference, absolute and "
-                f"relative to the largest element",
-                [_of_tensor(each) for each in above],
-                most,
-            )
+            f"tensors that differ{within}: {len(above)} of {found.num_compared}; with the largest difference, absolute "
+            f"and relative to the largest element"
         )
+    for section, members in itertools.groupby(above, lambda each: each.section):
+        lines = [_of_tensor(each) for each in members]
+        parts.append(_list(f"{section}: {len(lines)}", lines, most))
     for title, pairs in (("state", found.values), ("told, and no difference: plan, versions, config", found.told)):
         if pairs:
             parts.append(_list(f"{title}: {len(pairs)}", _pairs(pairs), most))

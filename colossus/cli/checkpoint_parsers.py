@@ -75,6 +75,7 @@ def _verify() -> Parser:
         "exit codes: 0 whole, 1 damaged: the file is named, 2 no checkpoint or wrong usage, 130 stopped by Ctrl-C\n",
     )
     parser.add_argument("dir", metavar="DIR", help=_DIR)
+    parser.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, the oldest first")
     return parser
 
 

@@ -15,6 +15,8 @@ def outlive_stop_signals(worker: int) -> None:
     """Let this process, a data loader's worker, end by its parent's SIGTERM only. A ``worker_init_fn``."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
+    if not hasattr(signal, "sigwaitinfo"):  # macOS: who has sent it cannot be known
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_told, name="colossus-sigterm", daemon=True).start()
 

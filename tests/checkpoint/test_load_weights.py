@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.examples import example
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, SIZES, batch_of, config_of
 from torch import Tensor, nn
@@ -16,27 +18,32 @@ import colossus
 from colossus.checkpoint import CheckpointError, full_state_dict
 from colossus.engine.fit import fit
 from colossus.models.gpt import GPT
+from colossus.monitor.display import PlainDisplay
 
 LARGER = dict(vocab_size=SIZES["vocab_size"] + 6, seq_len=SIZES["seq_len"] + 4)
 GROW = ("embedding.weight", "positions.weight")
 
 #: plan that saves, plan that loads, and what the model has beside
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "2d to zero3_1d": (
+    "2d to pipeline_zero3": (
         dict(parallel=dict(tensor=dict(mode="2d", size=4))),
-        dict(parallel=dict(data=2, tensor=2, zero=3)),
-    ),
-    "zero3 to pipeline": (
-        dict(parallel=dict(data=4, zero=3)),
-        dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=2)),
+        dict(parallel=dict(pipeline=2, data=2, zero=3), schedule=dict(microbatches=2)),
     ),
 }
 LONG_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero3 to pipeline_1d": (
+        dict(parallel=dict(data=4, zero=3)),
+        dict(parallel=dict(pipeline=2, tensor=2), schedule=dict(microbatches=2)),
+    ),
     "pipeline to 3d": (
         dict(parallel=dict(pipeline=2, data=2), schedule=dict(microbatches=2)),
         dict(parallel=dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     ),
     "1d to 2d": (dict(parallel=dict(tensor=4)), dict(parallel=dict(tensor=dict(mode="2d", size=4)))),
+    "2d to zero3_1d": (
+        dict(parallel=dict(tensor=dict(mode="2d", size=4))),
+        dict(parallel=dict(data=2, tensor=2, zero=3)),
+    ),
 }
 
 
@@ -61,7 +68,7 @@ def made(plan: dict[str, Any], *, model: Any = None, seed: int = 3, **more: Any)
     sizes = model if isinstance(model, dict) else {}
     more = {"train": dict(seed=seed), "model": sizes, **plan, **more}
     config = config_of({}, 2, "fp64", **more)
-    if isinstance(model, type):
+    if callable(model):
         del config["model"]
         return colossus.initialize(config, model=model)
     return colossus.initialize(config)
@@ -177,6 +184,26 @@ def into_another_model(rank: int, root: str) -> None:
     assert torch.equal(found["extra.weight"], fresh["extra.weight"])
     engine.close()
 
+    # of another precision
+    engine = made(plan, train=dict(seed=9, precision="bf16"))
+    assert engine.checkpoints.load_weights(path).is_complete
+    for name, value in whole(engine).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, state[name].float()), name
+    engine.close()
+
+    # adapters beside the saved weights, as the example has it
+    module = example("finetune")
+    vars(module)["SIZES"] = SIZES
+    engine = made(plan, seed=9, model=module.adapted)
+    fresh = whole(engine)
+    match = engine.checkpoints.load_weights(path, rename=module.RENAME, strict=False)
+    assert not match.left_over
+    assert match.missing == sorted(name for name in fresh if module.is_adapter(name))
+    for name, value in whole(engine).items():
+        assert torch.equal(value, fresh[name] if module.is_adapter(name) else state[name.replace(".base.", ".")]), name
+    engine.close()
+
     # what does not fit is told once, by one rank
     engine = made(plan, seed=9, model=LARGER)
     fresh = whole(engine)
@@ -208,13 +235,16 @@ def by_config(rank: int, root: str) -> None:
     def fitted(**checkpoint: Any) -> Any:
         engine = made(dict(parallel=dict(data=2)), seed=9, train=dict(seed=9, steps=checkpoint.pop("steps", 1)),
                       checkpoint=dict(dir=root + "/second", **checkpoint))  # fmt: skip
-        vars(engine)["loaders"] = type("Loaders", (), {"train": Batches(batches), "validation": None})()
+        vars(engine)["loaders"] = type("Loaders", (), {"train": Batches(batches), "validation": None, "description": "",
+                                             "validation_missing": ""})()  # fmt: skip
         return engine, fit(engine)
 
     engine, summary = fitted(weights=dict(path=str(path), only=["blocks.*", "norm.*", "embedding.*", "positions.*"]),
                              every=1, resume="auto")  # fmt: skip
     assert summary.loss == pytest.approx(loss, rel=1e-10)
     assert engine.checkpoints.weights_from == path
+    count = len(state) - 1  # of what is tied, one
+    assert PlainDisplay(path, io.StringIO()).heading(engine)[-1] == f"{count} parameters and buffers from {path}"
     after = whole(engine)
     engine.close()
 
@@ -223,7 +253,15 @@ def by_config(rank: int, root: str) -> None:
     assert engine.checkpoints.weights_from is None
     assert_states(whole(engine), after)
     engine.close()
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+
+    # a run that has begun keeps what it has
+    engine = made(dict(parallel=dict(data=2)), seed=9, checkpoint=dict(weights=str(path)))
+    step(engine)
+    begun = whole(engine)
+    assert engine.checkpoints.resume() is None
+    assert_states(whole(engine), begun)
+    engine.close()
+    with pytest.raises(CheckpointError, match=r"^checkpoint\.weights: .*there is no such folder"):
         fitted(weights=root + "/third")
     assert not torch.equal(after["norm.weight"], state["norm.weight"])
 

@@ -50,6 +50,7 @@ def test_a_prefix_is_of_whole_parts() -> None:
     ("rename", "message"),
     [
         ({"block": "layers"}, r"rename: 'block' meets no name of the checkpoint; there are blocks.0"),
+        (lambda name: 3, r"rename\('embedding.weight'\) gave 3: it gives the name in this model, or None"),
         ({"blocks.*.up.*": "layers.*"}, r"'blocks\.\*\.up\.\*' has 2 stars, 'layers\.\*' has 1"),
     ],
 )

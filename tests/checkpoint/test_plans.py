@@ -100,9 +100,8 @@ def fits(world: int, parallel: Plan, schedule: dict[str, Any]) -> bool:
 
 def gpt(parallel: Plan, schedule: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     model = {**SIZES, **more.pop("model", {})}
-    return config_of(
-        parallel, 50, "fp64", model=model, schedule=schedule or {}, lr_schedule=dict(warmup_steps=2), **more
-    )
+    settings = dict(model=model, schedule=schedule or {}, lr_schedule=dict(warmup_steps=2)) | more
+    return config_of(parallel, 50, "fp64", **settings)
 
 
 def gpt_batch(step: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -126,6 +125,7 @@ def check_chain(
     chain: Sequence[tuple[int, dict[str, Any]]],
     alone: dict[str, Any],
     batch_of: Callable[..., Any],
+    tolerance: float = TOLERANCE,
     **options: Any,
 ) -> None:
     """Each plan loads what the one before has saved, gives it back to the bit, and trains as one process would."""
@@ -134,7 +134,7 @@ def check_chain(
     for number, (world, config) in enumerate(chain):
         plan = f"{config['parallel']} {config.get('schedule')} on {world} ranks, {number} plans after the first"
         for mine, other in zip(told[number][0], wanted[number], strict=True):
-            assert abs(mine - other) <= TOLERANCE * abs(other), f"{plan}: {mine!r}, one process {other!r}"
+            assert abs(mine - other) <= tolerance * abs(other), f"{plan}: {mine!r}, one process {other!r}"
         if number:
             saved, again = (contents(root / str(link) / name_of(number)) for link in (number - 1, number))
             assert_same_contents(again, saved, plan)
@@ -148,9 +148,8 @@ CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
         dict(type="interleaved", microbatches=2),
     ),
     (8, dict(tensor=dict(mode="3d", size=8)), None),
-    (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(type="zb-v", microbatches=2)),
-    (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True), zero=3), None),
-    (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=1, rank_order=ORDERS[1]), None),
+    (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), dict(type="zb-v", microbatches=2)),
+    (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=3, rank_order=ORDERS[1]), None),
     (1, dict(), None),
 ]
 
@@ -158,6 +157,22 @@ CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
 def test_a_chain_of_plans_is_the_run_of_one_process(tmp_path: Path) -> None:
     chain = [(world, gpt(parallel, schedule)) for world, parallel, schedule in CHAIN]
     check_chain(tmp_path, chain, gpt({}), gpt_batch)
+
+
+#: of numbers that are rounded, other ranks add up others
+IN_FP32: list[tuple[int, Plan, dict[str, Any] | None]] = [
+    (4, dict(tensor=dict(mode="2d", size=4)), None),
+    (2, dict(data=2, zero=3), None),
+    (1, dict(), None),
+]
+
+
+def test_a_chain_in_fp32(tmp_path: Path) -> None:
+    def config(parallel: Plan) -> dict[str, Any]:
+        return gpt(parallel, train=dict(precision="fp32"), lr_schedule=dict(warmup_steps=20))
+
+    chain = [(world, config(parallel)) for world, parallel, _ in IN_FP32]
+    check_chain(tmp_path, chain, config({}), gpt_batch, tolerance=1e-5)
 
 
 @st.composite
@@ -173,12 +188,13 @@ DRAWN = dict(deadline=None, suppress_health_check=[*HealthCheck])
 
 
 @settings(max_examples=examples(1), **DRAWN)
-@given(chains(3, (2, 4)))
+@given(chains(2, (2, 4)))
 def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
     check_drawn(tmp_path_factory, drawn)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=40, **DRAWN)
 @given(chains(6, (2, 4, 8, 8)))
 def test_many_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
@@ -291,7 +307,6 @@ OWN_PLANS: list[tuple[int, Plan, dict[str, Any]]] = [
     (4, dict(data=2, pipeline=2, zero=3), dict(type="1f1b", microbatches=2)),
     (4, dict(tensor=dict(mode="2d", size=4)), {}),
     (3, dict(pipeline=3), dict(type="1f1b", microbatches=2)),
-    (2, dict(data=2, zero=3), {}),
     (1, dict(), {}),
 ]
 
@@ -299,11 +314,11 @@ OWN_PLANS: list[tuple[int, Plan, dict[str, Any]]] = [
 def test_a_model_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     chain = [(world, own_config(parallel, schedule=schedule)) for world, parallel, schedule in OWN_PLANS]
     check_chain(tmp_path, chain, own_config({}), words_of, model=Net, loss_fn=word_loss, optimizer=two_groups)
-    saved = contents(tmp_path / "5" / name_of(6))
+    saved = contents(tmp_path / "4" / name_of(5))
     assert "model/unsaved" not in saved.tensors
     assert saved.tensors["model/phase"].is_complex()
     assert saved.tensors["model/number"].tolist() == [7, 9]
-    assert saved.tensors["optimizer/shared.weight/total"].item() == sum(range(1, 7))
+    assert saved.tensors["optimizer/shared.weight/total"].item() == sum(range(1, 6))
     assert saved.values["optimizer/shared.weight"]["window"] == (1, 2.5, None)
     assert saved.values["groups"][1]["note"] == ("mine", None)
     assert not any(key.startswith("optimizer/frozen") for key in saved.tensors)

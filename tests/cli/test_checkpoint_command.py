@@ -73,6 +73,7 @@ def test_inspect_prints_a_tree(saved: Path, capsys: Captured) -> None:
     assert not err
     head, tree = out.split("\n\n", 1)
     assert head.startswith(str(step(saved / "tensor")))
+    assert head.endswith(f"of the 2 checkpoints in {saved / 'tensor' / 'checkpoints'}: steps 1, 2")
     lines = {line.split()[0]: line for line in head.splitlines()[1:]}
     assert lines["step"].split() == ["step", "2"]
     assert "tensor 2 (2 ranks)" in lines["plan"]
@@ -139,6 +140,21 @@ def test_verify_whole(saved: Path, capsys: Captured) -> None:
         out, err = capsys.readouterr()
         assert out.startswith(f"{step(saved / 'tensor')} is whole: step 2, 2 files, ")
         assert not err  # no progress where nobody watches
+
+
+def test_verify_all(runs: Path, capsys: Captured) -> None:
+    assert checkpoint("verify", "--all", runs / "tensor") == 0
+    assert capsys.readouterr().out.count(" is whole: ") == 2
+    for run, harm in (("one", lambda folder: _flip(folder / "rank-00000.safetensors")),
+                      ("tensor", lambda folder: (folder / MANIFEST).unlink())):  # fmt: skip
+        harm(step(runs / run, 1))
+        for given in (runs / run, runs / run / "checkpoints"):
+            assert checkpoint("verify", "--all", given) == 1
+            out, err = capsys.readouterr()
+            assert out.startswith(f"{step(runs / run, 2)} is whole")
+            assert str(step(runs / run, 1)) in err
+    assert checkpoint("verify", "--all", step(runs / "one", 2)) == 0
+    assert checkpoint("verify", "--all", runs) == 2
 
 
 def _flip(path: Path, at: int = -9) -> None:
@@ -229,6 +245,7 @@ def test_diff_of_steps(saved: Path, capsys: Captured) -> None:
     assert "\n  step: 1 in A, 2 in B\n" in out
     assert "optimizer_groups/0.now.0.lr: 5e-05 in A, 0.0001 in B" in out
     assert "more: --all prints them" in out
+    assert 0 < out.index("\nmodel: 37\n") < out.index("\noptimizer: 108\n") < out.index("\nstate: ")
     assert checkpoint("diff", one, two, "--all", "--only", "model/*") == 3
     found = capsys.readouterr().out
     line = next(line for line in found.splitlines() if line.startswith("  model/norm.weight:"))

@@ -12,13 +12,20 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import RankError, grid, run_ranks
+from helpers.segments import OWN_SLOT_BYTES
 from torch import Tensor
 
 from colossus.comm import collectives, shared_memory
-from colossus.comm.shared_memory import SLOT_BYTES, channel_for
+from colossus.comm.shared_memory import channel_for
 from colossus.context.parallel_context import ParallelContext
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is used on Linux only")
+
+
+@pytest.fixture(autouse=True)
+def own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forked ranks, too."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", OWN_SLOT_BYTES)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
@@ -59,10 +66,10 @@ def test_open_collectives_are_finished_by_the_next_and_keep_their_results() -> N
 def test_what_does_not_fit_a_slot_goes_another_way() -> None:
     def body(context: ParallelContext) -> None:
         group = context.group("tensor")
-        big = torch.ones(SLOT_BYTES // 4 + 1)
+        big = torch.ones(OWN_SLOT_BYTES // 4 + 1)
         assert channel_for(big, group) is None
         assert channel_for(torch.ones(3, dtype=torch.complex64), group) is None
-        assert channel_for(torch.ones(SLOT_BYTES // 4), group) is not None
+        assert channel_for(torch.ones(OWN_SLOT_BYTES // 4), group) is not None
         assert (collectives.all_reduce(big, group).wait() == 2.0).all()
 
     run_ranks(2, body)

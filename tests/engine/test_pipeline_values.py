@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.long import but
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
@@ -164,7 +165,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", but(("1f1b 4", "zb-v c10d"), PLANS))
 def test_nests_ties_and_changing_shapes_are_plain_torch(name: str) -> None:
     world, plan, schedule, comm = PLANS[name]
     shapes = SHAPES if "data" not in plan else [shape for shape in SHAPES if shape[0] % 2 == 0]

@@ -7,7 +7,22 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import command
+from colossus.launch import agent, command, nodes, stop, worker
+from colossus.launch.stop import GRACE_SECONDS
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Of the forked launchers and their ranks: for runs that are waited for in vain, and must be ended by force."""
+    seconds = 1.5
+    for module in (stop, worker):
+        monkeypatch.setattr(module, "GRACE_SECONDS", seconds)
+    monkeypatch.setattr(
+        stop.StopSignals.__init__, "__defaults__", (seconds, *stop.StopSignals.__init__.__defaults__[1:])
+    )
+    monkeypatch.setattr(agent, "KILL_SECONDS", seconds + agent.KILL_SECONDS - GRACE_SECONDS)
+    monkeypatch.setattr(nodes, "END_SECONDS", seconds + nodes.END_SECONDS - GRACE_SECONDS)
+    return seconds
 
 
 @pytest.fixture

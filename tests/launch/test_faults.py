@@ -35,7 +35,8 @@ def check(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REPRESENTATIVE, ids=str)
-def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path) -> None:
+def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "TIMEOUT_SECONDS", 3.0)
     check(case, tmp_path)
 
 

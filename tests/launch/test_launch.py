@@ -120,6 +120,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_rank_that_hangs_is_shown_where_it_hangs(tmp_path: Path) -> None:
     code, _, err = launch(tmp_path, "comm.timeout_seconds=2", TROUBLE="hang")
     assert code == 1
@@ -181,7 +182,11 @@ def long_run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Process
 
 @pytest.mark.parametrize(
     ("long_run", "signum", "code"),
-    [(True, signal.SIGINT, 130), (False, signal.SIGINT, 130), (False, signal.SIGTERM, 143)],
+    [
+        (True, signal.SIGINT, 130),
+        pytest.param(False, signal.SIGINT, 130, marks=pytest.mark.long),
+        (False, signal.SIGTERM, 143),
+    ],
     indirect=["long_run"],
 )
 def test_a_signal_stops_all_ranks_after_a_whole_step(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.forked import ForkedPython
 from helpers.launching import Process, children, finish, has_rows, is_running, rows_of, start_nodes, wait_for
+from helpers.long import long
 
 from colossus.launch import rendezvous, run_folder
 
@@ -45,7 +46,7 @@ def process_of(rank: int, launchers: list[Process], folder: Path) -> int:
     return pid
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *long(signal.SIGINT)])
 def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: signal.Signals) -> None:
     launchers, folder = long_run
     launchers[1].send_signal(signum)
@@ -82,6 +83,7 @@ def test_a_killed_rank_is_named_on_all_nodes(long_run: Nodes) -> None:
     assert both.count("rank 0 stopped because rank 1 went away.") == 1
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_ranks_that_do_not_communicate_end_with_the_other_node(tmp_path: Path) -> None:
     launchers = start_nodes(tmp_path, "comm.timeout_seconds=600", TROUBLE="hang", TROUBLED_RANK="0")
     pids = [launcher.pid for launcher in launchers]

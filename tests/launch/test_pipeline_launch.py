@@ -65,7 +65,7 @@ def test_a_bad_schedule_is_refused_with_its_first_bad_action(
     ("trouble", "messages"),
     [
         ("raise", ["the block of stage 1 has failed", "rank 1", "pipeline 1", "_trouble"]),
-        ("kill", ["rank 1", "pipeline 1", "SIGKILL"]),
+        pytest.param("kill", ["rank 1", "pipeline 1", "SIGKILL"], marks=pytest.mark.long),
         pytest.param(
             "hang",
             ["run failed: rank 1 at step 3", "in _trouble", "rank 0 said: timeout: rank 1 did not send the gradient"],

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.long import long
 from helpers.ranks import RankError, grid, run_ranks
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "2d": (4, dict(tensor=dict(mode="2d", size=4))),
     "2d_4x1": (4, dict(tensor=dict(mode="2d", shape=(4, 1)))),
     "3d": (8, dict(tensor=dict(mode="3d", size=8))),
+    "3d_2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "3d_4x1x1": (4, dict(tensor=dict(mode="3d", shape=(4, 1, 1)))),
 }
 BATCH, TOKENS, HIDDEN = 8, 4, 8
@@ -81,7 +83,7 @@ class Late(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("plan", ["data2_1d", "1d_sequence", "2d", "3d"])
+@pytest.mark.parametrize("plan", ["1d_sequence", "2d", "3d_2x1x2", *long("data2_1d", "3d")])
 def test_a_layer_first_used_in_a_later_step(plan: str) -> None:
     same_run(plan, Late)
 
@@ -131,7 +133,7 @@ class Style(nn.Module):
         return x * self.norm(self.proj(self.style)) + self.ids(torch.tensor(2))
 
 
-@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d"])
+@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
 def test_layers_on_one_sample(plan: str) -> None:
     same_run(plan, Style)
 
@@ -149,7 +151,7 @@ class Classes(nn.Module):
         return self.head(x.mean(1))
 
 
-@pytest.mark.parametrize("plan", ["2d", "2d_4x1", "3d", "3d_4x1x1"])
+@pytest.mark.parametrize("plan", ["2d_4x1", "3d_2x1x2", "3d_4x1x1", *long("2d", "3d")])
 def test_padding_never_reaches_a_loss(plan: str) -> None:
     same_run(plan, Classes, classes, labels=lambda generator: torch.randint(0, 10, (BATCH,), generator=generator))
 
@@ -169,7 +171,7 @@ class Biased(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d"])
+@pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
 def test_a_learned_bias_of_attention(plan: str) -> None:
     same_run(plan, Biased, steps=2)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import long
 from helpers.modes import BATCH, MODES, TOKENS, own
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
 
 
 @pytest.mark.parametrize("panels", [False, True])
-@pytest.mark.parametrize("name", ["1d", "1d_sequence", "2d", "3d"])
+@pytest.mark.parametrize("name", ["1d", "1d_sequence", "2d", "3d_2x1x2", *long("3d")])
 def test_outputs_changed_in_place(name: str, panels: bool) -> None:
     x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

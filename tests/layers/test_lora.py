@@ -75,7 +75,7 @@ class Net(nn.Module):
         return self.lone(x + self.out(gate.sigmoid() * value))
 
 
-LONG = ("2d", "2.5d_depth2", "3d_1x2x3")
+LONG = ("2d", "2.5d_depth2", "3d", "3d_1x2x3")
 CASES = [
     Case("adapters", lambda: Net(ours), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN),)),
     Case("between blocks", lambda: Net(ours, True), lambda: Net(plain), (numbers(BATCH, TOKENS, HIDDEN, seed=1),)),
@@ -84,7 +84,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "mode",
-    ["1d", "1d_sequence", "2d_2x3", "3d", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
+    ["1d", "1d_sequence", "2d_2x3", "3d_2x1x2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],
 )
 def test_adapters_are_those_of_plain_torch(mode: str) -> None:
     prepare(CASES, [torch.float64])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.long import but
 from helpers.modes import BATCH, MODES, TOKENS, Mode, own
 from helpers.ranks import RankError, grid
 from helpers.twins import PlainBlock, options_of
@@ -26,9 +27,12 @@ from colossus.models.gpt import GPT
 
 HIDDEN, HEADS, WIDE, RANK = 24, 6, 36, 6
 PLAIN = Mode("1d", (1,))
-ALL = {"none": PLAIN, **{name: MODES[name] for name in ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d")}}
-#: 2.5D is 2D whose copies share the batch, as data ranks do: nothing of it is about modules
-SOME = [pytest.param(name, marks=pytest.mark.long) if name == "2.5d_depth2" else name for name in ALL]
+ALL = {
+    "none": PLAIN,
+    **{name: MODES[name] for name in ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d", "3d_2x1x2")},
+}
+#: 2.5D is 2D whose copies share the batch, as data ranks do: nothing of it is about modules; and of 3D the small one
+SOME = but(("2.5d_depth2", "3d"), ALL)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.compared import Case, compare_all, numbers
+from helpers.long import long
 from helpers.modes import BATCH, MODES
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -152,7 +153,7 @@ def cases() -> list[Case]:
 
 @pytest.mark.parametrize(
     "mode",
-    ["1d", "3d", *(pytest.param(name, marks=pytest.mark.long) for name in ("1d_sequence", "2d", "2.5d_depth2"))],
+    ["1d", "3d_2x1x2", *long("1d_sequence", "2d", "2.5d_depth2", "3d")],
 )
 def test_the_same_numbers_as_plain_torch(mode: str) -> None:
     for found in MODES[mode].run(lambda context: compare_all(context, cases(), [torch.float64])):

@@ -71,8 +71,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-#: these run with -m long
-REST = ("ring 2", "hybrid 8", "data", "1d ulysses", "pipeline zb-v", "2d step")
+#: these run with -m long; 3D runs with documents below
+REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step", "3d")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
@@ -100,8 +100,22 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plan", ["ring 4", "ulysses 2", pytest.param("hybrid 4", marks=pytest.mark.long)])
+#: plan -> the models that run by default
+FEW = {
+    "ring 4": ("rotary", "grouped", "full checkpoint"),
+    "ulysses 2": ("grouped", "selective checkpoint"),
+    "hybrid 4": (),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    [
+        pytest.param(plan, name, marks=() if name in few else pytest.mark.long)
+        for plan, few in FEW.items()
+        for name in MODELS
+    ],
+)
 def test_models(name: str, plan: str) -> None:
     plans = {"ulysses 2": (2, dict(sequence=ulysses(2)), {}), **PLANS}
     world, parallel, more = plans[plan]

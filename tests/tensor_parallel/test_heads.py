@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.compared import Case, compare_all, numbers
+from helpers.long import long
 from helpers.modes import BATCH, MODES, TOKENS
 from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
@@ -119,9 +120,7 @@ def cases() -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize(
-    "mode", ["1d", "1d_sequence", "2d", "2d_2x3", pytest.param("2.5d_depth2", marks=pytest.mark.long), "3d"]
-)
+@pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d_2x3", "3d_2x1x2", *long("2d", "2.5d_depth2", "3d")])
 def test_attention_written_by_hand(mode: str) -> None:
     for rank, found in enumerate(MODES[mode].run(compare_all, cases(), [torch.float64], timeout=120)):
         assert not found, f"rank {rank}: " + "\n".join(found[:20])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from helpers import compared
 from helpers.compared import Case, close, compare_all, integers, numbers, prepare
 from helpers.drawn import examples
+from helpers.long import but, long
 from helpers.modes import BATCH, MODES, TOKENS, own, with_options
 from helpers.twins import PlainAttention, PlainBlock, options_of
 from hypothesis import given, settings
@@ -270,9 +271,9 @@ def representative() -> Iterator[Case]:
 
 
 REPRESENTATIVE = list(representative())
-#: beside these the others are more of the same, and run with -m long: 2.5D is 2D on a share of the batch
-FEW = ("1d_sequence", "2d_2x3", "2.5d_depth2", "3d")
-BY_MODE = [mode if mode in FEW else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+#: beside these the others are more of the same: 2.5D is 2D on a share of the batch
+FEW = ("1d_sequence", "2d_2x3", "3d")
+BY_MODE = but([mode for mode in MODES if mode not in FEW], MODES)
 
 
 def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
@@ -287,10 +288,11 @@ def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
         assert not found, f"rank {rank}: " + "\n".join(found[:20])
 
 
-@pytest.mark.parametrize("mode", BY_MODE)
+@pytest.mark.parametrize("mode", but([mode for mode in MODES if mode not in (*FEW, "2.5d_depth2")], MODES))
 def test_layers_in_every_mode(mode: str) -> None:
     """In double precision, some in single precision too."""
-    check(mode, {torch.float64: REPRESENTATIVE, torch.float32: REPRESENTATIVE[::8]})
+    chosen = REPRESENTATIVE[::4] if mode == "2.5d_depth2" else REPRESENTATIVE
+    check(mode, {torch.float64: chosen, torch.float32: chosen[::8]})
 
 
 @pytest.mark.long
@@ -311,7 +313,7 @@ SOME = [case for case in ALL if "bias True" in case.title or case.title.startswi
 POLICIES = [("keep", "matmul"), ("again", "microbatch"), ("again", "step"), ("keep", "step")]
 
 
-@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d"])
+@pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d_2x1x2", *long("3d")])
 def test_policies_of_what_was_gathered(mode: str) -> None:
     prepare(SOME, [torch.float64])
 
@@ -385,9 +387,9 @@ def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]
         ("1d_sequence", "reduce_scatter"),
         ("2d", "reduce_scatter"),
         ("2d", "gradient sync"),
-        ("2.5d_depth2", "gradient sync"),
-        ("3d", "reduce_scatter"),
-        ("3d", "gradient sync"),
+        pytest.param("2.5d_depth2", "gradient sync", marks=pytest.mark.long),
+        ("3d_2x1x2", "reduce_scatter"),
+        ("3d_2x1x2", "gradient sync"),
     ],
 )
 def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
@@ -486,7 +488,10 @@ def test_mode_files_are_small_and_share_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "shared_memory"),
-    [("1d_sequence", True), ("2d", True), ("2d", False), ("2d_2x3", True), ("3d", True), ("3d", False)],
+    [
+        *(("1d_sequence", True), ("2d", False), ("2d_2x3", True), ("3d", True)),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in (("2d", True), ("3d", False))),
+    ],
 )
 def test_panels(mode: str, shared_memory: bool) -> None:
     """Streamed, through shared memory and through point-to-point messages."""

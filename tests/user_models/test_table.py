@@ -29,7 +29,7 @@ def require(names: Sequence[str], plan: str) -> None:
 
 @pytest.mark.parametrize("plan", ["1d 2", "pipeline 2 zb-h1", "3d 4 (2,1,2)"])
 def test_some_models(plan: str) -> None:
-    require(SOME, plan)
+    require(SOME[::2] if plan.startswith("3d") else SOME, plan)
 
 
 def test_blocks_that_are_gathered_and_freed() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.launching import finish, start
+from helpers.long import but
 from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.cli.main import main
@@ -108,7 +109,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", but(("data2_tensor2", "full"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
     assert (code, err) == (0, ""), out

@@ -46,15 +46,16 @@ class ParameterBox:
 
 
 def parameter_boxes(
-    model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter]
+    model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter], *, replicas_differ: bool
 ) -> list[ParameterBox]:
     """The boxes of all parameters as the rank stores them, in the order of the model. No communication.
 
     Args:
         counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
+        replicas_differ: each data rank has parameters of its own, and writes all of them.
     """
     sizes, at = context.grid.sizes, context.coordinates
-    shares = WriterShares(sizes, at)
+    shares = WriterShares(sizes, at, ("pipeline", *(context.grid.axes("data") if replicas_differ else ())))
     elsewhere = {id(param) for param in counted_elsewhere}
     found = []
     for name, entry in entries_of(model).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from colossus.config.sizes import describe_zero
 from colossus.engine.hooks import Hook
 from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
 from colossus.engine.state.buffers import held_buffers
+from colossus.engine.state.hook_state import hook_values
 from colossus.engine.state.optimizer import (
     group_options,
     is_empty,
@@ -31,13 +33,16 @@ from colossus.engine.state.optimizer import (
     restore,
     saved_groups,
 )
-from colossus.engine.state.per_parameter import held_of_state, read_state
+from colossus.engine.state.per_parameter import held_of_state, read_state, require_state_fits
+from colossus.engine.state.replicas import num_replicas, replica_prefix
 from colossus.engine.state.run_state import is_first_but_along, restore_run, run_values
 from colossus.engine.state.weights import known_weights, load_matched, require_same_model, saved_weights
 from colossus.layout.split_parameter import as_shards
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
+
+log = logging.getLogger("colossus.engine")
 
 #: when reading fails although every byte had been read for the checksums
 _MIXED = "; parts of it are loaded already: load a checkpoint before this engine trains"
@@ -48,7 +53,7 @@ class EngineState:
     random generators, hooks.
 
     Attributes:
-        hooks: whose ``state_dict`` belongs to the run; that of rank 0 is saved, and given to all.
+        hooks: whose ``state_dict`` belongs to the run.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -70,7 +75,7 @@ class EngineState:
     # -- giving -------------------------------------------------------------------------------------------
 
     def collect(self) -> RankState:
-        """What this rank adds to a checkpoint: views, no copies. Collective where the model has buffers.
+        """What this rank adds to a checkpoint: views, no copies. Collective.
 
         Raises:
             CheckpointError: for state that a checkpoint cannot hold.
@@ -78,15 +83,16 @@ class EngineState:
         engine, state = self._engine, RankState()
         with as_shards(), torch.no_grad():
             state.tensors += held_buffers(engine.model, engine.context)
+            of_hooks = hook_values(self.hooks, engine.context)  # the last collective
             boxes = self._boxes()
             for box in boxes:
-                state.tensors.append(box.held(f"model/{box.name}"))
+                state.tensors.append(box.held(f"{self._replica()}model/{box.name}"))
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
             for name, entry in buffers_of(engine.model).items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
             for section, held in self._per_parameter().items():
-                state.tensors += held_of_state(section, held, boxes, state.values)
-        for path, value in (self._groups() | run_values(engine, self.hooks)).items():
+                state.tensors += held_of_state(self._replica() + section, held, boxes, state.values)
+        for path, value in (self._groups() | run_values(engine) | of_hooks).items():
             tensors: dict[str, Tensor] = {}
             state.values[path] = encode(value, path, tensors)
             state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in tensors.items()]
@@ -95,7 +101,22 @@ class EngineState:
     def _boxes(self) -> list[ParameterBox]:
         engine = self._engine
         elsewhere = [engine.store.stored(param) for param in engine.strategy.parts.counted_elsewhere]
-        return parameter_boxes(engine.model, engine.context, elsewhere)
+        return parameter_boxes(engine.model, engine.context, elsewhere, replicas_differ=not engine.strategy.exact)
+
+    def _replica(self) -> str:
+        """Before the keys of what belongs to a replica with parameters of its own: nothing for the first."""
+        index = self._engine.context.index("data")
+        return "" if self._engine.strategy.exact or not index else replica_prefix(index)
+
+    def _saved_replica(self, reader: CheckpointReader) -> str:
+        """Before the keys of what this rank reads: of its own replica, where as many were saved; else of the first."""
+        context = self._engine.context
+        saved, size = num_replicas(reader.manifest), context.size("data")
+        if saved == size:
+            return self._replica()
+        if saved > 1 and context.is_logging_rank:
+            log.warning("the checkpoint has %d replicas, now there are %d: all go on from the first", saved, size)
+        return ""
 
     def _per_parameter(self) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
         engine = self._engine
@@ -133,7 +154,10 @@ class EngineState:
             # what can be found wrong is found before anything is changed
             on_all_ranks(world, lambda: self._check_values(reader))
             require_same_optimizer(reader, saved_groups(reader), engine.optimizer, world)
-            on_all_ranks(world, lambda: self._take(reader, match, boxes), _MIXED)
+            replica = self._saved_replica(reader)
+            for section in self._per_parameter():
+                require_state_fits(replica + section, reader, boxes, world)
+            on_all_ranks(world, lambda: self._take(reader, match, boxes, replica), _MIXED)
         torch.clear_autocast_cache()
 
     def _check_values(self, reader: CheckpointReader) -> None:
@@ -152,16 +176,16 @@ class EngineState:
                     f"checkpoint"
                 ) from error
 
-    def _take(self, reader: CheckpointReader, match: WeightMatch, boxes: Sequence[ParameterBox]) -> None:
+    def _take(self, reader: CheckpointReader, match: WeightMatch, boxes: Sequence[ParameterBox], replica: str) -> None:
         engine, context = self._engine, self._engine.context
         is_same_plan = self._is_same_plan(reader)
-        load_matched(reader, match, engine.model, boxes, context.rank if is_same_plan else None)
+        load_matched(reader, match, engine.model, boxes, context.rank if is_same_plan else None, replica)
         trained = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
-        state = read_state("optimizer", reader, of_trained, engine.optimizer.state)
+        state = read_state(f"{replica}optimizer", reader, of_trained, engine.optimizer.state)
         options = options_to_go_on(self._made, saved_groups(reader), tells=context.is_logging_rank)
         restore(engine.optimizer, state, options)
-        engine.strategy.load_parameter_state(read_state("strategy", reader, boxes))
+        engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
         restore_run(engine, self.hooks, reader, is_same_plan=is_same_plan)
 
     def load_weights(

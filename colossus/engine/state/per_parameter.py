@@ -13,6 +13,8 @@ from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import decode, encode
+from colossus.comm.objects import all_gather_object
+from colossus.context.groups import AxisGroup
 from colossus.engine.state.boxes import ParameterBox
 
 #: stored parameter -> name -> tensor of its shape, another tensor that is the same on all ranks, or a plain value
@@ -29,7 +31,9 @@ def held_of_state(
     """
     for box in boxes:
         plain: dict[str, Any] = {}
-        for entry, value in sorted(state.get(box.parameter, {}).items()):
+        of_param = state.get(box.parameter, {})
+        _require_names(f"{section}/{box.name}", of_param)
+        for entry, value in sorted(of_param.items()):
             key = f"{section}/{box.name}/{entry}"
             if not isinstance(value, Tensor):
                 plain[entry] = value
@@ -47,7 +51,53 @@ def held_of_state(
             tensors: dict[str, Tensor] = {}
             values[f"{section}/{box.name}"] = encode(plain, f"{section}/{box.name}", tensors)
             for key, tensor in tensors.items():
+                if tensor.dim() and box.logical.layout.shard_axes:
+                    raise CheckpointError(
+                        f"{key} is a tensor of shape {tuple(tensor.shape)} in a nest, kept for a parameter of which "
+                        f"this rank holds a shard: whether it is one, too, is not known. Keep state of a split "
+                        f"parameter as tensors of its shape by name, not in lists or dicts"
+                    )
                 yield HeldTensor.whole(key, tensor, writes=True)
+
+
+def _require_names(owner: str, of_param: Mapping[Any, Any]) -> None:
+    wrong = [name for name in of_param if not isinstance(name, str) or "/" in name]
+    if wrong:
+        raise CheckpointError(
+            f"{owner}: state is kept under {wrong[0]!r}; a checkpoint needs names: strings without a slash"
+        )
+
+
+def require_state_fits(section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox], world: AxisGroup) -> None:
+    """That this rank's boxes of the parameters say what their boxes of the state are. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, for a tensor that is neither of the shape of its parameter nor without dims,
+            where a rank has a part of the parameter.
+    """
+    entries, problem = _entries(section, reader), None
+    for box in boxes:
+        for entry in entries.get(box.name, ()):
+            key = f"{section}/{box.name}/{entry}"
+            shape = reader.manifest.tensors[key].shape
+            if shape not in ((), box.logical.shape) and box.logical.layout.shard_axes:
+                problem = problem or (
+                    f"{reader.folder}: {key} has shape {shape}, its parameter {box.logical.shape}, of which a rank "
+                    f"holds a part here: what is of that part is not known. Load it under a plan that keeps this "
+                    f"parameter whole, or begin a run with the weights alone (checkpoint.weights)"
+                )
+    found = next((each for each in all_gather_object(problem, world) if each is not None), None)
+    if found is not None:
+        raise CheckpointError(found)
+
+
+def _entries(section: str, reader: CheckpointReader) -> dict[str, list[str]]:
+    """Of each parameter by name, what is saved of its state in tensors."""
+    entries: dict[str, list[str]] = {}
+    for name in reader.manifest.names(section):
+        owner, _, entry = name.rpartition("/")
+        entries.setdefault(owner, []).append(entry)
+    return entries
 
 
 def read_state(
@@ -64,14 +114,8 @@ def read_state(
     Args:
         existing: what is kept now: memory that fits is filled, and no other is taken.
 
-    Raises:
-        CheckpointError: for a tensor that is neither of the shape of its parameter nor the same on all ranks, where a
-            rank has a part of the parameter.
     """
-    entries: dict[str, list[str]] = {}
-    for name in reader.manifest.names(section):
-        owner, _, entry = name.rpartition("/")
-        entries.setdefault(owner, []).append(entry)
+    entries = _entries(section, reader)
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for box in boxes:
         of_param = state.setdefault(box.parameter, {})
@@ -79,7 +123,6 @@ def read_state(
             key = f"{section}/{box.name}/{entry}"
             saved = reader.manifest.tensors[key]
             if saved.shape != box.logical.shape:
-                _require_whole(key, saved.shape, box)
                 of_param[entry] = reader.tensor(key)
                 continue
             if entry not in of_param:
@@ -90,14 +133,6 @@ def read_state(
         if plain is not None:
             of_param.update(decode(plain, reader.tensor))
     return {param: of_param for param, of_param in state.items() if of_param}
-
-
-def _require_whole(key: str, shape: tuple[int, ...], box: ParameterBox) -> None:
-    if shape and box.logical.layout.shard_axes:
-        raise CheckpointError(
-            f"{key} has shape {shape}, its parameter {box.logical.shape}, of which this rank holds a part: what it is "
-            f"of that part is not known. Load it under a plan that keeps this parameter whole"
-        )
 
 
 def _buffer(kept: Any, box: ParameterBox, saved: str, saved_parameter: str) -> Tensor:

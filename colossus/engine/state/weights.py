@@ -46,16 +46,22 @@ def require_same_model(reader: CheckpointReader, known: Mapping[str, Known]) -> 
 
 
 def load_matched(
-    reader: CheckpointReader, match: WeightMatch, model: nn.Module, boxes: Sequence[ParameterBox], rank: int | None
+    reader: CheckpointReader,
+    match: WeightMatch,
+    model: nn.Module,
+    boxes: Sequence[ParameterBox],
+    rank: int | None,
+    replica: str = "",
 ) -> None:
     """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those.
 
     Args:
         rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
+        replica: before the keys of the parameters of a replica that has its own.
     """
     for box in boxes:
         if box.name in match.sources:
-            key = f"model/{match.sources[box.name]}"
+            key = f"{replica}model/{match.sources[box.name]}"
             held = _saved_rows(box.held(key), reader.manifest.tensors[key].shape)
             reader.read_box(key, held.box, held.local)
     for name, entry in buffers_of(model).items():

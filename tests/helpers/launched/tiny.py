@@ -89,7 +89,7 @@ class _Disk(Hook):
 class _Linger(Hook):
     def on_train_end(self, engine: object) -> None:
         if os.environ.get("TROUBLE") == "linger" and os.environ["RANK"] == "1":
-            time.sleep(3.0)
+            time.sleep(1.5)
 
 
 hooks = [_Linger, _Disk]

@@ -1,0 +1,199 @@
+"""What saving and loading costs, counted: memory beside the state, bytes written and read, who writes how much."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.manifest import read_manifest
+from colossus.layout.layout import Box
+
+WIDTH = 1024
+NUM_LAYERS = 6
+#: of one parameter, and of all
+PARAMETER = WIDTH * WIDTH * 4
+MODEL = NUM_LAYERS * PARAMETER
+#: a block that is read or written through, values, what an allocator keeps: less than a parameter
+SLACK = 3 << 20
+
+
+class Net(nn.Module):
+    """Products of alternating splits, so that boxes are rows of some and columns of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        splits = [dict(split="column"), dict(split="row")] * (NUM_LAYERS // 2)
+        self.layers = nn.ModuleList(layers.Linear(WIDTH, WIDTH, bias=False, **split) for split in splits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for column, row in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = x + row(column(x))
+        return x
+
+
+def loss(outputs: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return outputs.square().mean(1).sum(), len(outputs)
+
+
+def engine_of(parallel: dict[str, Any], folder: Path, *, steps: int = 1) -> Any:
+    """After a step there is momentum."""
+    config = dict(
+        parallel=parallel,
+        train=dict(steps=9, global_batch_size=4, seed=2),
+        optimizer=dict(type="SGD", lr=1e-3, momentum=0.9),
+        checkpoint=dict(dir=str(folder)),
+        device="cpu",
+    )
+    engine = colossus.initialize(config, model=Net, loss_fn=loss)
+    for _ in range(steps):
+        engine.train_step(torch.ones(4 // engine.context.size("data"), WIDTH))
+    return engine
+
+
+def peak_over(work: Any) -> int:
+    """Bytes of memory that were held at a time on top of those before."""
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begin a new high-water mark
+    work()
+    return status("VmHWM") - before
+
+
+def status(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def state_bytes(engine: Any) -> int:
+    """Parameters and momenta of this rank."""
+    return sum(2 * param.numel() * param.element_size() for param in engine.model.parameters())
+
+
+def saves(rank: int, parallel: dict[str, Any], folder: Path) -> dict[str, int]:
+    engine = engine_of(parallel, folder)
+    checkpoints = engine.checkpoints
+    told = dict(held=state_bytes(engine), synchronous=peak_over(lambda: checkpoints.save(background=False).wait()))
+    engine.completed_steps += 1
+    told["background"] = peak_over(lambda: checkpoints.save(background=True).wait())
+    told["copy"] = checkpoints._writer._staging.num_bytes
+    engine.close()
+    return told
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "tensor": dict(tensor=2),
+    "data": dict(data=2),
+    "zero": dict(data=2, zero=3),
+    "2d": dict(tensor=dict(mode="2d", size=4)),
+}
+
+
+def num_ranks(plan: str) -> int:
+    return 4 if plan == "2d" else 2
+
+
+Saved = Callable[[str], tuple[Path, list[dict[str, int]]]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of a plan the folder and what each rank tells."""
+
+    @cache
+    def save(plan: str) -> tuple[Path, list[dict[str, int]]]:
+        folder = tmp_path_factory.mktemp(plan)
+        return folder, run_ranks(num_ranks(plan), saves, PLANS[plan], folder, with_context=False)
+
+    return save
+
+
+ALL = ["data", "zero", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("tensor", "2d"))]
+
+
+@pytest.mark.parametrize("plan", ALL)
+def test_a_save_needs_a_block_or_its_own_copy(saved: Saved, plan: str) -> None:
+    folder, ranks = saved(plan)
+    files = read_manifest(folder / name_of(2)).files
+    for rank, told in enumerate(ranks):
+        written = files[f"rank-{rank:05d}.safetensors"].num_bytes
+        assert told["synchronous"] <= SLACK, told
+        # the copy is what this rank writes: rounded up for each tensor, without the header
+        assert written - 65536 <= told["copy"] <= written + 65536, (told, written)
+        assert told["background"] <= told["copy"] + SLACK, told
+        assert told["copy"] < 2 * MODEL / num_ranks(plan) * 1.2
+
+
+@pytest.mark.parametrize("plan", ALL)
+def test_each_byte_is_written_once_and_replicas_share(saved: Saved, plan: str) -> None:
+    folder, _ = saved(plan)
+    manifest = read_manifest(folder / name_of(1))
+    sizes = {path.name: path.stat().st_size for path in (folder / name_of(1)).glob("*.safetensors")}
+    assert sizes == {name: file.num_bytes for name, file in manifest.files.items()}
+    assert len(sizes) == num_ranks(plan)
+    assert sum(entry.num_bytes for entry in manifest.tensors.values()) >= 2 * MODEL
+    assert 2 * MODEL <= sum(sizes.values()) <= 2 * MODEL + 65536 * num_ranks(plan)
+    assert max(sizes.values()) <= 1.05 * sum(sizes.values()) / len(sizes)
+
+
+def loads(rank: int, parallel: dict[str, Any], path: Path) -> dict[str, int]:
+    engine = engine_of(parallel, path.parent)
+    # for the test to say what must be read at most: the chunks that a box meets, whole
+    most = sum(bytes_met(path, f"{section}", box.box) for box in engine.checkpoints._state._boxes()
+               for section in (f"model/{box.name}", f"optimizer/{box.name}/momentum_buffer"))  # fmt: skip
+    told = dict(held=state_bytes(engine), most=most, read=0)
+    read, system = [0], os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        count = system(descriptor, buffers, offset)
+        read[0] += count
+        return count
+
+    os.preadv = counted
+    try:
+        told["peak"] = peak_over(lambda: engine.checkpoints.load(path))
+    finally:
+        os.preadv = system
+    told["read"] = read[0]
+    engine.close()
+    engine = engine_of(parallel, path.parent, steps=0)
+    told["with momentum"] = peak_over(lambda: engine.checkpoints.load(path))
+    engine.close()
+    return told
+
+
+def bytes_met(path: Path, key: str, box: Box) -> int:
+    entry = read_manifest(path).tensors[key]
+    met = 0
+    for chunk in entry.chunks:
+        spans = zip(chunk.start, chunk.size, box, strict=True)
+        if all(max(start, low) < min(start + size, high) for start, size, (low, high) in spans):
+            met += chunk.num_elements * 4
+    return met
+
+
+PAIRS = [("zero", "zero"), ("data", "2d"), ("zero", "tensor")]
+MORE = [("tensor", "tensor"), ("data", "data"), ("2d", "2d"), ("tensor", "zero"), ("2d", "tensor"), ("zero", "2d")]
+
+
+@pytest.mark.parametrize(("then", "now"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)])
+def test_a_load_reads_what_it_needs(saved: Saved, then: str, now: str) -> None:
+    """Under the same plan each rank's own bytes. Under another at most the chunks that its boxes meet, each once. And
+    no more memory than the state itself has."""
+    folder, _ = saved(then)
+    for told in run_ranks(num_ranks(now), loads, PLANS[now], folder / name_of(1), with_context=False):
+        assert told["peak"] <= SLACK, told
+        assert told["with momentum"] <= told["held"] // 2 + SLACK, told
+        if then == now:
+            assert told["held"] <= told["read"] <= told["held"] + 65536, told
+        else:
+            assert told["held"] <= told["read"] <= told["most"] + 65536, told
