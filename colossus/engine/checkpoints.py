@@ -271,7 +271,8 @@ class Checkpoints:
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._engine.context.is_logging_rank
         while True:
-            found = broadcast_object(on_all_ranks(world, lambda: find(damaged) if is_first else None), world, 0)
+            mine = on_all_ranks(world, lambda: find(damaged) if is_first else None, tells_ranks=False)
+            found = broadcast_object(mine, world, 0)
             if found is None:
                 return None
             try:

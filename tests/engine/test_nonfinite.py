@@ -289,7 +289,7 @@ class OneLate:
 
 
 def late(faulty: Faulty) -> None:
-    watch: GradientWatch = faulty.engine._optimizer_step._watch
+    watch: GradientWatch = faulty.engine.gradient_watch
     watch._is_late, watch._late_found = True, OneLate()  # type: ignore[assignment]
 
 
