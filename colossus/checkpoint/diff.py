@@ -157,7 +157,10 @@ def _of_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> TensorDiff
     spec = f"{one.dtype}, {other.dtype}" if one.dtype != other.dtype else ""
     different, absolute, largest = 0, 0.0, 0.0
     is_float = all(DTYPES[each.dtype].is_floating_point or DTYPES[each.dtype].is_complex for each in (one, other))
-    for box in blocks(one.shape, BLOCK_ELEMENTS):
+    boxes = list(blocks(one.shape, BLOCK_ELEMENTS))
+    if not spec and all(torch.equal(_read(a, key_a, box), _read(b, key_b, box)) for box in boxes):
+        return None
+    for box in boxes:
         x, y = _read(a, key_a, box), _read(b, key_b, box)
         gap, size, num = _compared(x, y)
         different, absolute, largest = different + num, max(absolute, gap), max(largest, size)
@@ -175,23 +178,26 @@ def _read(reader: CheckpointReader, key: str, box: Box) -> Tensor:
 
 def _compared(x: Tensor, y: Tensor) -> tuple[float, float, int]:
     """Of two blocks: the largest difference, the largest finite element, and how many elements are not the same."""
-    if x.dtype == y.dtype and torch.equal(x, y):
-        return 0.0, _largest(x), 0
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     p, q = x.to(wide), y.to(wide)
+    gap = (p - q).abs()
+    absolute, largest = _largest(gap), max(_largest(p), _largest(q))
+    if math.isfinite(absolute) and math.isfinite(largest) and (x.is_floating_point() or x.dtype != y.dtype):
+        return absolute, largest, int(gap.count_nonzero())
     is_same = (p == q) | (p.isnan() & q.isnan())
     if x.dtype == y.dtype and not x.is_floating_point() and not x.is_complex():
         is_same = x == y  # float64 does not hold every int64
-    gap = (p - q).abs()
-    gap = torch.where(is_same, 0.0, gap).nan_to_num(nan=math.inf, posinf=math.inf)
-    return gap.max().item(), max(_largest(p), _largest(q)), int((~is_same).sum())
+    gap = torch.where(is_same, 0.0, gap).nan_to_num_(nan=math.inf, posinf=math.inf)
+    largest = max(_largest(each.abs().nan_to_num(0.0, 0.0, 0.0)) for each in (p, q))
+    return _largest(gap), largest, int((~is_same).sum())
 
 
 def _largest(x: Tensor) -> float:
-    if not x.numel() or x.dtype == torch.bool:
-        return float(x.numel() > 0)
-    size = x.to(torch.complex128 if x.is_complex() else torch.float64).abs()
-    return size[size.isfinite()].max().item() if size.isfinite().any() else 0.0
+    """Absolute; NaN where there is one."""
+    if not x.numel():
+        return 0.0
+    low, high = torch.aminmax(x.abs() if x.is_complex() else x)
+    return high.item() if math.isnan(high.item()) else max(-low.item(), high.item())
 
 
 def blocks(shape: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -153,6 +153,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     (a, _), (b, _) = _find(arguments.a), _find(arguments.b)
     compare = importlib.import_module("colossus.checkpoint.diff")  # torch, from here on
     reader = importlib.import_module("colossus.checkpoint.reader").CheckpointReader
+    importlib.import_module("torch").set_num_threads(1)  # small blocks, which more threads would wait for each other at
     with reader(a) as one, reader(b) as other:
         found: Difference = compare.diff(one, other, only=tuple(arguments.only))
     if not found.num_compared and not found.only_in_a and not found.only_in_b and not found.values and arguments.only:
