@@ -23,6 +23,9 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import Chunk
 from colossus.layout.layout import Box
 
+#: after which a file is flushed while it is written: one flush at its end would be silent for as long as it takes, and
+#: a run that was told to stop is ended when it is silent for too long
+FLUSH_BYTES = 1 << 30
 #: what lies between two parts of rows and is as long is not read; what is shorter is read, and dropped
 _LONG_GAP_BYTES = 1 << 15
 
@@ -106,10 +109,20 @@ def write_file(
         The CRC-32 of the file.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    flushed = 0
+
+    def after_block() -> None:
+        nonlocal flushed
+        written = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if written - flushed >= FLUSH_BYTES:
+            flushed = written
+            os.fsync(descriptor)
+        on_block()
+
     try:
-        crc = _write(descriptor, memoryview(header.data), 0, on_block)
+        crc = _write(descriptor, memoryview(header.data), 0, after_block)
         for tensor in tensors:
-            crc = _write(descriptor, host_bytes(tensor), crc, on_block)
+            crc = _write(descriptor, host_bytes(tensor), crc, after_block)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -20,6 +20,7 @@ from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
 from colossus.data.seeded import SeededBatches, ShardCollate, of_span, unchanged
 from colossus.data.windows import BatchedDataset
+from colossus.data.worker_signals import outlive_stop_signals
 from colossus.random import GLOBAL_RNG
 
 
@@ -135,7 +136,12 @@ class MapSource(Source):
                 steps = itertools.count(self.step)
             with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
                 loader = DataLoader(
-                    self._by_step, batch_size=None, sampler=steps, num_workers=self._num_workers, collate_fn=unchanged
+                    self._by_step,
+                    batch_size=None,
+                    sampler=steps,
+                    num_workers=self._num_workers,
+                    collate_fn=unchanged,
+                    worker_init_fn=outlive_stop_signals,
                 )
                 self._batches = iter(loader)
         return next(self._batches)

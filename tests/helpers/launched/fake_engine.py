@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +18,32 @@ from colossus.engine.strategies.strategy import Strategy
 
 
 class FakeCheckpoints:
-    """None are saved and none resumed."""
+    """None are saved and none resumed, but hooks are told so.
 
-    def __init__(self) -> None:
+    Attributes:
+        on_resume: called with the hooks.
+        on_save_after: steps after which hooks are told that a checkpoint is saved.
+    """
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
         self.hooks: list[Hook] = []
+        self.on_resume: Callable[[list[Hook]], None] = lambda hooks: None
+        self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
+        self.weights_match = None
         self.stall_seconds = 0.0
 
     def resume(self) -> None:
-        return None
+        self.on_resume(self.hooks)
 
     def after_step(self, *, is_last: bool = False) -> list[Any]:
+        step: Any = self._engine.completed_steps
+        if step in self.on_save_after:
+            self.on_save_after.remove(step)
+            for hook in self.hooks:
+                hook.on_save(self._engine)  # type: ignore[arg-type]
         return []
 
     def finish(self, patience: float | None = None) -> None: ...
@@ -47,7 +62,7 @@ class FakeEngine:
         self.loader: Any = itertools.repeat("batch")
         self.loaders = None
         self.strategy = Strategy()
-        self.checkpoints = FakeCheckpoints()
+        self.checkpoints = FakeCheckpoints(self)
         self.eval_loader = ["batch"] if validation else None
         self.stop_at, self.fail_at, self.stop_in_evaluation = stop_at, fail_at, stop_in_evaluation
 

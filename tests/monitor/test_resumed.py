@@ -1,0 +1,165 @@
+"""Metrics, display and TensorBoard of a run that saves checkpoints and goes on from one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.launched.fake_engine import FakeEngine
+
+from colossus.checkpoint.writer import SavedCheckpoint
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+from colossus.monitor import display as display_module
+from colossus.monitor.display import LiveDisplay, PlainDisplay
+from colossus.monitor.metrics import Metrics
+from colossus.monitor.tensorboard import TensorBoard
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def resumed(step: int, **train: Any) -> FakeEngine:
+    """An engine that goes on behind a step."""
+    engine = FakeEngine(**train)
+    engine.completed_steps = step
+    engine.checkpoints.resumed_from = Path("runs/first/checkpoints/step-00000003")
+    engine.checkpoints.resumed_plan = "data 2 x tensor 2"
+    return engine
+
+
+def test_rows_behind_the_checkpoint_come_again_and_the_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    fit(FakeEngine(steps=6, validation=False), [Metrics(path)])
+    before = path.read_bytes().splitlines(keepends=True)
+    with path.open("ab") as file:
+        file.write(b'{"step": 7, "lo')
+    fit(resumed(3, steps=8, validation=False), [Metrics(path)])
+    after = path.read_bytes().splitlines(keepends=True)
+    assert after[:3] == before[:3]
+    assert [row["step"] for row in rows_of(path)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_half_row_in_the_middle_goes_and_rows_that_fit_are_not_rewritten(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n[]\n{"step": 2}\n')
+    fit(resumed(2, steps=2), [Metrics(path)])
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    inode = path.stat().st_ino
+    fit(resumed(2, steps=2), [Metrics(path)])
+    assert path.stat().st_ino == inode
+
+
+def test_an_evaluation_that_a_stop_left_out_is_in_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    engine = FakeEngine(steps=6, eval_every=2, stop_at=4)
+    fit(engine, [Metrics(path)])
+    state = engine.checkpoints.hooks[-1].state_dict()
+    assert ["validation_loss" in row for row in rows_of(path)] == [False, True, False, False]
+    again = resumed(4, steps=6, eval_every=2)
+    again.checkpoints.on_resume = lambda hooks: hooks[-1].load_state_dict(state)
+    fit(again, [Metrics(path)])
+    assert [row.get("validation_loss") for row in rows_of(path)] == [None, 18.0, None, 16.0, None, 14.0]
+    # nothing is owed to a run that stopped elsewhere
+    engine = FakeEngine(steps=6, eval_every=2, stop_at=3)
+    fit(engine, [])
+    assert engine.checkpoints.hooks[-1].state_dict() == {"is_owed": False}
+
+
+def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[list[int]] = []
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append([row["step"] for row in rows_of(path)]))
+    # at a stop the row of the last step waits for an evaluation that does not come
+    engine = FakeEngine(steps=4, eval_every=2, stop_at=2)
+    metrics = Metrics(path)
+    engine.checkpoints.on_save_after = {1, 2}
+    fit(engine, [metrics])
+    assert flushed == [[1], [1, 2]]
+
+
+def test_what_training_waited_is_in_the_next_row(tmp_path: Path) -> None:
+    engine = FakeEngine(steps=4, validation=False)
+
+    class Waits(Hook):
+        def on_step_end(self, _: Any, result: Any) -> None:
+            engine.checkpoints.stall_seconds += 0.25 * (result.step == 2)
+
+    fit(engine, [Metrics(tmp_path / "metrics.jsonl"), Waits()])
+    rows = rows_of(tmp_path / "metrics.jsonl")
+    assert [row.get("checkpoint_stall_seconds") for row in rows] == [None, None, 0.25, None]
+
+
+SAVED = SavedCheckpoint(Path("runs/x/checkpoints/step-00000100"), 100, 12_345_678, 0.0123, 1.5)
+
+
+def test_plain_lines_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: float(next(clock)))
+    stream = io.StringIO()
+    shown = PlainDisplay(tmp_path, stream)
+    engine = resumed(100, steps=104, log_every=1, validation=False)
+    fit(engine, [shown])
+    shown.on_checkpoint(engine, SAVED)  # type: ignore[arg-type]
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == ("resumed from runs/first/checkpoints/step-00000003 at step 100, saved under data 2 x tensor 2")
+    # ten seconds a step: three steps are left after the first
+    assert [line.split("  ")[0] for line in lines[2:6]] == [f"step {step}/104" for step in (101, 102, 103, 104)]
+    assert [line.split("  ")[-1] for line in lines[2:6]] == ["left 0:30", "left 0:20", "left 0:10", "left 0:00"]
+    assert lines[6].startswith("done: 104 steps (4 of them since it was resumed) in ")
+    assert lines[7] == "step 100/104  checkpoint 12.3 MB  complete after 1.50 s  training waited 0.012 s"
+
+
+def test_a_run_with_nothing_left_to_do_says_so(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    fit(resumed(7, steps=5), [PlainDisplay(tmp_path, stream)])
+    assert stream.getvalue().splitlines()[2] == "no step is left of train.steps = 5"
+
+
+def test_the_live_display_begins_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = io.StringIO()
+    shown = LiveDisplay(tmp_path, stream)
+    engine = resumed(3, steps=5, validation=False)
+    shown.on_train_start(engine)  # type: ignore[arg-type]
+    assert shown._progress.tasks[0].completed == 3
+    shown.on_checkpoint(engine, SAVED)  # type: ignore[arg-type]
+    shown.close()
+    assert "step 100/5  checkpoint 12.3 MB  complete after 1.50 s  training waited 0.012 s" in stream.getvalue()
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_tensorboard_hides_the_steps_that_come_again(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            calls.append(purge_step)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None: ...
+
+        def flush(self) -> None:
+            calls.append("flush")
+
+        def close(self) -> None: ...
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine = resumed(step, steps=4, validation=False) if step else FakeEngine(steps=4, validation=False)
+    engine.run_dir = tmp_path  # type: ignore[attr-defined]
+    engine.checkpoints.on_save_after = {4}
+    fit(engine, [TensorBoard()])
+    assert calls == [4 if step else None, "flush"]
