@@ -91,6 +91,8 @@ class PowerLosses:
             self.num_states += 1
             try:
                 found = latest_step(into / "checkpoints")
+                for path in (into / "checkpoints").glob("step-????????"):
+                    step_in(path)  # whatever has a name is whole
             except ValueError as error:
                 found = -1
                 self.lost.append(str(error))

@@ -47,7 +47,7 @@ VALUES = [
     Damage("fields", _value("train", {"$array": ["model/first.bias", "f8,O", [3]]}), r"train: .*dtype 'f8,O'"),
     Damage("a huge item", _value("train", {"$array": ["model/first.bias", "|V99999999", [3]]}), r"train: .*dtype"),
     Damage(
-        "no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train cannot be understood \(KeyError"
+        "no such tensor", _value("train", {"$tensor": "../../etc/passwd"}), r"train: has no tensor '../../etc/passwd'"
     ),
     Damage("a set of lists", _value("train", {"$set": [[1]]}), r"train cannot be understood \(TypeError"),
     Damage("no base64", _value("train", {"$bytes": 5}), r"train cannot be understood \(TypeError"),

@@ -169,7 +169,8 @@ class EngineState:
             try:
                 decode(value, reader.tensor)
             except CheckpointError as error:
-                raise type(error)(f"{reader.folder}: {path}: {error}") from None
+                told = str(error).removeprefix(f"{reader.folder}: ")
+                raise type(error)(f"{reader.folder}: {path}: {told}") from None
             except Exception as error:
                 raise DamagedCheckpoint(
                     f"{reader.folder}: {path} cannot be understood ({type(error).__name__}: {error}): take another "
