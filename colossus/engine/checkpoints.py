@@ -197,6 +197,12 @@ class Checkpoints:
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.
 
+        Under the plan of the checkpoint the run is bit for bit the one that was saved. Under another all parameters and
+        their state are the same to the bit, and what belonged to single ranks (random generators, places in a loader of
+        one's own, buffers, modules and hooks that differ between ranks) goes on as `engine/state/` says of each.
+        What the config changes is done: more steps, another precision, lr or weight decay, another order of the data
+        (warnings, by one rank). The optimizer must be of the same class.
+
         Args:
             path: a checkpoint; or a folder of them, or a run folder, whose newest whole one is taken.
 
