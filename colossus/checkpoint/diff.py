@@ -51,6 +51,10 @@ class TensorDifference:
     relative: float = 0.0
     is_float: bool = True
 
+    @property
+    def section(self) -> str:
+        return self.key.partition("/")[0]
+
     def exceeds(self, tolerance: Tolerance) -> bool:
         if self.spec or self.num_different is None:
             return True
@@ -65,7 +69,8 @@ class Difference:
 
     Attributes:
         only_in_a, only_in_b: keys of tensors.
-        tensors: that both have and that are not the same, the largest relative difference first.
+        tensors: that both have and that are not the same, those of the model first, then those of the optimizer; in
+            each the largest relative difference first.
         values: path -> (as A has it, as B has it), of what is no tensor: the step, and all other state.
         told: the same of what is no state: plan, config.
         num_compared: tensors that both have.
@@ -115,12 +120,13 @@ def diff(
     left, right = left | _aliased(a, is_wanted), right | _aliased(b, is_wanted)
     found = []
     both = sorted(left & right, key=natural_order)
+    order = {"model": 0, "optimizer": 1}
     for key in both:
         on_tensor(key)
         difference = _of_tensor(key, a, b)
         if difference is not None:
             found.append(difference)
-    found.sort(key=lambda each: -each.relative if not math.isnan(each.relative) else -math.inf)
+    found.sort(key=lambda each: (order.get(each.section, 2), each.section, -each.relative))
     return Difference(
         sorted(left - right, key=natural_order),
         sorted(right - left, key=natural_order),

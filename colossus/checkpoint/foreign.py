@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 _WITHOUT_PICKLE = (
@@ -19,6 +20,11 @@ def what_else(path: Path) -> str:
         return (
             "it is one of torch.distributed.checkpoint, whose .metadata is a pickle, which colossus does not open: "
             "load it with torch in a script of your own if you trust it, then colossus.checkpoint.load_full_state_dict"
+        )
+    ours = [name for name in inside if re.fullmatch(r"rank-\d+\.safetensors", name)]
+    if ours:
+        return (
+            f"beside {ours[0]} there is no manifest.json: it was not finished, or is damaged; take another checkpoint"
         )
     if any(name.endswith(".safetensors") or name == "model.safetensors.index.json" for name in inside):
         return f"it holds safetensors files (of Hugging Face, say): {_WITHOUT_PICKLE}"

@@ -244,6 +244,9 @@ def _parse(body: dict[str, Any]) -> Manifest:
     for name in ("versions", "plan", "config", "aliases", "values"):
         if not isinstance(body[name], dict):
             raise TypeError(f"{name} is a {type(body[name]).__name__}")
+    for alias, name in body["aliases"].items():
+        if f"model/{name}" not in tensors:
+            raise KeyError(f"{alias} is another name of {name}, which is not there")
     return Manifest(
         _count(body["step"]),
         float(body["saved_at"]),

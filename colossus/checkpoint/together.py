@@ -13,11 +13,12 @@ from colossus.context.groups import AxisGroup
 T = TypeVar("T")
 
 
-def on_all_ranks(group: AxisGroup, work: Callable[[], T], consequence: str = "") -> T:
+def on_all_ranks(group: AxisGroup, work: Callable[[], T], consequence: str = "", tells_ranks: bool = True) -> T:
     """Do this rank's part of some work; collective, and so may the work be where it fails on all ranks alike.
 
     Args:
         consequence: what it means that the work was not done.
+        tells_ranks: whether the message says where it failed, when it did not everywhere.
 
     Raises:
         DamagedCheckpoint: on all ranks, when on every rank that failed it was one.
@@ -25,18 +26,18 @@ def on_all_ranks(group: AxisGroup, work: Callable[[], T], consequence: str = "")
     """
     done: list[T] = []
     error: Exception | None = None
-    problem: tuple[bool, str] | None = None
+    problem: tuple[bool, str, str] | None = None
     try:
         done.append(work())
     except Exception as raised:
-        error, problem = raised, (isinstance(raised, DamagedCheckpoint), in_words(raised))
+        error, problem = raised, (isinstance(raised, DamagedCheckpoint), in_words(raised), platform.node())
     problems = all_gather_object(problem, group)
     if not any(problems):
         return done[0]
-    failed = [rank for rank, of_rank in zip(group.ranks, problems, strict=True) if of_rank is not None]
-    is_damaged, text = next(each for each in problems if each is not None)
-    if len(failed) < group.size:
-        where = f" on {platform.node()}" if error is not None else ""
-        text += f" (rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed[:8]))}{where} of {group.size})"
-    is_damaged = all(each[0] for each in problems if each is not None)
+    failed = [(rank, told) for rank, told in zip(group.ranks, problems, strict=True) if told is not None]
+    rank, (_, text, node) = failed[0]
+    if tells_ranks and len(failed) < group.size:
+        more = f" and {len(failed) - 1} more ranks" if len(failed) > 1 else ""
+        text = f"{text} (rank {rank} on {node}{more})"
+    is_damaged = all(told[0] for _, told in failed)
     raise (DamagedCheckpoint if is_damaged else CheckpointError)(text + consequence) from error

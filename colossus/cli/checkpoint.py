@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -175,13 +176,12 @@ def _report(found: Difference, a: Path, b: Path, tolerance: Tolerance, *, everyt
         allowed = [f"{each:g}" for each in (tolerance.relative, tolerance.absolute) if each]
         within = f" by more than {' or '.join(allowed)}" if allowed else ""
         parts.append(
-            _list(
-                f"tensors that differ{within}: {len(above)} of {found.num_compared}; largest difference, absolute and "
-                f"relative to the largest element",
-                [_of_tensor(each) for each in above],
-                most,
-            )
+            f"tensors that differ{within}: {len(above)} of {found.num_compared}; with the largest difference, absolute "
+            f"and relative to the largest element"
         )
+    for section, members in itertools.groupby(above, lambda each: each.section):
+        lines = [_of_tensor(each) for each in members]
+        parts.append(_list(f"{section}: {len(lines)}", lines, most))
     for title, pairs in (("state", found.values), ("told, and no difference: plan, versions, config", found.told)):
         if pairs:
             parts.append(_list(f"{title}: {len(pairs)}", _pairs(pairs), most))

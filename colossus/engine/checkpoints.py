@@ -42,6 +42,7 @@ class Checkpoints:
         resumed_plan: the plan it was saved under, in words.
         stall_seconds: that training has waited for checkpoints so far, since the engine was made.
         weights_from: the checkpoint of which weights were loaded, None where none were.
+        weights_match: what of it went where.
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
     """
 
@@ -58,6 +59,7 @@ class Checkpoints:
         self.resumed_plan = ""
         self.stall_seconds = 0.0
         self.weights_from: Path | None = None
+        self.weights_match: WeightMatch | None = None
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
@@ -246,14 +248,10 @@ class Checkpoints:
             )
 
         self.weights_from = self._read_newest(lambda damaged: folder.locate(Path(path), damaged), take)
-        (match,) = matched
-        if self._engine.context.is_logging_rank:
-            log.info("%d parameters and buffers loaded from %s", len(match.sources), self.weights_from)
-            for name, (saved, here) in match.grown.items():
-                log.info("%s has %d rows, %d of them loaded; the others keep their initial values", name, here, saved)
-            if not match.is_complete:
-                log.warning("not loaded from %s: %s", self.weights_from, match)
-        return match
+        (self.weights_match,) = matched
+        if not self.weights_match.is_complete and self._engine.context.is_logging_rank:
+            log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
+        return self.weights_match
 
     def _restore_newest(self, find: Find) -> Path | None:
         def take(reader: CheckpointReader) -> None:
@@ -273,7 +271,8 @@ class Checkpoints:
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._engine.context.is_logging_rank
         while True:
-            found = broadcast_object(on_all_ranks(world, lambda: find(damaged) if is_first else None), world, 0)
+            mine = on_all_ranks(world, lambda: find(damaged) if is_first else None, tells_ranks=False)
+            found = broadcast_object(mine, world, 0)
             if found is None:
                 return None
             try:

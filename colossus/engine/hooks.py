@@ -51,7 +51,10 @@ class Hook:
         """When a step, an evaluation or a hook raised on this rank; it is raised again after all hooks ran."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors. Rank 0's is saved."""
+        """What a checkpoint is to keep of this hook: numbers, strings, lists, dicts, tensors.
+
+        Rank 0's is saved, and that of each rank whose own differs. Called on all ranks.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -51,12 +51,24 @@ class Origin:
     latest_in: Path | None = None
     launch: slurm.Launch | None = None
 
+    def find_weights(self) -> Path | None:
+        """The checkpoint whose weights the run takes before its first step; None where it takes none.
+
+        Raises:
+            ConfigError: when it is no whole checkpoint.
+        """
+        wanted = self.config.checkpoint.weights
+        if wanted is None or self.checkpoint is not None:
+            return None
+        return _located("checkpoint.weights", wanted.path)
+
     def check(self) -> None:
-        """Refuse the folders of other runs.
+        """Refuse the folders of other runs, and weights that are not there.
 
         Raises:
             ConfigError: naming the folder.
         """
+        self.find_weights()
         if self.folder is not None:
             run_folder.check_usable(self.folder) if self.is_own else run_folder.check_unused(self.folder)
             checkpoint_folder.check(self.config.checkpoint, self.folder, self.checkpoint)
@@ -67,8 +79,9 @@ class Origin:
         """Make and lock the folders; what an attempt has written that left no checkpoint is put aside.
 
         Raises:
-            ConfigError: when they cannot be made, or are another run's.
+            ConfigError: when they cannot be made, or are another run's; when there are no weights.
         """
+        self.find_weights()
         folder = self.folder
         with ExitStack() as locks:
             if folder is None:
@@ -176,9 +189,11 @@ def _latest(root: Path) -> Path | None:
 
 def _given(wanted: str | None) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` names."""
-    if wanted in (None, AUTO):
-        return None
+    return None if wanted in (None, AUTO) else _located("checkpoint.resume", wanted or "")
+
+
+def _located(key: str, wanted: str) -> Path:
     try:
-        return locate(Path(wanted or ""))
+        return locate(Path(wanted))
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume = {wanted!r}: {error}") from None
+        raise ConfigError(f"{key} = {wanted!r}: {error}") from None

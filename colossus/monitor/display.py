@@ -84,6 +84,10 @@ class Display(Hook):
             lines.append(f"{where}, saved under {checkpoints.resumed_plan}")
             if self.first >= self.total:
                 lines.append(f"no step is left of train.steps = {self.total}")
+        if checkpoints.weights_match is not None:
+            count, grown = len(checkpoints.weights_match.sources), checkpoints.weights_match.grown
+            more = "".join(f", {name} {saved} of {here} rows" for name, (saved, here) in grown.items())
+            lines.append(f"{count} parameters and buffers from {checkpoints.weights_from}{more}")
         return lines
 
     def on_step_start(self, engine: Engine) -> None:

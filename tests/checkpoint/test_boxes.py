@@ -118,7 +118,7 @@ def write(folder: Path, written: list[RankState]) -> None:
     (folder / MANIFEST).write_bytes(merge(parts, About(0)).to_bytes())
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(moves())
 def test_every_element_is_written_once_and_read_anywhere(
     tmp_path_factory: pytest.TempPathFactory, drawn: tuple[RankGrid, RankGrid, list[Any]]

@@ -25,7 +25,7 @@ from colossus.checkpoint.values import decode
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
 
-HALF = 3
+HALF = 2
 GPT: dict[str, Any] = dict(
     type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=29, seq_len=8, dropout=0.2, attention_dropout=0.1
 )
@@ -83,7 +83,7 @@ class OwnPlace(Stream):
 
 
 def shuffled() -> Any:
-    """A loader of one's own, shuffled by the global generator: seven batches, of which the run takes six."""
+    """A loader of one's own, shuffled by the global generator: seven batches, of which the run takes some."""
     return DataLoader(Vectors(), batch_size=4, shuffle=True, drop_last=True)
 
 
@@ -126,6 +126,7 @@ class Recorder(Hook):
         self.numbers: list[tuple[float, float]] = []
         self.drawn: list[float] = []
         self.tensor = torch.zeros(2, dtype=torch.bfloat16)
+        self.own = 0
 
     def on_step_start(self, engine: Any) -> None:
         self.drawn += [torch.rand(()).item(), random.random(), np.random.rand()]
@@ -133,13 +134,17 @@ class Recorder(Hook):
 
     def on_step_end(self, engine: Any, result: Any) -> None:
         self.numbers.append((result.loss, result.grad_norm))
+        self.own += engine.context.rank
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "numbers": self.numbers, "tensor": self.tensor, "by step": {1: (True, None)}}
+        return {"drawn": self.drawn, "numbers": self.numbers, "tensor": self.tensor, "own": self.own} | {
+            "by step": {1: (True, None)}
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         assert state["by step"] == {1: (True, None)}
         self.drawn, self.numbers, self.tensor = state["drawn"], state["numbers"], state["tensor"]
+        self.own = state["own"]
 
 
 class Options(Hook):
@@ -190,43 +195,44 @@ class Case:
 
 
 PIPELINE, ZB_V = dict(type="1f1b", microbatches=2), dict(type="zb-v", microbatches=2)
-FP16 = dict(precision="fp16", loss_scale=dict(init=2.0**24, growth_interval=2))
+FP16 = dict(precision="fp16", loss_scale=dict(init=2.0**24, growth_interval=1))
 CASES: dict[str, Case] = {
     "one process": Case(),
     "fp16": Case(train=FP16),
     "bf16": Case(train=dict(precision="bf16")),
     "bf16 parameters": Case(train=dict(precision=dict(params="bf16"))),
-    "bf16 all": Case(train=dict(precision=dict(params="bf16", optimizer="bf16"))),
+    "bf16 all": Case(train=dict(precision=dict(params="bf16", optimizer="bf16")), is_long=True),
     "accumulation": Case(more=dict(schedule=dict(microbatches=2))),
     "activation checkpoint": Case(train=dict(activation_checkpoint="full")),
     "workers": Case(more=dict(data=dict(type=Tokens, num_workers=2))),
-    "amsgrad": Case(more=dict(optimizer=dict(type="AdamW", lr=1e-2, amsgrad=True))),
+    "amsgrad": Case(more=dict(optimizer=dict(type="AdamW", lr=1e-2, amsgrad=True)), is_long=True),
     "own": Case(own=True, hooks=(Options,)),
     "own stream": Case(own=True, data=Stream),
+    "own stream, a worker": Case(own=True, data=lambda: dict(type=Stream, num_workers=1), is_long=True),
     "own place": Case(own=True, data=OwnPlace),
     "own loader": Case(own=True, data=shuffled),
-    "own momentum": Case(own=True, more=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))),
+    "own momentum": Case(own=True, more=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)), is_long=True),
     "data": Case(2, dict(data=2), own=True),
-    "data, own loader": Case(2, dict(data=2), own=True, data=shuffled),
+    "data, own loader": Case(2, dict(data=2), own=True, data=shuffled, is_long=True),
     "1d": Case(2, dict(tensor=2)),
-    "1d sharded": Case(2, dict(tensor=dict(size=2, sequence_sharded=True))),
+    "1d sharded": Case(2, dict(tensor=dict(size=2, sequence_sharded=True)), is_long=True),
     "1f1b": Case(2, dict(pipeline=2), dict(schedule=PIPELINE)),
     "zb-v": Case(2, dict(pipeline=2), dict(schedule=ZB_V)),
     "ring": Case(2, dict(sequence=2), dict(model=GPT | dict(attention_dropout=0.0))),
     "ulysses": Case(
         2, dict(sequence=dict(size=2, mode="ulysses")), dict(model=GPT | dict(attention_dropout=0.0)), is_long=True
     ),
-    "zero 1": Case(2, dict(data=2, zero=1)),
+    "zero 1": Case(2, dict(data=2, zero=1), is_long=True),
     "zero 2": Case(2, dict(data=2, zero=2), own=True),
     "zero 3": Case(2, dict(data=2, zero=3)),
-    "zero 3 bf16": Case(2, dict(data=2, zero=3), train=dict(precision="bf16")),
+    "zero 3 bf16": Case(2, dict(data=2, zero=3), train=dict(precision="bf16"), is_long=True),
     "zero 2 fp16": Case(2, dict(data=2, zero=2), train=FP16),
-    "zero 2 bf16 parameters": Case(2, dict(data=2, zero=2), train=dict(precision=dict(params="bf16"))),
+    "zero 2 bf16 parameters": Case(2, dict(data=2, zero=2), train=dict(precision=dict(params="bf16")), is_long=True),
     "local steps": Case(2, dict(data=2, strategy=dict(type=LocalSteps, every=2))),
     "2d": Case(4, dict(tensor=dict(mode="2d", size=4))),
     "3d": Case(4, dict(tensor=dict(mode="3d", shape=(2, 1, 2)))),
     "data, pipeline, zero": Case(4, dict(data=2, pipeline=2, zero=3), dict(schedule=PIPELINE), FP16, is_long=True),
-    "2.5d": Case(8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
+    "2.5d": Case(8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), is_long=True),
     "3d, 8 ranks": Case(8, dict(tensor=dict(mode="3d", size=8)), is_long=True),
 }
 
@@ -243,6 +249,7 @@ def train(rank: int, root: Path, cases: Mapping[str, Case], resume: bool) -> dic
         summary = fit(engine, [recorder, *(make() for make in case.hooks)])
         assert summary.steps == 2 * HALF
         assert engine.checkpoints.resumed_from == (Path(wanted) if wanted else None)
+        assert recorder.own == 2 * HALF * rank
         told[name] = recorder.numbers
         engine.close()
     return told

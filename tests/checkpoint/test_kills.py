@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 from helpers.checkpointing import latest_step, save
+from helpers.launching import LAUNCH, children, finish, is_running, start, wait_for
 from helpers.ranks import grid
+from helpers.small_run import Counter, make_engine
 from torch import distributed as dist
 
-from colossus.checkpoint.writer import CheckpointWriter
+from colossus.checkpoint import folder
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.engine import Engine
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
 
 WORLD = 2
 
@@ -96,8 +104,8 @@ def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
     root, step, reached = in_memory / "checkpoints", 0, []
     for number in range(32):
         with started(in_memory, number, _saves_all_the_time(root, step)) as run:
-            run.wait_for_notes(1)
-            time.sleep(drawn.uniform(0.0, 0.15))
+            run.wait_for_notes(drawn.randint(1, 8))
+            time.sleep(drawn.uniform(0.0, 0.05))
             first = number % (WORLD + 1)
             run.kill(*([first] if first < WORLD else range(WORLD)))
             time.sleep(drawn.choice([0.0, 0.003, 0.03]))
@@ -106,4 +114,82 @@ def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
         assert step >= completed, f"kill {number}"
         reached.append(step)
     assert reached == sorted(reached)
-    assert reached[-1] > 100, "too few saves for 32 kills to meet them"
+    assert reached[-1] > 64, "too few saves for 32 kills to meet them"
+
+
+# -- a whole engine ---------------------------------------------------------------------------------------
+
+
+class _Notes(Hook):
+    def __init__(self, note: Callable[[int], None]) -> None:
+        self.note = note
+
+    def on_train_start(self, engine: Engine) -> None:
+        if engine.context.rank == 0:
+            self.note(engine.completed_steps)
+
+    def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
+        if engine.context.rank == 0:
+            self.note(saved.step)
+
+
+def _trains(root: Path, *, background: bool) -> Callable[[ParallelContext, Callable[[int], None]], None]:
+    def body(context: ParallelContext, note: Callable[[int], None]) -> None:
+        os.environ.update(RANK=str(context.rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(context.rank))
+        context.close()
+        engine = make_engine(root, every=1, keep_last=2, resume="auto", background=background, steps=10**6)
+        fit(engine, [_Notes(note), Counter()])
+
+    return body
+
+
+def test_runs_are_killed_and_resumed(in_memory: Path) -> None:
+    drawn = random.Random(15)
+    root, step = in_memory / "checkpoints", 0
+    for number in range(6):
+        with started(in_memory, number, _trains(root, background=number % 2 == 0)) as run:
+            run.wait_for_notes(drawn.randint(2, 9))
+            assert run.noted()[0] == step, "it does not go on where the last one was"
+            time.sleep(drawn.uniform(0.0, 0.02))
+            run.kill(number % WORLD)
+            time.sleep(drawn.choice([0.0, 0.003, 0.03]))
+        found = folder.find_latest(root)
+        assert found is not None
+        with CheckpointReader(found) as reader:
+            reader.verify()
+        step = reader.manifest.step
+        assert step >= max(run.noted()), f"kill {number}"
+    assert step >= 12
+
+
+@pytest.mark.long
+def test_a_launch_is_killed_and_resumed(tmp_path: Path) -> None:
+    """The launcher, rank 0 and rank 1 in turn, while a checkpoint follows every step."""
+    drawn, steps = random.Random(16), []
+    for number in range(6):
+        options = ["--run-dir", "run", *(["--resume"] if number else [])]
+        config = ["checkpoint.every=1", "checkpoint.keep_last=2", "train.steps=100000", "train.eval_every=0"]
+        launcher = start([*LAUNCH, *options, *config], tmp_path, STEP_SECONDS="0.005")
+        root = tmp_path / "run" / "checkpoints"
+        wait_for(lambda: _latest(root) >= max(steps, default=0) + 3 or launcher.poll() is not None, launcher.pid)
+        assert launcher.poll() is None, finish(launcher)
+        time.sleep(drawn.uniform(0.0, 0.1))
+        ranks = children(launcher.pid)
+        before = _latest(root)
+        os.kill([launcher.pid, *ranks][number % 3], signal.SIGKILL)
+        launcher.wait()
+        wait_for(lambda: not any(map(is_running, ranks)), *ranks)
+        found = folder.find_latest(root)
+        assert found is not None
+        with CheckpointReader(found) as reader:
+            reader.verify()
+        steps.append(reader.manifest.step)
+        assert steps[-1] >= before, f"kill {number}"
+    assert steps == sorted(set(steps))
+
+
+def _latest(root: Path) -> int:
+    try:
+        return int((root / "latest").read_text().strip().removeprefix("step-"))
+    except OSError:
+        return 0

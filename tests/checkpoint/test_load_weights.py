@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import colossus
 from colossus.checkpoint import CheckpointError, full_state_dict
 from colossus.engine.fit import fit
 from colossus.models.gpt import GPT
+from colossus.monitor.display import PlainDisplay
 
 LARGER = dict(vocab_size=SIZES["vocab_size"] + 6, seq_len=SIZES["seq_len"] + 4)
 GROW = ("embedding.weight", "positions.weight")
@@ -182,6 +184,14 @@ def into_another_model(rank: int, root: str) -> None:
     assert torch.equal(found["extra.weight"], fresh["extra.weight"])
     engine.close()
 
+    # of another precision
+    engine = made(plan, train=dict(seed=9, precision="bf16"))
+    assert engine.checkpoints.load_weights(path).is_complete
+    for name, value in whole(engine).items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, state[name].float()), name
+    engine.close()
+
     # adapters beside the saved weights, as the example has it
     module = example("finetune")
     vars(module)["SIZES"] = SIZES
@@ -225,13 +235,16 @@ def by_config(rank: int, root: str) -> None:
     def fitted(**checkpoint: Any) -> Any:
         engine = made(dict(parallel=dict(data=2)), seed=9, train=dict(seed=9, steps=checkpoint.pop("steps", 1)),
                       checkpoint=dict(dir=root + "/second", **checkpoint))  # fmt: skip
-        vars(engine)["loaders"] = type("Loaders", (), {"train": Batches(batches), "validation": None})()
+        vars(engine)["loaders"] = type("Loaders", (), {"train": Batches(batches), "validation": None, "description": "",
+                                             "validation_missing": ""})()  # fmt: skip
         return engine, fit(engine)
 
     engine, summary = fitted(weights=dict(path=str(path), only=["blocks.*", "norm.*", "embedding.*", "positions.*"]),
                              every=1, resume="auto")  # fmt: skip
     assert summary.loss == pytest.approx(loss, rel=1e-10)
     assert engine.checkpoints.weights_from == path
+    count = len(state) - 1  # of what is tied, one
+    assert PlainDisplay(path, io.StringIO()).heading(engine)[-1] == f"{count} parameters and buffers from {path}"
     after = whole(engine)
     engine.close()
 

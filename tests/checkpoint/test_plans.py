@@ -148,9 +148,8 @@ CHAIN: list[tuple[int, Plan, dict[str, Any] | None]] = [
         dict(type="interleaved", microbatches=2),
     ),
     (8, dict(tensor=dict(mode="3d", size=8)), None),
-    (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), dict(type="zb-v", microbatches=2)),
-    (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True), zero=3), None),
-    (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=1, rank_order=ORDERS[1]), None),
+    (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), dict(type="zb-v", microbatches=2)),
+    (4, dict(sequence=dict(size=2, mode="ring"), data=2, zero=3, rank_order=ORDERS[1]), None),
     (1, dict(), None),
 ]
 
@@ -162,7 +161,6 @@ def test_a_chain_of_plans_is_the_run_of_one_process(tmp_path: Path) -> None:
 
 #: of numbers that are rounded, other ranks add up others
 IN_FP32: list[tuple[int, Plan, dict[str, Any] | None]] = [
-    (4, dict(data=2, tensor=2), None),
     (4, dict(tensor=dict(mode="2d", size=4)), None),
     (2, dict(data=2, zero=3), None),
     (1, dict(), None),
@@ -190,12 +188,13 @@ DRAWN = dict(deadline=None, suppress_health_check=[*HealthCheck])
 
 
 @settings(max_examples=examples(1), **DRAWN)
-@given(chains(3, (2, 4)))
+@given(chains(2, (2, 4)))
 def test_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
     check_drawn(tmp_path_factory, drawn)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=40, **DRAWN)
 @given(chains(6, (2, 4, 8, 8)))
 def test_many_drawn_plans(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[dict[str, Any], list[Any]]) -> None:
@@ -308,7 +307,6 @@ OWN_PLANS: list[tuple[int, Plan, dict[str, Any]]] = [
     (4, dict(data=2, pipeline=2, zero=3), dict(type="1f1b", microbatches=2)),
     (4, dict(tensor=dict(mode="2d", size=4)), {}),
     (3, dict(pipeline=3), dict(type="1f1b", microbatches=2)),
-    (2, dict(data=2, zero=3), {}),
     (1, dict(), {}),
 ]
 
@@ -316,11 +314,11 @@ OWN_PLANS: list[tuple[int, Plan, dict[str, Any]]] = [
 def test_a_model_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     chain = [(world, own_config(parallel, schedule=schedule)) for world, parallel, schedule in OWN_PLANS]
     check_chain(tmp_path, chain, own_config({}), words_of, model=Net, loss_fn=word_loss, optimizer=two_groups)
-    saved = contents(tmp_path / "5" / name_of(6))
+    saved = contents(tmp_path / "4" / name_of(5))
     assert "model/unsaved" not in saved.tensors
     assert saved.tensors["model/phase"].is_complex()
     assert saved.tensors["model/number"].tolist() == [7, 9]
-    assert saved.tensors["optimizer/shared.weight/total"].item() == sum(range(1, 7))
+    assert saved.tensors["optimizer/shared.weight/total"].item() == sum(range(1, 6))
     assert saved.values["optimizer/shared.weight"]["window"] == (1, 2.5, None)
     assert saved.values["groups"][1]["note"] == ("mine", None)
     assert not any(key.startswith("optimizer/frozen") for key in saved.tensors)

@@ -245,6 +245,7 @@ def test_diff_of_steps(saved: Path, capsys: Captured) -> None:
     assert "\n  step: 1 in A, 2 in B\n" in out
     assert "optimizer_groups/0.now.0.lr: 5e-05 in A, 0.0001 in B" in out
     assert "more: --all prints them" in out
+    assert 0 < out.index("\nmodel: 37\n") < out.index("\noptimizer: 108\n") < out.index("\nstate: ")
     assert checkpoint("diff", one, two, "--all", "--only", "model/*") == 3
     found = capsys.readouterr().out
     line = next(line for line in found.splitlines() if line.startswith("  model/norm.weight:"))

@@ -124,6 +124,20 @@ def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
     assert "is truncated or corrupted" in refused("checkpoint.resume=first/checkpoints/step-00000006")
 
 
+def test_weights_are_there_before_a_process_starts_unless_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("base/checkpoints", 3, 6)
+    assert chosen("checkpoint.weights=base").find_weights() == Path("base/checkpoints/step-00000006")
+    assert "checkpoint.weights = 'absent': absent: there is no such folder" in refused("checkpoint.weights=absent")
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        chosen("checkpoint.weights=absent").take()  # as a node does, or torchrun
+    assert not Path("runs").exists()
+    assert command.run(str(TINY), ["checkpoint.weights=base"], dry_run=True) == 0
+    assert "weights     of step 6, base/checkpoints/step-00000006\n" in capsys.readouterr().out
+    run_of("goes-on", 2)
+    assert chosen("checkpoint.weights=absent", run_dir="goes-on", resume=True).find_weights() is None
+    begin("checkpoint.weights=absent", run_dir="goes-on", resume=True)
+
+
 def test_no_whole_checkpoint_is_told_before_a_process_starts(capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of("runs/tiny-20260101-000000", 3)
     (run / "checkpoints" / "step-00000003" / MANIFEST).write_text("{}")

@@ -14,11 +14,12 @@ from colossus.checkpoint.together import on_all_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.state.boxes import buffers_of
+from colossus.engine.state.of_ranks import own_path
 
 
 def own_key(rank: int, name: str) -> str:
     """Of a buffer of a rank that differs from the first rank's."""
-    return f"ranks/{rank}/buffers/{name}"
+    return own_path(rank, f"buffers/{name}")
 
 
 def held_buffers(model: nn.Module, context: ParallelContext) -> Iterator[HeldTensor]:

@@ -23,6 +23,7 @@ from colossus.config.sizes import describe_zero
 from colossus.engine.hooks import Hook
 from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
 from colossus.engine.state.buffers import held_buffers
+from colossus.engine.state.hook_state import hook_values
 from colossus.engine.state.optimizer import (
     group_options,
     is_empty,
@@ -52,7 +53,7 @@ class EngineState:
     random generators, hooks.
 
     Attributes:
-        hooks: whose ``state_dict`` belongs to the run; that of rank 0 is saved, and given to all.
+        hooks: whose ``state_dict`` belongs to the run.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -74,7 +75,7 @@ class EngineState:
     # -- giving -------------------------------------------------------------------------------------------
 
     def collect(self) -> RankState:
-        """What this rank adds to a checkpoint: views, no copies. Collective where the model has buffers.
+        """What this rank adds to a checkpoint: views, no copies. Collective.
 
         Raises:
             CheckpointError: for state that a checkpoint cannot hold.
@@ -82,6 +83,7 @@ class EngineState:
         engine, state = self._engine, RankState()
         with as_shards(), torch.no_grad():
             state.tensors += held_buffers(engine.model, engine.context)
+            of_hooks = hook_values(self.hooks, engine.context)  # the last collective
             boxes = self._boxes()
             for box in boxes:
                 state.tensors.append(box.held(f"{self._replica()}model/{box.name}"))
@@ -90,7 +92,7 @@ class EngineState:
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
             for section, held in self._per_parameter().items():
                 state.tensors += held_of_state(self._replica() + section, held, boxes, state.values)
-        for path, value in (self._groups() | run_values(engine, self.hooks)).items():
+        for path, value in (self._groups() | run_values(engine) | of_hooks).items():
             tensors: dict[str, Tensor] = {}
             state.values[path] = encode(value, path, tensors)
             state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in tensors.items()]

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from colossus.checkpoint.values import decode
+from colossus.engine.state.of_ranks import of_ranks
 
 
 def module_states(model: nn.Module) -> dict[str, Any]:
@@ -25,20 +26,16 @@ def restore_module_states(
     """Take back what the ranks of a checkpoint gave.
 
     Args:
-        values: of the manifest, encoded; ``ranks/<rank>/modules`` is what one of them gave.
+        values: of the manifest, encoded.
         tensor: reads one by its key.
         rank: this one under the plan of the checkpoint, else None.
     """
-    saved = {int(path.split("/")[1]): value for path, value in values.items() if _is_of_modules(path)}
+    saved = of_ranks(values, "modules")
     order = sorted(saved, key=lambda each: (each != rank, each))
     for name, module in _keepers(model).items():
         source = next((each for each in order if name in saved[each]), None)
         if source is not None:
             module.set_extra_state(decode(saved[source][name], tensor))
-
-
-def _is_of_modules(path: str) -> bool:
-    return path.startswith("ranks/") and path.endswith("/modules")
 
 
 def _keepers(model: nn.Module) -> dict[str, nn.Module]:

@@ -71,16 +71,31 @@ def require_same_optimizer(
     Raises:
         CheckpointError: on all ranks.
     """
-    kinds = all_gather_object(None if is_empty(optimizer) else kind_of(optimizer), world)
-    here = next((kind for kind in kinds if kind is not None), None)
-    keeps = next(reader.manifest.names("optimizer"), None)
-    if saved is None or here is None or keeps is None or here == saved.kind:
+    kept = {name.rpartition("/")[2] for name in reader.manifest.names("optimizer")}
+    mine = None if is_empty(optimizer) else (kind_of(optimizer), _needs_maxima(optimizer))
+    here = next((each for each in all_gather_object(mine, world) if each is not None), None)
+    if saved is None or here is None or not kept:
         return
-    raise CheckpointError(
-        f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {here}: what the one has kept of "
-        f"each parameter ({keeps}, say) tells the other nothing. Take {saved.kind}, or begin a run with the weights "
-        f"alone: checkpoint.weights, or engine.checkpoints.load_weights"
-    )
+    kind, needs_maxima = here
+    if kind != saved.kind:
+        raise CheckpointError(
+            f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {kind}: what the one has kept of "
+            f"each parameter ({', '.join(sorted(kept))}) tells the other nothing. Take {saved.kind}, or begin a run "
+            f"with the weights alone: checkpoint.weights, or engine.checkpoints.load_weights"
+        )
+    if needs_maxima and "exp_avg_sq" in kept and not kept & _MAXIMA:
+        raise CheckpointError(
+            f"{reader.folder} was saved by {saved.kind} without amsgrad, this run has amsgrad=True: the maxima that it "
+            f"needs were not kept. Leave amsgrad out, or begin a run with the weights alone (checkpoint.weights)"
+        )
+
+
+#: entries in which torch's Adam and AdamW keep the maxima of amsgrad
+_MAXIMA = {"max_exp_avg_sq"}
+
+
+def _needs_maxima(optimizer: Any) -> bool:
+    return any(group.get("amsgrad") is True for group in optimizer.param_groups)
 
 
 def options_to_go_on(made: Sequence[GroupOptions], saved: SavedGroups | None, *, tells: bool) -> list[GroupOptions]:

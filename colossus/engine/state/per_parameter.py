@@ -31,7 +31,9 @@ def held_of_state(
     """
     for box in boxes:
         plain: dict[str, Any] = {}
-        for entry, value in sorted(state.get(box.parameter, {}).items()):
+        of_param = state.get(box.parameter, {})
+        _require_names(f"{section}/{box.name}", of_param)
+        for entry, value in sorted(of_param.items()):
             key = f"{section}/{box.name}/{entry}"
             if not isinstance(value, Tensor):
                 plain[entry] = value
@@ -49,7 +51,21 @@ def held_of_state(
             tensors: dict[str, Tensor] = {}
             values[f"{section}/{box.name}"] = encode(plain, f"{section}/{box.name}", tensors)
             for key, tensor in tensors.items():
+                if tensor.dim() and box.logical.layout.shard_axes:
+                    raise CheckpointError(
+                        f"{key} is a tensor of shape {tuple(tensor.shape)} in a nest, kept for a parameter of which "
+                        f"this rank holds a shard: whether it is one, too, is not known. Keep state of a split "
+                        f"parameter as tensors of its shape by name, not in lists or dicts"
+                    )
                 yield HeldTensor.whole(key, tensor, writes=True)
+
+
+def _require_names(owner: str, of_param: Mapping[Any, Any]) -> None:
+    wrong = [name for name in of_param if not isinstance(name, str) or "/" in name]
+    if wrong:
+        raise CheckpointError(
+            f"{owner}: state is kept under {wrong[0]!r}; a checkpoint needs names: strings without a slash"
+        )
 
 
 def require_state_fits(section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox], world: AxisGroup) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from colossus.checkpoint.values import decode
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.state.of_ranks import of_ranks
 from colossus.random import GlobalRng
 
 
@@ -51,7 +52,7 @@ def restore_rng(
         tensor: reads one by its key.
         num_steps: optimizer steps done.
     """
-    saved = {int(path.split("/")[1]): value for path, value in values.items() if _is_rng(path)}
+    saved = of_ranks(values, "rng")
     if not saved:
         return
     if is_same_plan:
@@ -70,10 +71,6 @@ def restore_rng(
         if all(name in each["named"] and torch.equal(each["named"][name][1], state) for each in of_model)
     }
     _set(first, context)
-
-
-def _is_rng(path: str) -> bool:
-    return path.startswith("ranks/") and path.endswith("/rng")
 
 
 def _goes_with(encoded: Mapping[str, Any], data_index: int) -> bool:

@@ -1,5 +1,5 @@
 """What a run keeps beside the tensors of its parameters: its step, the loss scale, its place in the data, random
-generators, what hooks, modules and the strategy keep."""
+generators, what modules and the strategy keep; what hooks keep is in `hook_state`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.values import decode
 from colossus.engine.hooks import Hook
+from colossus.engine.state.hook_state import restore_hooks
 from colossus.engine.state.module_state import module_states, restore_module_states
+from colossus.engine.state.of_ranks import own_path
 from colossus.engine.state.rng import restore_rng, rng_state
 
 if TYPE_CHECKING:
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("colossus.engine")
 
 
-def run_values(engine: Engine, hooks: Sequence[Hook]) -> dict[str, Any]:
+def run_values(engine: Engine) -> dict[str, Any]:
     """What this rank adds, by path; each path is from one rank."""
     context = engine.context
-    values: dict[str, Any] = {f"ranks/{context.rank}/rng": rng_state(context)}
+    values: dict[str, Any] = {own_path(context.rank, "rng"): rng_state(context)}
     if of_modules := module_states(engine.model):
-        values[f"ranks/{context.rank}/modules"] = of_modules
+        values[own_path(context.rank, "modules")] = of_modules
     if is_first_but_along(engine, "data"):
         index = context.index("data")
         values[f"strategy_values/{index}"] = engine.strategy.state_dict()
@@ -35,9 +37,6 @@ def run_values(engine: Engine, hooks: Sequence[Hook]) -> dict[str, Any]:
         values["train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
         if engine.loss_scaler is not None:
             values["loss_scale"] = engine.loss_scaler.state_dict()
-        for name, hook in _named(hooks):
-            if hook_state := hook.state_dict():
-                values[f"hooks/{name}"] = hook_state
     return values
 
 
@@ -63,9 +62,7 @@ def restore_run(engine: Engine, hooks: Sequence[Hook], reader: CheckpointReader,
     if engine.loaders is not None:
         with _told_by_one(context.is_logging_rank):
             _restore_place_in_data(engine, reader)
-    for name, hook in _named(hooks):
-        if (hook_state := value(f"hooks/{name}")) is not None:
-            hook.load_state_dict(hook_state)
+    restore_hooks(hooks, reader, context, is_same_plan=is_same_plan)
     # last: what is read above may draw
     restore_rng(values, reader.tensor, context, is_same_plan=is_same_plan, num_steps=engine.completed_steps)
 
@@ -119,13 +116,3 @@ def is_first_but_along(engine: Engine, public: str) -> bool:
     context = engine.context
     along = context.grid.axes(public)
     return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)
-
-
-def _named(hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
-    """By class; of several of one class by their number, too."""
-    named: list[tuple[str, Hook]] = []
-    for hook in hooks:
-        name = type(hook).__qualname__
-        count = sum(type(other) is type(hook) for _, other in named)
-        named.append((f"{name}~{count + 1}" if count else name, hook))
-    return named

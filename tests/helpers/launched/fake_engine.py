@@ -32,6 +32,7 @@ class FakeCheckpoints:
         self.on_save_after: set[int] = set()
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
+        self.weights_match = None
         self.stall_seconds = 0.0
 
     def resume(self) -> None:

@@ -1,0 +1,195 @@
+"""What becomes of a run whose saves fail: it goes on, or all ranks stop, with the reason; nobody waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.disk import watched
+from helpers.ranks import run_ranks
+from helpers.small_run import Counter, Lines, make_engine
+
+from colossus.checkpoint import folder, writer
+from colossus.checkpoint.errors import CheckpointError
+from colossus.engine.engine import Engine
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+
+
+class _Full(Hook):
+    """The disk of a rank is full while the checkpoints of these steps are written."""
+
+    def __init__(self, rank: int, *steps: int) -> None:
+        self.folders, self.saved = [f"step-{step:08d}.tmp-" for step in steps if rank == 1], []  # type: ignore[var-annotated]
+
+    def on_checkpoint(self, engine: Engine, saved: Any) -> None:
+        self.saved.append(saved.step)
+
+    def before(self, name: str, path: Any, *args: Any, **more: Any) -> None:
+        if any(folder in str(path) for folder in self.folders):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _fit(rank: int, root: Path, full: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    lines, hook = Lines(), _Full(rank, *full)
+    engine = make_engine(root, every=1, keep_last=2, **options)
+    said = ""
+    with watched(hook.before, ("open",)):
+        try:
+            fit(engine, [hook, Counter()])
+        except CheckpointError as error:
+            said = str(error)
+    steps = engine.completed_steps
+    engine.close()
+    return [steps, hook.saved, said, lines.lines]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_goes_on_when_a_save_fails(in_memory: Path, background: bool) -> None:
+    """Each failed save is told once, on rank 0; the old checkpoint stays; the next save works; nothing is left."""
+    root = in_memory / "checkpoints"
+    here, there = run_ranks(2, _fit, root, (3, 4), dict(background=background), with_context=False)
+    assert here[:3] == there[:3]
+    steps, saved, said, lines = here
+    assert (steps, said) == (6, "")
+    assert there[3] == []
+    assert saved == [1, 2, 5, 6]
+    assert len(lines) == 2
+    for step, line in zip((3, 4), lines, strict=True):
+        assert line.startswith(f"ERROR {root / f'step-0000000{step}'} was not saved: rank 1 on ")
+        assert line.endswith("rank-00001.safetensors: No space left on device; training goes on")
+        assert f"step-0000000{step}.tmp-" in line
+    assert sorted(os.listdir(root)) == [".lock", "latest", "step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_stops_when_a_save_fails(in_memory: Path, background: bool) -> None:
+    root = in_memory / "checkpoints"
+    options = dict(background=background, on_error="stop")
+    here, there = run_ranks(2, _fit, root, (3, 4, 5, 6), options, with_context=False)
+    assert here[0] == there[0] <= 6
+    assert here[2] == there[2]
+    assert "was not saved: rank 1 on " in here[2]
+    assert here[2].endswith("rank-00001.safetensors: No space left on device")
+    assert here[1] == there[1] == [1, 2]
+    assert sorted(os.listdir(root)) == [".lock", "latest", "step-00000001", "step-00000002"]
+
+
+def test_the_last_save_of_a_run_fails(in_memory: Path) -> None:
+    """Nothing is left to go on with: that is an error."""
+    here, there = run_ranks(2, _fit, in_memory / "checkpoints", (5, 6), {}, with_context=False)
+    assert here[2] == there[2]
+    assert "step-00000006 was not saved: rank 1 on " in here[2]
+
+
+class _Troubled(Hook):
+    """Its state cannot be given, or not be saved, or a buffer of rank 1 cannot."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step_end(self, engine: Engine, result: Any) -> None:
+        if self.kind == "buffer" and result.step == 2 and engine.context.rank == 1:
+            engine.model.norm.running_mean = torch.zeros(3).to_sparse()  # type: ignore[union-attr]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.kind == "raises":
+            raise RuntimeError("no state today")
+        return {"what": object()} if self.kind == "object" else {}
+
+
+def _troubled(rank: int, root: Path, kind: str) -> list[Any]:
+    lines = Lines()
+    engine = make_engine(root, every=2, steps=2, on_error="stop")
+    began = time.monotonic()
+    try:
+        fit(engine, [_Troubled(kind)])
+        said = "was saved"
+    except CheckpointError as error:
+        said = str(error)
+    engine.close()
+    return [said, time.monotonic() - began, lines.lines]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("raises", r"rank 0 on .*: RuntimeError: no state today"),
+        ("object", r"rank 0 on .*: hooks/_Troubled.what: a builtins.object cannot be saved"),
+        ("buffer", r"rank 0 on .*\(rank 1 on "),
+    ],
+)
+def test_state_that_cannot_be_saved(in_memory: Path, kind: str, words: str) -> None:
+    """All ranks hear of it, and none waits for a rank that has given up."""
+    here, there = run_ranks(2, _troubled, in_memory / "checkpoints", kind, with_context=False)
+    assert here[0] == there[0]
+    assert max(here[1], there[1]) < 10.0
+    assert folder.find_latest(in_memory / "checkpoints") is None
+    assert re.search(words, here[0]), here[0]
+
+
+def _slow(seconds: float) -> None:
+    write_file = writer.write_file
+
+    def write(*args: Any) -> int:
+        time.sleep(seconds)
+        return write_file(*args)
+
+    writer.write_file = write
+
+
+class _Fails(Hook):
+    def on_step_end(self, engine: Engine, result: Any) -> None:
+        if result.step == 3:
+            raise ArithmeticError("the model has diverged")
+
+
+def _ends_early(rank: int, root: Path, how: str) -> list[Any]:
+    _slow(0.3)
+    lines = Lines()
+    engine = make_engine(root, every=2)
+    began = time.monotonic()
+    if how == "fails":
+        with pytest.raises(ArithmeticError):
+            fit(engine, [_Fails()])
+    else:
+        batches = iter(engine.loader)
+        for _ in range(3):
+            engine.train_step(next(batches))
+            engine.checkpoints.after_step()
+        if how == "loses a rank" and rank == 1:
+            os._exit(0)
+        if how == "loses a rank":
+            engine.checkpoints.finish(1.0)
+        engine.close()
+        engine.close()
+    (root.parent / f"ended-{rank}").write_text(f"{time.monotonic() - began}\n" + "\n".join(lines.lines))
+    return lines.lines
+
+
+@pytest.mark.parametrize("how", ["closes", "fails"])
+def test_a_save_under_way_is_not_lost(in_memory: Path, how: str) -> None:
+    root = in_memory / "checkpoints"
+    assert run_ranks(2, _ends_early, root, how, with_context=False) == [[], []]
+    found = folder.find_latest(root)
+    assert found is not None
+    assert found.name == "step-00000002"
+
+
+def test_a_save_under_way_that_lost_a_rank(in_memory: Path) -> None:
+    """It is given up: the process ends, and says that the checkpoint is not there."""
+    root = in_memory / "checkpoints"
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(2, _ends_early, root, "loses a rank", with_context=False)
+    seconds, *lines = (in_memory / "ended-0").read_text().splitlines()
+    assert float(seconds) < 8.0
+    assert len(lines) == 1
+    assert "step-00000002 was not saved: rank 1 has not been heard of for" in lines[0]
+    assert folder.find_latest(root) is None
+    assert os.listdir(root) == [".lock"]
