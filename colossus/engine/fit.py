@@ -122,7 +122,8 @@ class _Evaluations(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         step = self._engine.completed_steps
-        return {"is_owed": self.is_owed or (evaluation_due(self._engine, step) and self._step != step)}
+        is_owed = self.is_owed or (evaluation_due(self._engine, step) and self._step != step)
+        return {"is_owed": True} if is_owed else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.is_owed = bool(state["is_owed"]) and self._engine.eval_loader is not None

@@ -25,8 +25,8 @@ METRICS = "metrics.jsonl"
 CONFIG = "config.json"
 #: what a run leaves in its folder beside its checkpoints
 _WRITTEN = (METRICS, CONFIG, "versions.json", "tensorboard", failure.FOLDER)
-#: locked while a run uses the folder
-LOCK = "run.lock"
+#: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
+LOCK, RANK_LOCK = "run.lock", "rank.lock"
 
 
 def default_folder(name: str, root: Path = Path("runs")) -> Path:
@@ -118,6 +118,13 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     check_usable(folder)
     lock = take(folder, "--run-dir")
     try:
+        rank = hold(folder)
+        if rank is None:
+            raise ConfigError(
+                f"--run-dir {folder}: the ranks of a launcher that was killed are still there, perhaps they save a "
+                f"checkpoint; try again when they have ended"
+            )
+        rank.close()
         if not is_own:
             check_unused(folder)
         failure.clear(folder)
@@ -164,6 +171,19 @@ def take(folder: Path, option: str) -> TextIO:
             lock.close()
         raise ConfigError(f"{option} {folder}: cannot be written to: {error.strerror or error}") from None
     return lock
+
+
+def hold(folder: Path) -> TextIO | None:
+    """What the first rank holds as long as it lives, None when another one does. Not of the processes it forks."""
+    file = (folder / RANK_LOCK).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        return None
+    except OSError:
+        pass  # a file system without locks
+    return file
 
 
 def put_aside(folder: Path) -> None:

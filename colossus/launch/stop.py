@@ -50,7 +50,7 @@ class StopSignals:
     with each `progress`, unless the launcher has said that there is nothing left to save.
 
     Args:
-        grace_seconds: time between the signal and the hard end.
+        grace_seconds: time between the signal and the hard end, by default `GRACE_SECONDS`.
         parent: pid of the launcher; when this process outlives it, that counts as SIGTERM.
         when_orphaned: called then, from another thread.
         when_waiting: called from another thread, twice a second, while a stop may take its time.
@@ -59,14 +59,14 @@ class StopSignals:
 
     def __init__(
         self,
-        grace_seconds: float = GRACE_SECONDS,
+        grace_seconds: float | None = None,
         parent: int | None = None,
         when_orphaned: Callable[[], None] = lambda: None,
         when_waiting: Callable[[], None] = lambda: None,
         is_hurried: Callable[[], bool] = lambda: False,
     ) -> None:
         self.received: int | None = None
-        self.grace_seconds = grace_seconds
+        self.grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._renews = False
         self._last_progress = -math.inf
         self._parent, self._when_orphaned = parent, when_orphaned

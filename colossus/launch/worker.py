@@ -41,6 +41,7 @@ class _Run:
     step: int | None = None
     resume: str | None = None
     taken: Taken | None = None
+    held: Any = None
 
     def details(self) -> dict[str, Any]:
         """The fields of a failure record that do not come from the error."""
@@ -181,6 +182,7 @@ def _beginning(run: _Run, config: Config) -> Any:
         def on_train_start(self, engine: Any) -> None:
             assert run.folder is not None
             if engine.context.is_logging_rank:
+                run.held = run_folder.hold(run.folder)
                 data = engine.loaders.description if engine.loaders is not None else None
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.launching import FOREIGN
 
-from colossus.launch import agent, command, nodes, stop, worker
+from colossus.launch import command, ending, nodes, stop
 from colossus.launch.stop import GRACE_SECONDS
 
 
@@ -15,12 +15,8 @@ from colossus.launch.stop import GRACE_SECONDS
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the forked launchers and their ranks: for runs that are waited for in vain, and must be ended by force."""
     seconds = 1.5
-    for module in (stop, worker):
-        monkeypatch.setattr(module, "GRACE_SECONDS", seconds)
-    monkeypatch.setattr(
-        stop.StopSignals.__init__, "__defaults__", (seconds, *stop.StopSignals.__init__.__defaults__[1:])
-    )
-    monkeypatch.setattr(agent, "KILL_SECONDS", seconds + agent.KILL_SECONDS - GRACE_SECONDS)
+    monkeypatch.setattr(stop, "GRACE_SECONDS", seconds)
+    monkeypatch.setattr(ending, "KILL_SECONDS", seconds + ending.KILL_SECONDS - GRACE_SECONDS)
     monkeypatch.setattr(nodes, "END_SECONDS", seconds + nodes.END_SECONDS - GRACE_SECONDS)
     return seconds
 

@@ -240,6 +240,23 @@ def test_a_requeued_job_goes_on_in_its_own_folder(
     assert (first.folder / "lost-1" / "metrics.jsonl").exists() != bool(steps)
 
 
+def test_ranks_that_outlive_their_launcher_keep_their_folder() -> None:
+    run = run_of("mine", 3)
+    child = os.fork()
+    if not child:
+        held = run_folder.hold(run)
+        Path("held").touch()
+        while not Path("over").exists():
+            time.sleep(0.01)
+        os._exit(held is None)
+    while not Path("held").exists():
+        time.sleep(0.01)
+    assert "mine: the ranks of a launcher that was killed are still there" in refused(resume=True, run_dir="mine")
+    Path("over").touch()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    chosen(resume=True, run_dir="mine").take().locks.close()
+
+
 def test_only_a_requeued_job_finds_its_folder() -> None:
     first = chosen(environ=JOB, run_dir="mine").take()
     first.locks.close()

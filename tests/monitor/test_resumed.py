@@ -71,7 +71,7 @@ def test_an_evaluation_that_a_stop_left_out_is_in_its_row(tmp_path: Path) -> Non
     # nothing is owed to a run that stopped elsewhere
     engine = FakeEngine(steps=6, eval_every=2, stop_at=3)
     fit(engine, [])
-    assert engine.checkpoints.hooks[-1].state_dict() == {"is_owed": False}
+    assert engine.checkpoints.hooks[-1].state_dict() == {}
 
 
 def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it_is_saved(
