@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -57,24 +58,21 @@ def parameter_boxes(
     sizes, at = context.grid.sizes, context.coordinates
     shares = WriterShares(sizes, at, ("pipeline", *(context.grid.axes("data") if replicas_differ else ())))
     elsewhere = {id(param) for param in counted_elsewhere}
-    found = []
-    for name, entry in entries_of(model).items():
-        logical = entry.held
-        if not isinstance(logical, LogicalParameter):
-            continue
-        is_here = id(logical.parameter) not in elsewhere
-        item = logical.parameter.element_size()
-        found.append(
-            ParameterBox(
-                name,
-                tuple(each for each in entry.names if each != name),
-                logical,
-                logical.layout.box(logical.shape, sizes, at),
-                shares.takes(logical.layout, logical.shape, item) and is_here,
-                shares.takes(Layout.whole(0), (), item) and is_here,
-            )
-        )
-    return found
+    named = [
+        (name, tuple(entry.names)[1:], entry.held)
+        for name, entry in entries_of(model).items()
+        if isinstance(entry.held, LogicalParameter)
+    ]
+    writes: dict[str, tuple[bool, bool]] = {}
+    # the largest first, so that the small ones even out what ranks have
+    for name, _, logical in sorted(named, key=lambda each: -math.prod(each[2].shape)):
+        item, is_here = logical.parameter.element_size(), id(logical.parameter) not in elsewhere
+        box, scalars = shares.takes(logical.layout, logical.shape, item), shares.takes(Layout.whole(0), (), item)
+        writes[name] = box and is_here, scalars and is_here
+    return [
+        ParameterBox(name, aliases, logical, logical.layout.box(logical.shape, sizes, at), *writes[name])
+        for name, aliases, logical in named
+    ]
 
 
 def buffers_of(model: nn.Module) -> dict[str, Entry]:
