@@ -611,7 +611,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert "colossus verify config.py parallel.tensor.mode=2d parallel.tensor.size=4" in out
     assert "3 they differ" in out
     assert main(["--help"]) == 0
-    assert "3 verify found a difference" in capsys.readouterr().out
+    assert "3 verify or diff found a" in capsys.readouterr().out
 
 
 # -- units ----------------------------------------------------------------------------------------------------
