@@ -48,9 +48,10 @@ class Checkpoint(Section):
     #: steps between checkpoints, one more follows the last step; 0 saves never
     every: CountOrZero = 0
     #: folder of the checkpoints; None is ``checkpoints`` in the run folder
-    dir: str | None = None
-    #: "auto": the latest checkpoint of this run, if there is one; or a checkpoint, a folder of them, a run folder
-    resume: str | None = None
+    dir: Annotated[str, Field(min_length=1)] | None = None
+    #: "auto": the latest checkpoint of the run (of --run-dir, else of the newest of this ``name`` that has one, whatever
+    #: its config), if there is one; or a checkpoint, a folder of them, a run folder
+    resume: Annotated[str, Field(min_length=1)] | None = None
     #: parameters and buffers that a run takes which does not resume: the path of a checkpoint, or dict(path=..., ..)
     weights: Weights | None = None
     #: how many of the newest stay; 0 keeps all

@@ -43,6 +43,7 @@ class Outcome:
     Attributes:
         exits: global rank -> how its process ended.
         signum: the signal the launcher itself received, None when the ranks ended otherwise.
+        is_hurried: a second Ctrl-C has asked to end without a checkpoint.
         folder: the run folder all nodes agreed on, None before they have.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
@@ -51,6 +52,7 @@ class Outcome:
     folder: Path | None = None
     exits: dict[int, RankExit] = field(default_factory=dict)
     signum: int | None = None
+    is_hurried: bool = False
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
 
@@ -134,6 +136,7 @@ class _Agent(LocalElasticAgent):
         self._has_reported_lingering = False
         self._nodes: Nodes | None = None
         self._notice = notice
+        self._taken: Taken | None = None  # its locks must live as long as the ranks
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Elastic's loop without restarts and without nodes that come and go; other nodes' ends are heard of."""
@@ -228,8 +231,8 @@ class _Agent(LocalElasticAgent):
         """The run folder, and what the ranks resume from."""
         store = worker_group.store
         if worker_group.group_world_size == 1 or store is None:
-            self._taken = self._begin()
-            return self._taken.folder, self._taken.resume
+            taken = self._taken = self._begin()
+            return taken.folder, taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
         self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
         if worker_group.group_rank == 0:
@@ -242,10 +245,10 @@ class _Agent(LocalElasticAgent):
     def _begun(self) -> tuple[str, str | None, Sequence[str]]:
         """(run folder, what is resumed, what is wrong), for the other nodes."""
         try:
-            self._taken = self._begin()
+            taken = self._taken = self._begin()
         except ConfigError as error:
             return "", None, error.problems
-        return str(self._taken.folder.resolve()), self._taken.resume, []
+        return str(taken.folder.resolve()), taken.resume, []
 
     def _await_ends(self, seconds: float) -> None:
         """Wait until all ranks have ended by themselves, at most this long."""
@@ -277,7 +280,13 @@ class _Agent(LocalElasticAgent):
             return
         has_failed = any(not ended.is_finished for ended in self.outcome.exits.values())
         has_failed |= self._nodes is not None and self._nodes.has_failure()
-        self.outcome.exits |= end_processes(processes, signum, self.marks, has_failed=has_failed)
+
+        def when_hurried() -> None:
+            self.outcome.is_hurried = True
+
+        self.outcome.exits |= end_processes(
+            processes, signum, self.marks, has_failed=has_failed, when_hurried=when_hurried
+        )
 
 
 def _silence_elastic() -> None:

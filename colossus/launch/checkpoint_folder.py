@@ -28,6 +28,8 @@ def check(section: Checkpoint, folder: Path, checkpoint: Path | None) -> None:
         ConfigError: naming the folder.
     """
     root = root_of(section.dir, folder)
+    if section.every:
+        _check_usable(root)
     if not section.every or (checkpoint is not None and checkpoint.parent.resolve() == root.resolve()):
         return
     held = checkpoints(root)
@@ -50,11 +52,12 @@ def take(section: Checkpoint, folder: Path, checkpoint: Path | None) -> Iterator
         yield
         return
     root = root_of(section.dir, folder)
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"checkpoint.dir {root}: is a file, not a folder")
+    _check_usable(root)
     with contextlib.ExitStack() as locks:
+        if not root.exists():
+            locks.enter_context(run_folder.removed_if_refused(root))
         if root.resolve() != folder.resolve():
-            locks.enter_context(run_folder.take(root, "checkpoint.dir"))
+            locks.enter_context(run_folder.take(root, "checkpoint.dir" if section.dir else "folder of checkpoints"))
         check(section, folder, checkpoint)
         claim = Claim(root)  # of a run that was not launched by this command; the ranks of this one take it later
         claim.release()
@@ -69,6 +72,18 @@ def take(section: Checkpoint, folder: Path, checkpoint: Path | None) -> Iterator
             except OSError as error:
                 raise ConfigError(f"checkpoint.dir {root}: cannot be written to: {error.strerror or error}") from None
         yield
+
+
+def _check_usable(root: Path) -> None:
+    """Refuse a folder of checkpoints that cannot be made."""
+    above = root
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not above.is_dir():
+        what = "is a file, not a folder" if above == root else f"cannot be made: {above} is a file"
+        raise ConfigError(f"checkpoint.dir {root}: {what}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"checkpoint.dir {root}: cannot be written to: no permission for {above}")
 
 
 def run_folder_of(root: Path) -> Path | None:

@@ -24,7 +24,8 @@ from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.origin import Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
-from colossus.launch.worker import run_worker, stopped_line
+from colossus.launch.stopped import code_of_stop, stopped_line
+from colossus.launch.worker import run_worker
 
 if TYPE_CHECKING:
     from colossus.launch.agent import Outcome
@@ -216,7 +217,10 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         unsaved = next((record for record in records.values() if record.type == CheckpointError.__name__), None)
         if unsaved is not None:
             print(f"colossus: {unsaved.message}", file=sys.stderr)
-        return exit_code(signum) if unsaved is None else FAILED
+        if unsaved is not None:
+            return FAILED
+        found = causes.rank_causes(records.values(), exits)
+        return exit_code(signum) if outcome.is_hurried else code_of_stop(exit_code(signum), found, config, grid, folder)
     found = causes.rank_causes(records.values(), exits)
     if outcome.gone and not (found and found[0].kind in ("error", "death")):
         print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
@@ -226,7 +230,7 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     stopped = causes.was_only_stopped(records.values(), exits)
     if stopped is not None:
         print(stopped_line(folder, config, stopped - 128))
-        return stopped
+        return stopped if outcome.is_hurried else code_of_stop(stopped, found, config, grid, folder)
     if found and found[0].record is not None and found[0].record.kind == "config":
         print(f"colossus: {found[0].record.message}", file=sys.stderr)
         return USAGE

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,18 +31,24 @@ AGAIN_SECONDS = 1.0
 
 
 def end_processes(
-    processes: Mapping[int, subprocess.Popen[bytes]], signum: int, marks: Path | None, *, has_failed: bool = False
+    processes: Mapping[int, subprocess.Popen[bytes]],
+    signum: int,
+    marks: Path | None,
+    *,
+    has_failed: bool = False,
+    when_hurried: Callable[[], None] = lambda: None,
 ) -> dict[int, RankExit]:
     """End processes that run, by rank: the signal, then SIGKILL for those that cannot end themselves.
 
     Args:
         marks: the folder in which ranks leave marks and signs of life (`finished`).
         has_failed: a rank has failed already: nothing that the others save can be complete.
+        when_hurried: called when a second Ctrl-C has asked to end the run without a checkpoint.
     """
     if marks is not None and has_failed:
         finished.hurry(marks)
     exits: dict[int, RankExit] = {}
-    with _second_stop(marks):
+    with _second_stop(marks, when_hurried):
         for process in processes.values():
             process.send_signal(signum)
         began = time.monotonic()
@@ -55,19 +61,23 @@ def end_processes(
                 process = processes[rank]
                 if marks is not None and (beat := finished.last_beat(marks, rank)) != beats[rank]:
                     beats[rank], deadlines[rank] = beat, now + KILL_SECONDS
-                if process.poll() is None and now >= deadlines[rank]:
+                was_killed_here = process.poll() is None and now >= deadlines[rank]
+                if was_killed_here:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 if process.poll() is not None:
-                    exits[rank] = RankExit(process.returncode, after_stop=True)
+                    is_killed = process.returncode == -signal.SIGKILL and not was_killed_here
+                    exits[rank] = RankExit(process.returncode, after_stop=not is_killed)
                     if marks is not None and not finished.is_marked(marks, rank):
+                        has_failed = True
                         finished.hurry(marks)
-            if not has_spoken and any(beats[rank] for rank in left) and now - began > SAY_SECONDS:
+            is_waiting = any(beats[rank] for rank in left) and not has_failed
+            if not has_spoken and is_waiting and now - began > SAY_SECONDS:
                 has_spoken = True
                 print(
-                    "colossus: stopping: the step that runs is finished and a checkpoint saved; Ctrl-C again ends the "
-                    "run without it",
+                    "colossus: waiting for the running step to end and its checkpoint to be saved (Ctrl-C again: do "
+                    "not wait)",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -76,13 +86,14 @@ def end_processes(
 
 
 @contextmanager
-def _second_stop(marks: Path | None) -> Iterator[None]:
+def _second_stop(marks: Path | None, when_hurried: Callable[[], None]) -> Iterator[None]:
     """A stop signal changes nothing any more, but for a second Ctrl-C, after which nothing is saved."""
     began = time.monotonic()
 
     def again(signum: int, frame: object) -> None:
         if marks is not None and time.monotonic() - began > AGAIN_SECONDS:
             finished.hurry(marks)
+            when_hurried()
 
     for number in STOP_SIGNALS:
         signal.signal(number, again if number == signal.SIGINT else signal.SIG_IGN)

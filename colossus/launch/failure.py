@@ -20,7 +20,7 @@ Kind = Literal["error", "config", "communication", "stuck"]
 
 FOLDER = "failures"
 #: when this process began, in seconds since the epoch
-_STARTED = time.time()
+STARTED = time.time()
 
 _MACHINERY = tuple(
     str(Path(__file__).parents[1] / room) + os.sep for room in ("cli", "doctor", "launch", "monitor", "verify")
@@ -140,6 +140,8 @@ def clear(folder: Path) -> None:
     for path in (folder / FOLDER).glob("rank*.json"):
         path.unlink(missing_ok=True)
     (folder / FOLDER / "reported").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not there, or something of the user's is in it
+        (folder / FOLDER).rmdir()
 
 
 def is_first_to_report(folder: Path | None) -> bool:
@@ -149,7 +151,7 @@ def is_first_to_report(folder: Path | None) -> bool:
     reported = folder / FOLDER / "reported"
     try:
         reported.parent.mkdir(parents=True, exist_ok=True)
-        if reported.exists() and reported.stat().st_mtime < _STARTED:  # an earlier attempt in this folder left it
+        if reported.exists() and reported.stat().st_mtime < STARTED:  # an earlier attempt in this folder left it
             reported.unlink(missing_ok=True)
         os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Origin:
         checkpoint: None where the run begins at the first step.
         is_own: the folder was used by an earlier attempt of the same run.
         latest_in: the folder of checkpoints of which ``checkpoint`` is the latest, if that is why it was chosen.
+        note: what the user should know of the choice.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class Origin:
     is_own: bool = False
     latest_in: Path | None = None
     launch: slurm.Launch | None = None
+    note: str | None = None
 
     def find_weights(self) -> Path | None:
         """The checkpoint whose weights the run takes before its first step; None where it takes none.
@@ -82,10 +85,15 @@ class Origin:
             ConfigError: when they cannot be made, or are another run's; when there are no weights.
         """
         self.find_weights()
+        if self.note is not None:
+            print(f"colossus: {self.note}", file=sys.stderr)
         folder = self.folder
         with ExitStack() as locks:
             if folder is None:
                 folder = run_folder.make_default_folder(self.config.name or "run")
+                locks.enter_context(run_folder.removed_if_refused(folder))
+            elif not folder.exists():
+                locks.enter_context(run_folder.removed_if_refused(folder))
             locks.enter_context(run_folder.prepare(folder, is_own=self.is_own))
             checkpoint = self.checkpoint
             if self.latest_in is not None:  # the run that held it until now may have saved another
@@ -142,24 +150,30 @@ def choose(
             f"--resume goes on with the latest checkpoint of the run, checkpoint.resume={wanted} begins a new run from "
             f"that one: give one of them"
         )
+    note = None
     if launch is not None and slurm.is_requeued(environ):
         folders = [given] if given is not None else run_folder.of_name(config.name or "run")
-        own = next((each for each in folders if launch.has_used(each)), None)
-        if own is not None:
+        own = launch.folder_of(folders)
+        if own is None:
+            note = (
+                f"SLURM has requeued job {launch.job_id}, and no run folder knows an attempt of it with this config file "
+                f"and these overrides"
+            )
+        else:
             own_root = root_of(config.checkpoint.dir, own)
             found = _latest(own_root)
             if found is not None:
                 return Origin(config, own, found, is_own=True, latest_in=own_root, launch=launch)
             return Origin(config, own, _given(wanted), is_own=True, launch=launch)
     if not resume and wanted != AUTO:
-        return Origin(config, given, _given(wanted), launch=launch)
+        return Origin(config, given, _given(wanted), launch=launch, note=note)
     found, folder, root, looked = _search(config, given)
     if found is not None:
-        is_own = folder is not None and folder.exists()
+        is_own = folder is not None and folder.exists() and _belongs(config, folder)
         return Origin(config, folder, found, is_own=is_own, latest_in=root, launch=launch)
     if resume:
         raise ConfigError(f"--resume: there is no checkpoint in {looked}; without --resume a run begins at step 1")
-    return Origin(config, given, is_own=given is not None, launch=launch)
+    return Origin(config, given, is_own=given is not None and run_folder.was_left(given), launch=launch, note=note)
 
 
 def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | None, Path | None, str]:
@@ -167,8 +181,17 @@ def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | Non
     if config.checkpoint.dir is not None:
         root = Path(config.checkpoint.dir)
         used = checkpoint_folder.run_folder_of(root)
-        if given is not None and used is not None and used.resolve() != given.resolve():
-            run_folder.check_unused(given)  # goes on there, but not in the metrics of a third run
+        if given is not None and not _belongs(config, given):
+            if used is not None:
+                raise ConfigError(
+                    f"--run-dir {given}: the checkpoints in checkpoint.dir {root} are those of the run in {used}: give "
+                    f"that folder, or none; checkpoint.resume={root} and another checkpoint.dir begin a new run from them"
+                )
+            if run_folder.has_metrics(given):
+                raise ConfigError(
+                    f"--run-dir {given}: holds metrics, and nothing says that the checkpoints in checkpoint.dir {root} "
+                    f"are of the same run: give another folder, or move the metrics away"
+                )
         return _latest(root), given if given is not None else used, root, f"{root} (checkpoint.dir)"
     name = config.name or "run"
     for candidate in [given] if given is not None else run_folder.of_name(name):
@@ -178,6 +201,14 @@ def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | Non
             return found, candidate, root, str(root)
     looked = str(root_of(None, given)) if given is not None else f"{Path('runs') / name}-*"
     return None, None, None, looked
+
+
+def _belongs(config: Config, folder: Path) -> bool:
+    """Whether the run in this folder is the one that has last saved where the config says."""
+    if config.checkpoint.dir is None:
+        return True
+    used = checkpoint_folder.run_folder_of(Path(config.checkpoint.dir))
+    return used is not None and used.resolve() == folder.resolve()
 
 
 def _latest(root: Path) -> Path | None:

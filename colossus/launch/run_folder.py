@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -18,15 +17,18 @@ from typing import Any, TextIO
 
 import colossus
 from colossus.checkpoint.folder import name_of
+from colossus.checkpoint.locks import try_lock
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
 #: what a run leaves in its folder beside its checkpoints
-_WRITTEN = (METRICS, CONFIG, "versions.json", "tensorboard", failure.FOLDER)
+_WRITTEN = (METRICS, CONFIG, "versions.json", failure.FOLDER)
+_TENSORBOARD = "tensorboard"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"
+RANKS_ARE_LEFT = "the ranks of a launcher that was killed are still there; try again when they have ended"
 
 
 def default_folder(name: str, root: Path = Path("runs")) -> Path:
@@ -79,12 +81,16 @@ def check_unused(folder: Path) -> None:
         ConfigError: naming the folder and what to do.
     """
     check_usable(folder)
-    metrics = folder / METRICS
-    if metrics.exists() and metrics.stat().st_size > 0:
+    if has_metrics(folder):
         raise ConfigError(
-            f"--run-dir {folder}: holds the metrics of another run already ({metrics}); "
+            f"--run-dir {folder}: holds the metrics of another run already ({folder / METRICS}); "
             f"give another folder, or move that file away; --resume goes on with that run"
         )
+
+
+def has_metrics(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def check_usable(folder: Path) -> None:
@@ -116,14 +122,11 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
         ConfigError: when it belongs to another run, cannot be made or cannot be written to.
     """
     check_usable(folder)
-    lock = take(folder, "--run-dir")
+    lock = take(folder, None if is_own else "--run-dir")
     try:
         rank = hold(folder)
         if rank is None:
-            raise ConfigError(
-                f"--run-dir {folder}: the ranks of a launcher that was killed are still there, perhaps they save a "
-                f"checkpoint; try again when they have ended"
-            )
+            raise ConfigError(f"run folder {folder}: {RANKS_ARE_LEFT}")
         rank.close()
         if not is_own:
             check_unused(folder)
@@ -134,34 +137,44 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
     return lock
 
 
-def take(folder: Path, option: str) -> TextIO:
+@contextlib.contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """Remove the folder that a refused launch has made, with its locks, if nothing else is in it."""
+    try:
+        yield
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            for name in (RANK_LOCK, LOCK):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
+def take(folder: Path, option: str | None) -> TextIO:
     """Make a folder and lock it.
 
     Args:
-        option: that named it, for messages.
+        option: that named it, for messages; None for the folder of the run that is to be resumed.
 
     Raises:
         ConfigError: when it cannot be made or written to, or another live run has it.
     """
+    named = f"{option or 'run folder'} {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot be made: {error.strerror or error}") from None
+        raise ConfigError(f"{named}: cannot be made: {error.strerror or error}") from None
     try:
         lock = (folder / LOCK).open("a+")
     except OSError as error:
-        raise ConfigError(f"{option} {folder}: cannot be written to: {error.strerror or error}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
+    if try_lock(lock, of_process=False) == "others":
         lock.seek(0)
         holder = lock.read().strip() or "a process"
         lock.close()
-        raise ConfigError(
-            f"{option} {folder}: another run is using it now ({holder}); give another folder, or wait for its end"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+        if option is None:
+            raise ConfigError(f"the run to be resumed, {folder}, is still running ({holder}); wait for its end")
+        raise ConfigError(f"{named}: another run is using it now ({holder}); give another folder, or wait for its end")
     try:
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {platform.node()}\n")
@@ -169,32 +182,57 @@ def take(folder: Path, option: str) -> TextIO:
     except OSError as error:
         with contextlib.suppress(OSError):
             lock.close()
-        raise ConfigError(f"{option} {folder}: cannot be written to: {error.strerror or error}") from None
+        raise ConfigError(f"{named}: cannot be written to: {error.strerror or error}") from None
     return lock
 
 
 def hold(folder: Path) -> TextIO | None:
-    """What the first rank holds as long as it lives, None when another one does. Not of the processes it forks."""
-    file = (folder / RANK_LOCK).open("a+")
+    """What the first rank holds as long as it lives, None when another one does. Not of the processes it forks.
+
+    Raises:
+        ConfigError: when the folder cannot be written to.
+    """
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        file = (folder / RANK_LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"run folder {folder}: cannot be written to: {error.strerror or error}") from None
+    if try_lock(file, of_process=True) == "others":
         file.close()
         return None
-    except OSError:
-        pass  # a file system without locks
     return file
+
+
+def was_left(folder: Path) -> bool:
+    """Whether a run of ours has used this folder and not come to the end of its steps."""
+    if not (folder / LOCK).exists():
+        return False
+    row = last_metrics(folder)
+    if row is None:
+        return True
+    try:
+        steps = int(json.loads((folder / CONFIG).read_text())["train"]["steps"])
+        return int(row["step"]) < steps
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def put_aside(folder: Path) -> None:
     """Move what an attempt has written that left no checkpoint into ``lost-1``, ``lost-2``, ..: it is begun anew."""
-    written = [path for path in folder.iterdir() if path.name in _WRITTEN or path.name.startswith("metrics.")]
+    names = [*_WRITTEN]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        names += [_TENSORBOARD] if "TensorBoard" in (folder / CONFIG).read_text() else []
+    written = [folder / name for name in names if (folder / name).exists()]
     if not written:
         return
     aside = next(path for number in itertools.count(1) if not (path := folder / f"lost-{number}").exists())
     aside.mkdir()
     for path in written:
         path.rename(aside / path.name)
+    print(
+        f"colossus: {folder}: an attempt was ended before its first checkpoint; what it has written is in {aside} now, "
+        f"and the run begins anew",
+        file=sys.stderr,
+    )
 
 
 def write_start(folder: Path, config: Config, data: str | None = None, step: int = 0) -> None:

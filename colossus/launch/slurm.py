@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from colossus.config import ConfigError
 
 #: in the run folder: which jobs have used it
 RECORD = "slurm.json"
@@ -124,7 +126,8 @@ class Launch:
     """One launch of a job: what is the same when SLURM requeues the job and its script runs again.
 
     Attributes:
-        step_id: under srun, else None: in a batch script a launch is known by its config file and overrides.
+        step_id: under srun, else None. A launch is known by its config file and overrides; of several that have the
+            same the step tells which.
     """
 
     job_id: str
@@ -142,16 +145,32 @@ class Launch:
 
     def record(self, folder: Path) -> None:
         """Write it into its run folder, beside those of jobs that have used it before."""
-        known = _recorded(folder)
-        if asdict(self) | {"overrides": list(self.overrides)} in known:
+        known, draft = _recorded(folder), folder / f"{RECORD}.tmp"
+        if self._as_recorded() in known:
             return
-        draft = folder / f"{RECORD}.tmp"
-        draft.write_text(json.dumps([*known, asdict(self)], indent=2) + "\n")
-        draft.replace(folder / RECORD)
+        try:
+            draft.write_text(json.dumps([*known, self._as_recorded()], indent=2) + "\n")
+            draft.replace(folder / RECORD)
+        except OSError as error:
+            raise ConfigError(f"run folder {folder}: cannot be written to: {error.strerror or error}") from None
 
-    def has_used(self, folder: Path) -> bool:
-        """Whether this launch, before the job was requeued, has used a run folder."""
-        return asdict(self) | {"overrides": list(self.overrides)} in _recorded(folder)
+    def folder_of(self, folders: Iterable[Path]) -> Path | None:
+        """Which of these this launch has used before the job was requeued, None when it has used none.
+
+        The number of the job step may be another now. Of several folders with the same config file and overrides it
+        chooses, else the first does.
+        """
+        same, found = self._as_recorded(), []
+        for folder in folders:
+            for each in _recorded(folder):
+                if each == same:
+                    return folder
+                if {**each, "step_id": self.step_id} == same:
+                    found.append(folder)
+        return found[0] if found else None
+
+    def _as_recorded(self) -> dict[str, object]:
+        return {**asdict(self), "overrides": list(self.overrides)}
 
 
 def is_requeued(environ: Mapping[str, str]) -> bool:

@@ -97,6 +97,8 @@ class StopSignals:
         if patience_seconds is not None:
             self.grace_seconds, self._renews = patience_seconds, True
         self._request_stop = request_stop
+        if self.received is not None:  # just now, and the thread that hears of it has seen nobody to tell
+            request_stop(self.received)
 
     def progress(self) -> None:
         """This rank is not stuck: a step has ended, a part of a checkpoint was written. From any thread."""

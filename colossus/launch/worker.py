@@ -15,33 +15,41 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import find_latest, root_of
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, finished, run_folder
 from colossus.launch.origin import Origin, Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
+from colossus.launch.stopped import stopped_line
 from colossus.registry import HOOKS
 
 
 @dataclass
 class _Run:
-    """The state of this rank's run so far, for its failure record."""
+    """The state of this rank's run so far, for its failure record.
+
+    Attributes:
+        given: the run folder that was asked for.
+        folder: the same when it is known to be this run's; until then nothing is written into it.
+        taken: locks that must live as long as this object, where no launcher of ours holds them.
+        held: the lock of the first rank, which tells the next launcher that a rank has outlived this one.
+    """
 
     rank: int
     stop: StopSignals
-    folder: Path | None
+    given: Path | None
     has_launcher: bool
+    folder: Path | None = None
     grid: RankGrid | None = None
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
     step: int | None = None
     resume: str | None = None
     taken: Taken | None = None
-    held: Any = None
+    held: TextIO | None = None
 
     def details(self) -> dict[str, Any]:
         """The fields of a failure record that do not come from the error."""
@@ -94,6 +102,7 @@ def run_worker(
         stop,
         Path(run_dir) if run_dir is not None else None,
         has_launcher=launcher is not None,
+        folder=Path(run_dir) if launcher is not None and run_dir is not None else None,
         resume=resume if isinstance(resume, str) else None,
     )
     thread = threading.get_ident()
@@ -115,6 +124,8 @@ def run_worker(
 
 
 def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
+    if run.has_launcher:
+        _hold(run)
     # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
     from colossus.engine.initialize import initialize
@@ -124,6 +135,7 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
     engine = run.engine = initialize(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
+        _hold(run)
     folder = run.folder
     assert folder is not None
     engine.run_dir, engine.checkpoints.resume_from = folder, run.resume
@@ -133,7 +145,6 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
 
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
-    run.stop.ready(engine.request_stop, config.checkpoint.grace_seconds if config.checkpoint.every else None)
     engine.checkpoints.on_progress = run.stop.progress
 
     try:
@@ -151,38 +162,36 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
     return exit_code(signum) if signum is not None else 0
 
 
-def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str:
-    """One line on where a stopped run is: read from what it left, so that it is also true after a hard end.
+def _hold(run: _Run) -> None:
+    """The first rank holds the run folder before anything is loaded or written.
 
-    Args:
-        folder: the run folder, None where there is none yet.
+    The launcher of the next attempt looks whether it is held, and there is one only when ours has ended: so a rank that
+    sees its launcher after it has taken hold is alone, and one that does not see it leaves the folder alone.
     """
-    by = f"by {signal.Signals(signum).name} " if signum else ""
-    if folder is None:
-        return f"stopped {by}before it began"
-    row = run_folder.last_metrics(folder)
-    if row is None:
-        return f"stopped {by}before the first step was complete; run folder {folder}"
-    line = f"stopped {by}after step {row['step']}; metrics are in {folder / run_folder.METRICS}"
-    if not config.checkpoint.every:
-        return line
-    with contextlib.suppress(CheckpointError):
-        found = find_latest(root_of(config.checkpoint.dir, folder))
-        if found is not None:
-            return f"{line}; the latest checkpoint is {found}, `colossus launch .. --resume` goes on from there"
-    return f"{line}; no checkpoint was saved"
+    if run.rank != 0 or run.folder is None:
+        return
+    run.held = run_folder.hold(run.folder)
+    if run.stop.is_orphaned():
+        os._exit(exit_code(signal.SIGTERM))
+    if run.held is None:
+        raise ConfigError(f"run folder {run.folder}: {run_folder.RANKS_ARE_LEFT}")
 
 
 def _beginning(run: _Run, config: Config) -> Any:
     from colossus.engine.hooks import Hook
 
     class Beginning(Hook):
-        """Writes down what begins, and keeps the number of the running step for a failure record."""
+        """Writes down what begins, and keeps the number of the running step for a failure record.
+
+        From here on a stop is a clean one. One that came while the run was loaded has ended the process: an attempt
+        whose launcher was killed meanwhile must not begin a step, nor touch the metrics.
+        """
 
         def on_train_start(self, engine: Any) -> None:
             assert run.folder is not None
+            section = config.checkpoint
+            run.stop.ready(engine.request_stop, section.grace_seconds if section.every else None)
             if engine.context.is_logging_rank:
-                run.held = run_folder.hold(run.folder)
                 data = engine.loaders.description if engine.loaders is not None else None
                 run_folder.write_start(run.folder, config, data, engine.completed_steps)
 
@@ -203,7 +212,7 @@ def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> No
     """
     from colossus.comm.objects import broadcast_object
 
-    folder, resume, problems = run.folder, None, None
+    folder, resume, problems = run.given, None, None
     if engine.context.rank == 0:
         try:
             run.taken = origin().take()
@@ -211,17 +220,20 @@ def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> No
             problems = error.problems
         else:
             # what was given each rank finds from where it is
-            folder, resume = run.folder or run.taken.folder.resolve(), run.taken.resume
+            folder, resume = run.given or run.taken.folder.resolve(), run.taken.resume
     world = engine.context.group(engine.context.grid.names)
-    run.folder, run.resume, problems = broadcast_object((folder, resume, problems), world, 0)
+    folder, resume, problems = broadcast_object((folder, resume, problems), world, 0)
     if problems is not None:
         raise ConfigError(problems)
+    run.folder, run.resume = folder, resume
 
 
 def _fail(run: _Run, error: BaseException) -> int:
     """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
     record = failure.of_exception(error, run.rank, **run.details())
     _write(run, record)
+    if run.stop.is_orphaned():  # nobody else will say so
+        print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}", file=sys.stderr)
     if run.stop.received is not None:
         if not isinstance(error, CheckpointError):
             return exit_code(run.stop.received)
@@ -242,6 +254,8 @@ def _fail(run: _Run, error: BaseException) -> int:
 
 
 def _write(run: _Run, record: failure.FailureRecord) -> None:
+    if run.stop.is_orphaned() and run.held is None:
+        return  # the folder may be that of the next attempt already
     if run.folder is not None:
         try:
             failure.write(run.folder, record)

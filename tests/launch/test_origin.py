@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def test_the_newest_run_of_this_name_that_has_a_checkpoint_goes_on(capsys: pytes
         assert origin.folder == Path("runs/tiny-20260102-000000-10")
         assert origin.checkpoint == origin.folder / "checkpoints" / "step-00000009"
         with origin.take().locks:
-            assert "another run is using it now" in refused(resume=True)
+            assert re.fullmatch(
+                rf"the run to be resumed, {origin.folder}, is still running \(process .*", refused(resume=True)
+            )
     assert chosen().folder is None
     assert command.run(str(TINY), [], resume=True, dry_run=True) == 0
     told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -16,6 +16,7 @@ from helpers.launching import (
     children,
     finish,
     has_rows,
+    is_running,
     launch,
     rows_of,
     start,
@@ -50,14 +51,56 @@ def test_a_stop_waits_for_a_slow_disk_but_not_for_a_stuck_rank(tmp_path: Path, m
     saved = rows_of(tmp_path / "run")[-1]["step"]
     assert code == 143, out + err
     assert f"the latest checkpoint is run/checkpoints/step-{saved:08d}" in out
-    assert err.startswith("colossus: stopping: the step that runs is finished and a checkpoint saved; Ctrl-C again")
+    assert err.startswith("colossus: waiting for the running step to end and its checkpoint to be saved (Ctrl-C again")
 
     command = [*LAUNCH, "--run-dir", "hung", "checkpoint.every=2", "checkpoint.grace_seconds=1"]
     code, out, err = stop_at(start(command, tmp_path, TROUBLE="hang"), tmp_path / "hung", 2, signal.SIGTERM)
-    assert code == 143, out + err
+    assert code == 1, out + err
     assert "stopped by SIGTERM after step 2" in out
+    assert "did not reach the end of its step within 1 s and was ended" in err
     assert "the latest checkpoint is hung/checkpoints/step-00000002, " in out
     assert "stuck" in {record.kind for record in failure.read_all(tmp_path / "hung")}
+
+
+def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> None:
+    command = [*LAUNCH, "--run-dir", "run", "train.steps=100000", "checkpoint.every=50000"]
+    process = start(command, tmp_path, **SLOW, TROUBLE="slow disk")
+    wait_for(lambda: has_rows(process, tmp_path / "run", 1), process.pid)
+    ranks = children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: any((tmp_path / "run" / "checkpoints").glob("step-*")), process.pid)
+    os.kill(ranks[0], signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code == 1, out + err
+    assert "stopped by SIGTERM after step" in out
+    assert "no checkpoint was saved" in out
+    assert "SIGKILL" in err, err
+
+
+def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", ["parallel.data=1", "checkpoint.every=2", "train.steps=5"]
+    assert launch(tmp_path, *steps)[0] == 0
+    rows, held = (run / "metrics.jsonl").read_bytes(), ["--resume", "--run-dir", "run", *steps, "train.steps=100000"]
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6}\n')  # as if another attempt had gone on meanwhile
+    process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")
+    wait_for((tmp_path / "loading").exists, process.pid)
+    (rank,) = children(process.pid)
+    os.kill(process.pid, signal.SIGKILL)
+    code, _, err = launch(tmp_path, *held[3:], "--resume")
+    assert (code, "the ranks of a launcher that was killed are still there" in err) == (2, True), err
+    wait_for(lambda: not is_running(rank), os.getpid())
+    assert (run / "metrics.jsonl").read_bytes() == rows + b'{"step": 6}\n'
+    assert not (run / "checkpoints" / "step-00000006").exists()
+    finish(process)
+    (tmp_path / "loading").unlink()
+    process = start([*LAUNCH, *held], tmp_path, TROUBLE="slow load")  # a stop meanwhile leaves nothing unsaved
+    wait_for((tmp_path / "loading").exists, process.pid)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert (code, err) == (143, "")
+    assert launch(tmp_path, "--resume", *steps, "train.steps=7")[0] == 0
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:

@@ -11,7 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.launching import LAUNCH, TINY, environment, finish, has_rows, launch, rows_of, start, wait_for
+from helpers.launching import (
+    LAUNCH,
+    TINY,
+    environment,
+    finish,
+    has_rows,
+    launch,
+    rows_of,
+    start,
+    start_slurm_tasks,
+    wait_for,
+)
 
 from colossus.config import ConfigError
 from colossus.launch import run_folder
@@ -49,6 +60,12 @@ def test_a_second_launch_into_the_folder_of_a_live_run_exits_with_2(tmp_path: Pa
         assert err.count("\n") == 1
         wait_for(lambda: has_rows(first, tmp_path / "run", 2), first.pid)
         assert launch(tmp_path)[0] == 2
+        for folder in ("run", "nowhere"):  # ranks without a launcher leave nothing in it either
+            tasks = start_slurm_tasks(tmp_path, "--run-dir", folder, *(["--resume"] if folder == "nowhere" else []))
+            ended = [finish(task) for task in tasks]
+            assert [code for code, _, _ in ended] == [2, 2], ended
+        assert not (tmp_path / "run" / "failures").exists()
+        assert not (tmp_path / "nowhere").exists()
     finally:
         first.send_signal(signal.SIGTERM)
         assert finish(first)[0] == 143

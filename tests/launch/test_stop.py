@@ -87,6 +87,13 @@ def test_a_signal_before_there_is_something_to_save_ends_at_once() -> None:
     assert seconds < 4.0
 
 
+def test_a_signal_that_was_heard_just_before_a_run_could_stop_is_not_forgotten() -> None:
+    signals, asked = StopSignals(), []
+    signals.received = signal.SIGTERM
+    signals.ready(asked.append)
+    assert asked == [signal.SIGTERM]
+
+
 def test_processes_that_a_rank_has_forked_outlive_what_slurm_sends_to_all() -> None:
     def body() -> None:
         signals = StopSignals(5.0)
@@ -150,7 +157,7 @@ def test_the_launcher_waits_for_signs_of_life_and_kills_what_gives_none(
     exits = ending.end_processes({0: saving}, signal.SIGTERM, tmp_path)
     assert exits[0].code == 143
     assert not (tmp_path / "hurry").exists()
-    assert capsys.readouterr().err.count("stopping: the step that runs is finished and a checkpoint saved") == 1
+    assert capsys.readouterr().err.count("waiting for the running step to end and its checkpoint to be saved") == 1
     # one that does not answer is killed, and what the others save is nothing any more
     saving = rank(tmp_path, 2, beats=30.0)
     exits = ending.end_processes({1: deaf, 2: saving}, signal.SIGTERM, tmp_path)

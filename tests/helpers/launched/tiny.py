@@ -86,13 +86,25 @@ class _Disk(Hook):
             os.fsync = flush
 
 
+class _Loaded(Hook):
+    """State that takes its time to be loaded."""
+
+    def state_dict(self) -> dict:
+        return {"loaded": True}
+
+    def load_state_dict(self, state: dict) -> None:
+        if os.environ.get("TROUBLE") == "slow load":
+            Path("loading").touch()
+            time.sleep(2.0)
+
+
 class _Linger(Hook):
     def on_train_end(self, engine: object) -> None:
         if os.environ.get("TROUBLE") == "linger" and os.environ["RANK"] == "1":
             time.sleep(1.5)
 
 
-hooks = [_Linger, _Disk]
+hooks = [_Linger, _Disk, _Loaded]
 parallel = dict(data=2)
 model = dict(type=_Model)
 data = dict(type=_Numbers)
