@@ -18,7 +18,7 @@ from colossus.arithmetic import byte_count
 from colossus.checkpoint.checksum import BLOCK_BYTES, problem_of
 from colossus.checkpoint.describe import as_data, describe, printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.folder import checkpoints, locate, named, require_files
+from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoints, locate, named, require_files
 from colossus.checkpoint.manifest import read_manifest
 from colossus.cli.checkpoint_parsers import parse
 
@@ -80,10 +80,10 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _all_of(given: Path) -> list[Path]:
-    """Every checkpoint in a folder of them, or in a run folder, the oldest first."""
-    for root in (given, given / "checkpoints"):
-        if found := [path for path, _ in named(root)]:
-            return found
+    """Every checkpoint in a folder of them, or in a run folder, by step; damaged ones, too, which `locate` passes over."""
+    for root in (given, given / IN_RUN_FOLDER):
+        if found := sorted(named(root), key=lambda each: (each[1], each[0])):
+            return [path for path, _ in found]
     return [locate(given)]
 
 

@@ -75,7 +75,9 @@ def _verify() -> Parser:
         "exit codes: 0 whole, 1 damaged: the file is named, 2 no checkpoint or wrong usage, 130 stopped by Ctrl-C\n",
     )
     parser.add_argument("dir", metavar="DIR", help=_DIR)
-    parser.add_argument("--all", action="store_true", help="verify every checkpoint of the folder, the oldest first")
+    parser.add_argument(
+        "--all", action="store_true", help="verify every checkpoint of the folder, in the order of their steps"
+    )
     return parser
 
 

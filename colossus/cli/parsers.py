@@ -41,7 +41,8 @@ a first run:
 
 EXIT_CODES = (
     "exit codes: 0 done, 1 failed at run time, 2 wrong config or usage, 3 verify or diff found a\n"
-    "            difference, 130 stopped by Ctrl-C, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a batch system)\n"
+    "            difference, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM, SIGUSR1 or SIGUSR2 (a\n"
+    "            batch system); under torchrun the exit code is torchrun's own, 1 whatever the rank's was\n"
 )
 
 
@@ -159,8 +160,8 @@ def _launch() -> Parser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name, "
-        "in its run folder; the plan may be another",
+        help="go on with the latest checkpoint of --run-dir, of checkpoint.dir, or of the newest run of this name "
+        "(the config's, or the file's; whatever else is in the config), in its run folder; the plan may be another",
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
     return parser

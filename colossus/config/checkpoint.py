@@ -49,8 +49,8 @@ class Checkpoint(Section):
     every: CountOrZero = 0
     #: folder of the checkpoints; None is ``checkpoints`` in the run folder
     dir: Annotated[str, Field(min_length=1)] | None = None
-    #: "auto": the latest checkpoint of the run (of --run-dir, else of the newest of this ``name`` that has one, whatever
-    #: its config), if there is one; or a checkpoint, a folder of them, a run folder
+    #: "auto": the latest checkpoint, if there is one, of --run-dir, else of ``dir``, else of the newest run of this
+    #: ``name``, whatever its config; or a checkpoint, a folder of them, a run folder
     resume: Annotated[str, Field(min_length=1)] | None = None
     #: parameters and buffers that a run takes which does not resume: the path of a checkpoint, or dict(path=..., ..)
     weights: Weights | None = None

@@ -80,7 +80,7 @@ def _check_usable(root: Path) -> None:
     while not above.exists() and above != above.parent:
         above = above.parent
     if not above.is_dir():
-        what = "is a file, not a folder" if above == root else f"cannot be made: {above} is a file"
+        what = "is a file, not a folder" if above == root else f"cannot be made: Not a directory: {above}"
         raise ConfigError(f"checkpoint.dir {root}: {what}")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"checkpoint.dir {root}: cannot be written to: no permission for {above}")

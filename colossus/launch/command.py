@@ -25,6 +25,7 @@ from colossus.launch.model_check import check_model
 from colossus.launch.origin import Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.stopped import code_of_stop, stopped_line
+from colossus.launch.told import warnings_once
 from colossus.launch.worker import run_worker
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _MOST_LOCAL_RANKS = 4096
 _EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
 
 
+@warnings_once()
 def run(
     config_path: str,
     overrides: list[str],

@@ -156,8 +156,8 @@ def choose(
         own = launch.folder_of(folders)
         if own is None:
             note = (
-                f"SLURM has requeued job {launch.job_id}, and no run folder knows an attempt of it with this config file "
-                f"and these overrides"
+                f"SLURM has requeued job {launch.job_id}, but no run folder is that of an attempt of it with this "
+                f"config file and these overrides"
             )
         else:
             own_root = root_of(config.checkpoint.dir, own)
@@ -184,8 +184,8 @@ def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | Non
         if given is not None and not _belongs(config, given):
             if used is not None:
                 raise ConfigError(
-                    f"--run-dir {given}: the checkpoints in checkpoint.dir {root} are those of the run in {used}: give "
-                    f"that folder, or none; checkpoint.resume={root} and another checkpoint.dir begin a new run from them"
+                    f"--run-dir {given}: the checkpoints in checkpoint.dir {root} are those of the run in {used}: "
+                    f"give that folder, or none; checkpoint.resume={root} and another checkpoint.dir begin a new run"
                 )
             if run_folder.has_metrics(given):
                 raise ConfigError(

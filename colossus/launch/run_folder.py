@@ -8,18 +8,17 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-import colossus
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.locks import try_lock
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
+from colossus.launch.versions import versions
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
@@ -81,10 +80,19 @@ def check_unused(folder: Path) -> None:
         ConfigError: naming the folder and what to do.
     """
     check_usable(folder)
+    _check_foreign(folder)
     if has_metrics(folder):
         raise ConfigError(
             f"--run-dir {folder}: holds the metrics of another run already ({folder / METRICS}); "
             f"give another folder, or move that file away; --resume goes on with that run"
+        )
+
+
+def _check_foreign(folder: Path) -> None:
+    """Refuse a folder in which no run has been and whose ``config.json`` a run would write over."""
+    if (folder / CONFIG).exists() and not (folder / LOCK).exists() and not has_metrics(folder):
+        raise ConfigError(
+            f"--run-dir {folder}: has a {CONFIG} that this run would replace; give another folder, or move it away"
         )
 
 
@@ -122,6 +130,9 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
         ConfigError: when it belongs to another run, cannot be made or cannot be written to.
     """
     check_usable(folder)
+    if not is_own:
+        _check_foreign(folder)
+    is_new = not (folder / LOCK).exists()
     lock = take(folder, None if is_own else "--run-dir")
     try:
         rank = hold(folder)
@@ -132,6 +143,8 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
             check_unused(folder)
         failure.clear(folder)
     except BaseException:
+        if is_new:
+            (folder / LOCK).unlink(missing_ok=True)
         lock.close()
         raise
     return lock
@@ -248,34 +261,6 @@ def write_start(folder: Path, config: Config, data: str | None = None, step: int
     _write_json(folder / f"versions{since}.json", versions(data))
 
 
-def versions(data: str | None = None) -> dict[str, Any]:
-    """What ran: versions, platform, the git commit of the working folder, and how the data describes itself."""
-    import torch
-
-    found: dict[str, Any] = {
-        "colossus": colossus.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "command": sys.argv,
-        "git": git_state(),
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    if data is not None:
-        found["data"] = data
-    return found
-
-
-def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Commit of the working folder and whether it has changes; None outside a repository or without git."""
-    try:
-        commit = _git(folder, "rev-parse", "HEAD")
-        return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 def last_metrics(folder: Path) -> dict[str, Any] | None:
     """The last complete row of the run's metrics, None when there is none."""
     try:
@@ -289,11 +274,6 @@ def last_metrics(folder: Path) -> dict[str, Any] | None:
             continue
         return row if isinstance(row, dict) else None
     return None
-
-
-def _git(folder: Path | None, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
-    return done.stdout.strip()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -24,6 +24,7 @@ from colossus.launch import causes, failure, finished, run_folder
 from colossus.launch.origin import Origin, Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
 from colossus.launch.stopped import stopped_line
+from colossus.launch.told import warnings_once
 from colossus.registry import HOOKS
 
 
@@ -62,6 +63,7 @@ class _Run:
         }
 
 
+@warnings_once()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m colossus.launch.worker")
     parser.add_argument("config")

@@ -32,7 +32,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import agent, command, failure, run_folder
+from colossus.launch import agent, command, failure, run_folder, versions
 from colossus.launch.run_folder import default_folder
 
 # -- a run that goes well -------------------------------------------------------------------------------------
@@ -385,7 +385,7 @@ def test_the_last_metrics_are_the_last_whole_row(tmp_path: Path) -> None:
 
 
 def test_git_state_of_no_repository(tmp_path: Path) -> None:
-    assert run_folder.git_state(tmp_path) is None
+    assert versions.git_state(tmp_path) is None
 
 
 def test_config_errors_need_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -14,8 +15,9 @@ from helpers.launching import TINY
 from colossus.checkpoint.folder import LATEST, Claim, name_of
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError, load_config
-from colossus.launch import command, run_folder
+from colossus.launch import command, failure, run_folder
 from colossus.launch.origin import Origin, choose
+from colossus.launch.told import warnings_once
 
 JOB = {"SLURM_JOB_ID": "77"}
 REQUEUED = {**JOB, "SLURM_RESTART_COUNT": "1"}
@@ -37,7 +39,8 @@ def run_of(folder: str, *steps: int, rows: int = 5) -> Path:
     path = Path(folder)
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(rows)))
-    (path / "config.json").write_text("{}")
+    (path / "config.json").write_text('{"train": {"steps": 100}}')
+    (path / "run.lock").write_text("")
     if steps:
         saved(path / "checkpoints", *steps)
     return path
@@ -108,8 +111,77 @@ def test_a_run_folder_that_is_named_goes_on_or_is_begun_anew() -> None:
         assert (lost / f"lost-{number}" / "config.json").exists()
         assert not (lost / "metrics.jsonl").exists()
         (lost / "metrics.jsonl").write_text('{"step": 1}\n' * 5)
-        (lost / "config.json").write_text("{}")
+        (lost / "config.json").write_text('{"train": {"steps": 100}}')
     assert (lost / "notes.txt").exists()
+
+
+def test_what_no_earlier_attempt_has_written_stays_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    own = run_of("own")
+    for name in ("metrics.csv", "tensorboard", "metrics.md"):
+        (own / name).mkdir()
+    chosen("checkpoint.resume=auto", run_dir="own").take().locks.close()
+    assert sorted(path.name for path in (own / "lost-1").iterdir()) == ["config.json", "metrics.jsonl"]
+    told = capsys.readouterr().err
+    assert (told.count("\n"), told.count("own/lost-1")) == (1, 1)
+    # a run that came to its end, and one that is not ours at all
+    run_of("finished", rows=100)
+    other = run_of("other")
+    (other / "run.lock").unlink()
+    for folder in ("finished", "other"):
+        before = sorted(Path(folder).iterdir())
+        assert "holds the metrics of another run" in refused("checkpoint.resume=auto", run_dir=folder)
+        assert sorted(Path(folder).iterdir()) == before
+    (other / "metrics.jsonl").unlink()
+    assert "has a config.json that this run would replace" in refused("checkpoint.resume=auto", run_dir="other")
+    with pytest.raises(ConfigError, match=r"has a config\.json"):
+        chosen(run_dir="other").take()
+    assert [path.name for path in other.iterdir()] == ["config.json"]
+
+
+def test_a_refused_launch_leaves_nothing() -> None:
+    Path("file").write_text("")
+    for overrides in (["checkpoint.every=5", "checkpoint.dir=file"], ["checkpoint.every=5", "checkpoint.dir=held/new"]):
+        if "held" in overrides[1]:
+            saved("held/new", 3)
+        with pytest.raises(ConfigError):
+            chosen(*overrides, run_dir="new").take()
+        with pytest.raises(ConfigError):
+            chosen(*overrides).take()
+        assert not Path("new").exists()
+        assert not list(Path("runs").iterdir())
+    failure.write(Path("failed"), failure.FailureRecord(0, "error", "E", "m", "t"))
+    run_folder.prepare(Path("failed")).close()
+    assert not (Path("failed") / "failures").exists()
+
+
+@pytest.mark.parametrize("key", ["dir", "resume"])
+def test_no_folder_is_not_the_working_folder(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint.{key}"):
+        chosen(f"checkpoint.{key}=")
+
+
+def test_a_dry_run_looks_at_the_folder_of_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    for folder in ("file", "file/below"):
+        overrides = ["checkpoint.every=5", f"checkpoint.dir={folder}"]
+        assert command.run(str(TINY), overrides, dry_run=True) == 2
+        assert f"checkpoint.dir {folder}: " in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    run = run_of("mine", 3, 6)
+    (run / "checkpoints" / "step-00000006" / MANIFEST).write_text("{}")
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        with warnings_once():
+            for _ in range(2):
+                chosen(resume=True, run_dir="mine").take().locks.close()
+    finally:
+        root.handlers = handlers
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("colossus: mine/checkpoints/step-00000006") for line in told)
 
 
 def test_a_checkpoint_that_is_named_begins_a_run_of_its_own() -> None:
@@ -168,7 +240,19 @@ def test_checkpoints_of_another_run_are_not_touched() -> None:
     assert taken.resume == "auto"
     assert chosen(*ours, resume=True).folder == taken.folder.resolve()  # it is remembered where that run was
     run_of("third", 1)
-    assert "third: holds the metrics of another run" in refused(*ours, resume=True, run_dir="third")
+    elsewhere = "the checkpoints in checkpoint.dir shared are those of the run in "
+    assert elsewhere in refused(*ours, resume=True, run_dir="third")
+    Path("fourth").mkdir()
+    assert elsewhere in refused(*ours, resume=True, run_dir="fourth")
+    (Path("shared") / "run-folder").unlink()
+    for overrides in (ours, [*ours, "checkpoint.resume=auto"]):
+        assert "third: holds metrics, and nothing says" in refused(
+            *overrides, resume=overrides is ours, run_dir="third"
+        )
+    assert len((Path("third") / "metrics.jsonl").read_text().splitlines()) == 5
+    taken = chosen(*ours, resume=True, run_dir="fourth").take()
+    taken.locks.close()
+    assert chosen(*ours, resume=True).folder == taken.folder.resolve()
 
 
 def test_a_folder_of_checkpoints_has_one_live_run_and_is_swept_by_the_next() -> None:
@@ -270,6 +354,21 @@ def test_only_a_requeued_job_finds_its_folder() -> None:
     assert chosen(environ={**REQUEUED, "SLURM_JOB_ID": "78"}).folder is None
     (first.folder / "slurm.json").write_text("{")
     assert "holds the metrics of another run" in refused(environ=REQUEUED, run_dir="mine")
+
+
+def test_the_number_of_the_job_step_only_chooses_between_several(capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for step in ("0", "1"):
+        taken = chosen(environ={**JOB, "SLURM_STEP_ID": step}, run_dir=f"runs/tiny-2026010{step}-000000").take()
+        taken.locks.close()
+        folders.append(taken.folder)
+    for step, folder in (("0", folders[0]), ("1", folders[1]), ("5", folders[1])):
+        assert chosen(environ={**REQUEUED, "SLURM_STEP_ID": step}).folder == folder
+    assert capsys.readouterr().err == ""
+    anew = chosen("train.seed=2", environ=REQUEUED)
+    anew.take().locks.close()
+    assert anew.folder is None
+    assert "colossus: SLURM has requeued job 77, but no run folder is that of" in capsys.readouterr().err
 
 
 def test_a_requeued_job_goes_on_with_what_it_had_resumed() -> None:
