@@ -80,7 +80,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _all_of(given: Path) -> list[Path]:
-    """Every checkpoint in a folder of them, or in a run folder, by step; damaged ones, too, which `locate` passes over."""
+    """Every checkpoint in a folder of them, or in a run folder, by step: also those that `locate` passes over."""
     for root in (given, given / IN_RUN_FOLDER):
         if found := sorted(named(root), key=lambda each: (each[1], each[0])):
             return [path for path, _ in found]

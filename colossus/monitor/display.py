@@ -83,7 +83,7 @@ class Display(Hook):
             where = f"resumed from {checkpoints.resumed_from} at step {self.first}"
             lines.append(f"{where}, saved under {checkpoints.resumed_plan}")
             if self.first >= self.total:
-                lines.append(f"no step is left of train.steps = {self.total}")
+                lines.append(f"no step is left of train.steps = {self.total}: the run in {self.folder} is complete")
         if checkpoints.weights_match is not None:
             count, grown = len(checkpoints.weights_match.sources), checkpoints.weights_match.grown
             more = "".join(f", {name} {saved} of {here} rows" for name, (saved, here) in grown.items())

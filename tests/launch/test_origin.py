@@ -172,6 +172,7 @@ def test_a_damaged_checkpoint_is_told_once(capfd: pytest.CaptureFixture[str]) ->
     run = run_of("mine", 3, 6)
     (run / "checkpoints" / "step-00000006" / MANIFEST).write_text("{}")
     root = logging.getLogger()
+    logging.getLogger("colossus.checkpoint").setLevel(logging.WARNING)  # another test may have run the command
     handlers, root.handlers = root.handlers, []
     try:
         with warnings_once():

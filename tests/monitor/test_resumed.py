@@ -123,7 +123,9 @@ def test_plain_lines_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_run_with_nothing_left_to_do_says_so(tmp_path: Path) -> None:
     stream = io.StringIO()
     fit(resumed(7, steps=5), [PlainDisplay(tmp_path, stream)])
-    assert stream.getvalue().splitlines()[2] == "no step is left of train.steps = 5"
+    assert stream.getvalue().splitlines()[2] == (
+        f"no step is left of train.steps = 5: the run in {tmp_path} is complete"
+    )
 
 
 def test_the_live_display_begins_where_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
