@@ -54,10 +54,11 @@ def take(section: Checkpoint, folder: Path, checkpoint: Path | None) -> Iterator
     root = root_of(section.dir, folder)
     _check_usable(root)
     with contextlib.ExitStack() as locks:
-        if not root.exists():
-            locks.enter_context(run_folder.removed_if_refused(root))
+        is_new = not root.exists()
         if root.resolve() != folder.resolve():
             locks.enter_context(run_folder.take(root, "checkpoint.dir" if section.dir else "folder of checkpoints"))
+        if is_new:
+            locks.enter_context(run_folder.removed_if_refused(root))
         check(section, folder, checkpoint)
         claim = Claim(root)  # of a run that was not launched by this command; the ranks of this one take it later
         claim.release()

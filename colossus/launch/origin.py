@@ -89,12 +89,12 @@ class Origin:
             print(f"colossus: {self.note}", file=sys.stderr)
         folder = self.folder
         with ExitStack() as locks:
+            is_new = folder is None or not folder.exists()
             if folder is None:
                 folder = run_folder.make_default_folder(self.config.name or "run")
-                locks.enter_context(run_folder.removed_if_refused(folder))
-            elif not folder.exists():
-                locks.enter_context(run_folder.removed_if_refused(folder))
             locks.enter_context(run_folder.prepare(folder, is_own=self.is_own))
+            if is_new:
+                locks.enter_context(run_folder.removed_if_refused(folder))
             checkpoint = self.checkpoint
             if self.latest_in is not None:  # the run that held it until now may have saved another
                 checkpoint = _latest(self.latest_in) or checkpoint

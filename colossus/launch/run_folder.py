@@ -152,7 +152,7 @@ def prepare(folder: Path, *, is_own: bool = False) -> TextIO:
 
 @contextlib.contextmanager
 def removed_if_refused(folder: Path) -> Iterator[None]:
-    """Remove the folder that a refused launch has made, with its locks, if nothing else is in it."""
+    """Remove the folder that a refused launch has made and locked, if nothing else is in it."""
     try:
         yield
     except ConfigError:

@@ -174,6 +174,7 @@ def _hold(run: _Run) -> None:
         return
     run.held = run_folder.hold(run.folder)
     if run.stop.is_orphaned():
+        finished.abandon()
         os._exit(exit_code(signal.SIGTERM))
     if run.held is None:
         raise ConfigError(f"run folder {run.folder}: {run_folder.RANKS_ARE_LEFT}")
