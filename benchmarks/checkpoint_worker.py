@@ -160,6 +160,11 @@ class Worker:
         return (lambda: self._run.start(self._parts)), (lambda: self._run.finish())
 
 
+def _empty(root: Path) -> None:
+    for path in root.glob("*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 class Ours:
     def __init__(self, root: Path, rank: int, world: int) -> None:
         self._grid = RankGrid({_AXIS: world}, {_AXIS: (_AXIS,)})
@@ -170,7 +175,7 @@ class Ours:
 
     def clear(self) -> None:
         if self._rank == 0:
-            shutil.rmtree(self._root, ignore_errors=True)
+            _empty(self._root)
 
     def _state(self, held: list[Part]) -> RankState:
         sizes, at = self._grid.sizes, self._context.coordinates
@@ -208,7 +213,7 @@ class Torchs:
 
     def clear(self) -> None:
         if self._rank == 0:
-            shutil.rmtree(self._root, ignore_errors=True)
+            _empty(self._root)
 
     def _state(self, held: list[Part]) -> dict[str, Any]:
         return {

@@ -129,6 +129,19 @@ def test_checkpointing(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_checkpoints(tmp_path: Path) -> None:
+    text, payload = smoke("checkpoints", tmp_path)
+    assert [result["plan"] for result in payload["results"]] == ["tensor", "data"]
+    for result in payload["results"]:
+        assert set(result["seconds"]) == {"save", "load", "load, other plan", "stall"}
+        assert all(set(series) == {"colossus", "torch"} for series in result["seconds"].values())
+        hidden, layers, vocab = payload["sizes"]
+        weights = vocab * hidden + 1024 * hidden + layers * (12 * hidden**2 + 13 * hidden)
+        assert result["bytes"] == 3 * 4 * weights  # what both ranks hold is counted once
+    assert "stall / save: colossus" in text
+
+
+@pytest.mark.long
 def test_collectives(tmp_path: Path) -> None:
     text, payload = smoke("collectives", tmp_path)
     assert {row["ranks"] for row in payload["results"]} == {2, 3}
