@@ -49,6 +49,7 @@ class Saves:
         self._ended: list[SavedCheckpoint] = []
         #: kept for all ranks to raise
         self._failed: CheckpointError | None = None
+        self._has_asked_to_stop = False
         self._is_root_known = False
         #: the checkpoint in this run's own folder that it goes on from, until `latest` names it
         self._origin: Path | None = None
@@ -153,6 +154,7 @@ class Saves:
                 return
             if stops:  # ranks hear of it at different steps: they raise it at the next one that is due
                 self._engine.request_stop()
+                self._has_asked_to_stop = True
             if self._engine.context.is_logging_rank:
                 log.error("%s; training %s", error, "stops" if stops else "goes on")
 
@@ -169,6 +171,9 @@ class Saves:
             on_all_ranks(context.group(context.grid.names), work, tells_ranks=False)
         except CheckpointError:
             self._saved_step = None
+            if self._has_asked_to_stop:  # whoever catches this goes on
+                self._engine.withdraw_stop()
+                self._has_asked_to_stop = False
             raise
 
     def finish(self, patience: float | None = None) -> None:
