@@ -215,7 +215,6 @@ class Checkpoints:
 
         self.weights_from = self._read_newest(lambda damaged: folder.locate(Path(path), damaged), take)
         (self.weights_match,) = matched
-        self._saves.is_changed()
         if not self.weights_match.is_complete and self._engine.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
         return self.weights_match
@@ -235,6 +234,7 @@ class Checkpoints:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
         self._saves.require_between_steps("loaded")
         self.finish()
+        self._saves.is_changed()
         world = self._engine.context.group(self._engine.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._engine.context.is_logging_rank

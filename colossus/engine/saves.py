@@ -224,8 +224,8 @@ class Saves:
         self._origin = found if is_own and self._config.every else None
 
     def is_changed(self) -> None:
-        """The state is that of no checkpoint now."""
-        self._begun_step = self._saved_step = self._origin = None
+        """The state may be that of no checkpoint now."""
+        self._begun_step = self._saved_step = None
 
     def name_latest(self) -> None:
         """Training goes on: let ``latest`` name the checkpoint it goes on from, which may be an older one."""

@@ -204,6 +204,7 @@ def test_names_of_hooks(in_memory: Path, caplog: pytest.LogCaptureFixture) -> No
     engine.checkpoints.hooks = [_Keeper("broken")]
     with pytest.raises(CheckpointError, match="the hook _Keeper: load_state_dict: RuntimeError: boom"):
         engine.checkpoints.load(root)
+    steps(engine, 1)
     engine.checkpoints.hooks = [keeper := _Keeper(None)]
     engine.checkpoints.save().wait()
     keeper.value = 5
