@@ -100,6 +100,8 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
 class DueEvaluations(Hook):
     """Evaluates, and remembers in checkpoints that an evaluation was left out because of a stop: it is made up for.
 
+    The name of the class is in checkpoints.
+
     Attributes:
         is_owed: whether the run goes on behind a step whose evaluation was left out.
         last_loss: of the last evaluation, None when there was none.

@@ -89,15 +89,16 @@ class EngineState:
 
         def prepare() -> tuple[dict[str, int], dict[str, int]]:
             self.hook_states.before_save(engine)
-            require_no_late_buffers(engine.model, self._buffers)
-            buffers.update(buffers_of(engine.model))
-            of_hooks.update(self.hook_states.collect())
-            if is_alone:  # nobody has others
-                return dict.fromkeys(buffers, 0), dict.fromkeys(of_hooks, 0)
-            return checksums(buffers), {path: each.checksum() for path, each in of_hooks.items()}
+            with as_shards(), torch.no_grad():
+                require_no_late_buffers(engine.model, self._buffers)
+                buffers.update(buffers_of(engine.model))
+                of_hooks.update(self.hook_states.collect())
+                if is_alone:  # nobody has others
+                    return dict.fromkeys(buffers, 0), dict.fromkeys(of_hooks, 0)
+                return checksums(buffers), {path: each.checksum() for path, each in of_hooks.items()}
 
+        sums = gather_on_all_ranks(self._world, prepare)
         with as_shards(), torch.no_grad():
-            sums = gather_on_all_ranks(self._world, prepare)
             state.tensors += held_buffers(buffers, rank, [of_buffers for of_buffers, _ in sums])
             boxes = self._boxes()
             for box in boxes:
