@@ -192,14 +192,14 @@ def test_names_of_hooks(in_memory: Path, caplog: pytest.LogCaptureFixture) -> No
     root = in_memory / "checkpoints"
     namesake = type("_Keeper", (_Keeper,), {"__qualname__": "_Keeper"})
     engine = engine_of(root)
-    engine.checkpoints.hooks = [_Keeper("first"), namesake("second"), _Keeper(torch.ones(2)), _Keeper.Inner()]
+    engine.checkpoints.hooks = [_Keeper(torch.ones(2)), namesake("second"), _Keeper("third"), _Keeper.Inner()]
     engine.checkpoints.save().wait()
     engine.checkpoints.hooks = []
     first, second, third = hooks = [_Keeper(0), namesake(0), _Keeper(0)]
     with torch.inference_mode():
         engine.checkpoints.load(root)
     engine.checkpoints.hooks = hooks
-    assert (first.value, second.value, third.value.tolist()) == ("first", "second", [1.0, 1.0])
+    assert (first.value.tolist(), second.value, third.value) == ([1.0, 1.0], "second", "third")
     steps(engine, 1)  # nothing that was loaded is of inference mode
     engine.checkpoints.hooks = [_Keeper("broken")]
     with pytest.raises(CheckpointError, match="the hook _Keeper: load_state_dict: RuntimeError: boom"):
@@ -252,8 +252,12 @@ def test_a_save_of_ones_own_counts(in_memory: Path, disk: dict[str, Any], caplog
     engine.checkpoints.after_step()
     engine.checkpoints.save().wait()
     assert caplog.text.count("No space left") == 1
+    written = disk["written"]
+    engine.checkpoints.after_step(is_last=True)
+    assert disk["written"] == written
     engine.checkpoints.load_weights(root)
-    assert engine.checkpoints.after_step(is_last=True), "the state is that of no checkpoint any more"
+    engine.checkpoints.after_step(is_last=True)
+    assert disk["written"] == written + 1, "the state is that of no checkpoint any more"
     engine.close()
 
 
