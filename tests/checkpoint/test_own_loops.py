@@ -258,6 +258,15 @@ def test_a_save_of_ones_own_counts(in_memory: Path, disk: dict[str, Any], caplog
     engine.checkpoints.load_weights(root)
     engine.checkpoints.after_step(is_last=True)
     assert disk["written"] == written + 1, "the state is that of no checkpoint any more"
+    engine.checkpoints.save()
+    engine.checkpoints.save()
+    assert len(engine.checkpoints.after_step(is_last=True)) == 2
+    disk["is_full"] = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        engine.checkpoints.save().wait()
+    disk["is_full"] = False
+    assert len(engine.checkpoints.after_step(is_last=True)) == 1
+    assert caplog.text.count("No space left") == 1, "the other one was raised"
     engine.close()
 
 
