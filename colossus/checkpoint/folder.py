@@ -234,6 +234,17 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
     return target
 
 
+def name_latest(path: Path) -> None:
+    """Let ``latest`` name a checkpoint that is there: a run goes on from it, and newer ones are of another branch."""
+    root, name = path.parent, f"{path.name}\n".encode()
+    with contextlib.suppress(OSError):
+        if (root / LATEST).read_bytes() == name:
+            return
+    write_flushed(root / f".{LATEST}", name)
+    os.replace(root / f".{LATEST}", root / LATEST)
+    flush_folder(root)
+
+
 def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
     """Remove old checkpoints: all but the ``keep_last`` newest and those whose step is a multiple of ``keep_every``.
 

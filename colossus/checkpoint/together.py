@@ -25,15 +25,25 @@ def on_all_ranks(group: AxisGroup, work: Callable[[], T], consequence: str = "",
         CheckpointError: on all ranks, when the work failed on any: which, and why.
     """
     done: list[T] = []
+    gather_on_all_ranks(group, lambda: done.append(work()), consequence, tells_ranks)
+    return done[0]
+
+
+def gather_on_all_ranks(
+    group: AxisGroup, work: Callable[[], T], consequence: str = "", tells_ranks: bool = True
+) -> list[T]:
+    """`on_all_ranks`, with what the work gave on each of them, in one collective."""
+    done: list[T] = []
     error: Exception | None = None
     problem: tuple[bool, str, str] | None = None
     try:
         done.append(work())
     except Exception as raised:
         error, problem = raised, (isinstance(raised, DamagedCheckpoint), in_words(raised), platform.node())
-    problems = all_gather_object(problem, group)
+    gathered = all_gather_object((problem, done), group)
+    problems = [each for each, _ in gathered]
     if not any(problems):
-        return done[0]
+        return [given for _, (given,) in gathered]
     failed = [(rank, told) for rank, told in zip(group.ranks, problems, strict=True) if told is not None]
     rank, (_, text, node) = failed[0]
     if tells_ranks and len(failed) < group.size:

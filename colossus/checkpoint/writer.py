@@ -1,7 +1,7 @@
 """Writing checkpoints: every rank its part, in parallel; the manifest and the name last.
 
-No collective: what a rank writes follows from layouts, and that it is written it says in the store. So all of it but
-the copy of the tensors can happen in a thread while training goes on.
+No collective but what `collect` does: what a rank writes follows from layouts, and that it is written it says in the
+store. So all of it but the copy of the tensors can happen in a thread while training goes on.
 """
 
 from __future__ import annotations

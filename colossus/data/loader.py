@@ -39,6 +39,9 @@ class Loader:
 
     Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the step only, so
     `set_step` (or `load_state_dict`) continues a run exactly; data that cannot seek is read up to there.
+
+    Attributes:
+        num_untrained: batches given since the last train step, which sets it to 0.
     """
 
     def __init__(self, source: Source, *, shard: BatchShard, device: torch.device) -> None:
@@ -46,6 +49,7 @@ class Loader:
         self.shard = shard
         self.device = device
         self._peeked: _Peeked | None = None
+        self.num_untrained = 0
 
     @property
     def step(self) -> int:
@@ -56,6 +60,7 @@ class Loader:
         """Make ``step`` the next one."""
         if step < 0:
             raise ValueError(f"step = {step} is negative")
+        self.num_untrained = 0
         if step != self.step:
             self._peeked = None
             self.source.seek(step)
@@ -77,8 +82,10 @@ class Loader:
     def __next__(self) -> Batch:
         if self._peeked is not None:
             batch, self._peeked = self._peeked.batch, None
-            return batch
-        return self._read()
+        else:
+            batch = self._read()
+        self.num_untrained += 1
+        return batch
 
     def _read(self) -> Batch:
         try:
@@ -95,6 +102,20 @@ class Loader:
         state = self.source.state_dict() if self._peeked is None else self._peeked.state
         return {**state, **self._order_settings()}
 
+    def trained_state_dict(self) -> dict[str, Any]:
+        """`state_dict` behind the last batch that was trained on. Warns where it cannot be told any more."""
+        state = self.state_dict()
+        if self.num_untrained:
+            if state.keys() <= {"step", *self._order_settings()}:
+                state["step"] -= self.num_untrained
+            else:
+                log.warning(
+                    "a checkpoint is saved with %d batch(es) taken from the loader and not trained on: a run that goes "
+                    "on from it does not see them. Save after engine.train_step, before the next batch is taken",
+                    self.num_untrained,
+                )
+        return state
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken. Warns when seed, batch size or data are no longer the same."""
         for key, now in self._order_settings().items():
@@ -103,7 +124,7 @@ class Loader:
                     "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
                     key, state[key], now,
                 )  # fmt: skip
-        self._peeked = None
+        self._peeked, self.num_untrained = None, 0
         self.source.load_state_dict(state)
 
     def _order_settings(self) -> dict[str, int]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.together import on_all_ranks
-from colossus.checkpoint.writer import CheckpointWriter, Save, SavedCheckpoint
+from colossus.checkpoint.writer import Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
 from colossus.engine.hooks import Hook
+from colossus.engine.saves import Saves
 from colossus.engine.state.engine_state import EngineState
 
 if TYPE_CHECKING:
@@ -36,11 +38,11 @@ class Checkpoints:
     it, or `save` and `load` as you like.
 
     Attributes:
-        hooks: whose state belongs to the run; `fit` sets them.
+        hooks: whose state belongs to the run; `fit` sets them. Set after a load and before the next step, they take
+            what the checkpoint has of them.
         resume_from: what `resume` loads: "auto" (the latest of this run), a folder, None; as the config has it.
         resumed_from: the checkpoint that was loaded, None where none was.
         resumed_plan: the plan it was saved under, in words.
-        stall_seconds: that training has waited for checkpoints so far, since the engine was made.
         weights_from: the checkpoint of which weights were loaded, None where none were.
         weights_match: what of it went where.
         on_progress: called from any thread when a part of a checkpoint was written or read: nothing is stuck.
@@ -49,38 +51,39 @@ class Checkpoints:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._config = engine, engine.config.checkpoint
         self._state = EngineState(engine)
-        self._writer: CheckpointWriter | None = None
-        self._save: Save | None = None
-        self._failed: CheckpointError | None = None
-        #: step of the checkpoint that has the state as it is
-        self._last_step: int | None = None
+        self._saves = Saves(engine, self._state, lambda: self.on_progress())
         self.resume_from = self._config.resume
         self.resumed_from: Path | None = None
         self.resumed_plan = ""
-        self.stall_seconds = 0.0
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
     def hooks(self) -> Sequence[Hook]:
-        return self._state.hooks
+        return self._state.hook_states.hooks
 
     @hooks.setter
     def hooks(self, hooks: Sequence[Hook]) -> None:
-        self._state.hooks = list(hooks)
+        self._state.hook_states.hooks = hooks
+
+    @property
+    def stall_seconds(self) -> float:
+        """That training has waited for checkpoints so far, since the engine was made."""
+        return self._saves.stall_seconds
 
     @property
     def root(self) -> Path:
         """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
-        if not self._has_root:
-            raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
+        return self._saves.root
 
     # -- saving -------------------------------------------------------------------------------------------
 
     def save(self, *, background: bool | None = None) -> Save:
-        """Start to save the state as it is now; waits for the end of the save before.
+        """Start to save the state as it is now, between two steps; waits for the end of the save before.
+
+        In a loop over ``engine.loader`` call it after `train_step`: a batch that was taken and not trained on yet comes
+        again when the run goes on only where the order of the data follows from the step; else a warning says so.
 
         Args:
             background: whether the step waits for a copy in memory only; by default as the config has it.
@@ -88,21 +91,7 @@ class Checkpoints:
         Returns:
             What can be waited for; it raises there what went wrong.
         """
-        background = self._config.background if background is None else background
-        began = time.perf_counter()
-        for hook in self.hooks:
-            hook.on_save(self._engine)
-        if self._writer is None:
-            self._writer = CheckpointWriter(
-                self.root,
-                self._engine.context,
-                keep_last=self._config.keep_last,
-                keep_every=self._config.keep_every,
-                on_block=lambda: self.on_progress(),
-            )
-        save = self._writer.save(self._state.collect, self._state.about(), background=background)
-        self.stall_seconds += time.perf_counter() - began
-        return save
+        return self._saves.save(background=self._config.background if background is None else background)
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
         """Save if ``checkpoint.every`` says so; tell which saves have ended since the last call.
@@ -111,42 +100,10 @@ class Checkpoints:
             is_last: no step follows: save what is not saved yet, and wait until it is.
 
         Raises:
-            CheckpointError: under ``checkpoint.on_error = "stop"``, when a save failed and all ranks know it.
+            CheckpointError: on all ranks, when the save after the last step failed; under ``checkpoint.on_error =
+                "stop"`` after the next step that is due when any did. A later call tries again.
         """
-        if not self._config.every:
-            return []
-        step = self._engine.completed_steps
-        is_due = (is_last or step % self._config.every == 0) and step != self._last_step
-        told = []
-        if self._save is not None and (is_due or is_last or self._save.is_done):
-            told += self._settle(is_last=False)
-        is_due = is_due or (is_last and step != self._last_step)  # the save under way may just have failed
-        if is_due and self._failed is None:
-            self._save, self._last_step = self.save(background=self._config.background and not is_last), step
-            if is_last or not self._config.background:
-                told += self._settle(is_last=is_last)
-        if self._failed is not None:
-            if is_last or not self._config.background:
-                raise self._failed
-            self._engine.request_stop()  # ranks hear of it at different steps; they stop, and raise, after the same
-        return told
-
-    def _settle(self, *, is_last: bool) -> list[SavedCheckpoint]:
-        """The save under way, which is waited for; one that failed is told, or kept for all ranks to raise."""
-        save, self._save = self._save, None
-        assert save is not None
-        began = time.perf_counter()
-        save.ended()
-        self.stall_seconds += time.perf_counter() - began
-        try:
-            return [save.wait()]
-        except CheckpointError as error:
-            self._last_step = None
-            if self._config.on_error == "stop" or is_last:  # nothing is left to go on with
-                self._failed = error
-            elif self._engine.context.is_logging_rank:
-                log.error("%s; training goes on", error)
-        return []
+        return self._saves.after_step(is_last=is_last)
 
     def finish(self, patience: float | None = None) -> None:
         """Wait for the end of the save under way. If it failed, and nobody was told, rank 0 says so in the log.
@@ -154,14 +111,15 @@ class Checkpoints:
         Args:
             patience: seconds after which a silent rank is given up; by default ``comm.timeout_seconds``.
         """
-        if self._writer is not None:
-            self._writer.finish(patience)
+        self._saves.finish(patience)
 
     def close(self) -> None:
         """`finish`, and let go of the folder."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._saves.close()
+
+    def during_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around a train step: nothing is saved or loaded inside."""
+        return self._saves.during_step()
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -179,16 +137,18 @@ class Checkpoints:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
         wanted, weights = self.resume_from, self._config.weights
-        if self.resumed_from is not None or self.weights_from is not None:
+        self._saves.require_root()
+        if self.resumed_from is not None:
             return None
         found = None
         if wanted is not None:
             find = folder.find_latest if wanted == "auto" else folder.locate
             path = self.root if wanted == "auto" else Path(wanted)
-            with _named(f"checkpoint.resume = {wanted!r}"):
+            with _under_key(f"checkpoint.resume = {wanted!r}"):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
-        if found is None and weights is not None and not self._engine.completed_steps:
-            with _named("checkpoint.weights"):
+        begins = found is None and self.weights_from is None and not self._engine.completed_steps
+        if begins and weights is not None:
+            with _under_key("checkpoint.weights"):
                 self.load_weights(
                     weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
                 )
@@ -267,12 +227,14 @@ class Checkpoints:
         found = self._read_newest(find, take)
         if found is not None:
             self.resumed_from = found
-            is_own = self._has_root and found.parent.resolve() == self.root.resolve()
-            self._last_step = self._engine.completed_steps if is_own else None
+            self._saves.goes_on_from(found)
         return found
 
     def _read_newest(self, find: Find, take: Callable[[CheckpointReader], None]) -> Path | None:
         """Read what rank 0 finds; if a checksum then shows that it is damaged, what it finds without that."""
+        self._saves.require_between_steps("loaded")
+        self.finish()
+        self._saves.is_changed()
         world = self._engine.context.group(self._engine.context.grid.names)
         damaged: dict[Path, CheckpointError] = {}
         is_first = self._engine.context.is_logging_rank
@@ -282,7 +244,8 @@ class Checkpoints:
             if found is None:
                 return None
             try:
-                with on_all_ranks(world, partial(CheckpointReader, found)) as reader:
+                # what inference mode makes, nothing could train
+                with torch.inference_mode(False), on_all_ranks(world, partial(CheckpointReader, found)) as reader:
                     take(reader)
             except DamagedCheckpoint as error:
                 damaged[found] = error
@@ -291,13 +254,9 @@ class Checkpoints:
             else:
                 return found
 
-    @property
-    def _has_root(self) -> bool:
-        return self._config.dir is not None or self._engine.run_dir is not None
-
 
 @contextlib.contextmanager
-def _named(title: str) -> Iterator[None]:
+def _under_key(title: str) -> Iterator[None]:
     """Errors begin with the key that led to them."""
     try:
         yield

@@ -147,15 +147,17 @@ class Engine:
                 f"train_step was called under torch.{mode}, where nothing gets a gradient: call it outside of that "
                 f"block; for a loss without a step there is eval_step"
             )
-        step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
-        self._begin_run()
-        check = self._reduction.batch_check
-        check.is_silent = self._observers_compare
-        # before the model can write to the batch
-        mark = check.mark(batch, step_batch.fingerprint) if check.is_needed else None
-        totals = self.accumulate_gradients(step_batch)
-        result = self._optimizer_step.run(self.completed_steps, totals, self._stop, mark, self._before_update)
-        self.completed_steps = result.step
+        with self.checkpoints.during_step():
+            step_batch = self.inputs.split(batch, self.config.schedule.microbatches)
+            self._begin_run()
+            check = self._reduction.batch_check
+            check.is_silent = self._observers_compare
+            mark = (
+                check.mark(batch, step_batch.fingerprint) if check.is_needed else None
+            )  # before the model writes to it
+            totals = self.accumulate_gradients(step_batch)
+            result = self._optimizer_step.run(self.completed_steps, totals, self._stop, mark, self._before_update)
+            self.completed_steps = result.step
         return result
 
     def accumulate_gradients(self, batch: StepBatch) -> StepTotals:

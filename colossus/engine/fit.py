@@ -61,7 +61,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
         Exception: whatever a step or a hook raised, after every hook's ``on_exception``.
     """
     steps = engine.config.train.steps
-    evaluations = _Evaluations(engine)
+    evaluations = DueEvaluations(engine)
     engine.checkpoints.hooks = [*hooks, evaluations]
     result, stopped, stop_signal = None, False, None
     completed = engine.completed_steps
@@ -97,8 +97,10 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     return FitSummary(completed, reason, loss, evaluations.last_loss, stop_signal)
 
 
-class _Evaluations(Hook):
+class DueEvaluations(Hook):
     """Evaluates, and remembers in checkpoints that an evaluation was left out because of a stop: it is made up for.
+
+    The name of the class is in checkpoints.
 
     Attributes:
         is_owed: whether the run goes on behind a step whose evaluation was left out.

@@ -39,7 +39,8 @@ class Hook:
 
     def on_save(self, engine: Engine) -> None:
         """A checkpoint of the state as it is between two steps is about to be saved: what belongs to the steps so far
-        and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns."""
+        and lies elsewhere (rows of metrics) must be on the disk before it is complete, so before this returns. What it
+        raises fails the save."""
 
     def on_checkpoint(self, engine: Engine, saved: SavedCheckpoint) -> None:
         """A checkpoint is complete: between two steps, at the latest before ``on_train_end``."""
@@ -58,4 +59,7 @@ class Hook:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, on all ranks before ``on_train_start``; not called if it gave nothing."""
+        """Take back what `state_dict` gave, on all ranks before ``on_train_start``; not called if it gave nothing.
+
+        It is found by the name of the class, and among several of one name by the order of the hooks.
+        """

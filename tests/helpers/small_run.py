@@ -59,12 +59,14 @@ class Counter(Hook):
         self.count = state["count"]
 
 
-def make_engine(root: Path | None, *, steps: int = 6, data: int = 2, model: Any = None, **checkpoint: Any) -> Engine:
+def make_engine(
+    root: Path | None, *, steps: int = 6, data: int = 2, model: Any = None, train_data: Any = Numbers, **checkpoint: Any
+) -> Engine:
     return colossus.initialize(
         dict(
             parallel=dict(data=data),
             model=model or dict(type=Net),
-            data=dict(type=Numbers),
+            data=dict(type=train_data),
             optimizer=dict(type="AdamW", lr=0.01),
             train=dict(steps=steps, global_batch_size=8, seed=1, precision="fp64"),
             checkpoint=dict(dir=str(root) if root else None, **checkpoint),

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from colossus.checkpoint.entries import Entry
+from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import host_bytes
-from colossus.checkpoint.together import on_all_ranks
-from colossus.comm.objects import all_gather_object
-from colossus.context.parallel_context import ParallelContext
-from colossus.engine.state.boxes import buffers_of
 from colossus.engine.state.of_ranks import own_path
 
 
@@ -22,24 +20,46 @@ def own_key(rank: int, name: str) -> str:
     return own_path(rank, f"buffers/{name}")
 
 
-def held_buffers(model: nn.Module, context: ParallelContext) -> Iterator[HeldTensor]:
+def checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
+    """Of what this rank holds, by first name."""
+    return {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()}  # type: ignore[arg-type]
+
+
+def held_buffers(
+    buffers: Mapping[str, Entry], rank: int, of_ranks: Sequence[Mapping[str, int]]
+) -> Iterator[HeldTensor]:
     """The buffers under their names as the first rank has them; those of ranks that differ under names of their own.
 
-    Collective.
+    Args:
+        of_ranks: checksums.
     """
-    buffers = buffers_of(model)
-    world = context.group(context.grid.names)
-    sums = on_all_ranks(
-        world,
-        lambda: {name: zlib.crc32(host_bytes(entry.held)) for name, entry in buffers.items()},  # type: ignore[arg-type]
-    )
-    of_ranks = all_gather_object(sums, world)
     for name, entry in buffers.items():
-        first = next(rank for rank, theirs in enumerate(of_ranks) if name in theirs)
-        if context.rank == first:
+        first = next(each for each, theirs in enumerate(of_ranks) if name in theirs)
+        if rank == first:
             yield HeldTensor.whole(f"model/{name}", entry.held)  # type: ignore[arg-type]
-        elif sums[name] != of_ranks[first][name]:
-            yield HeldTensor.whole(own_key(context.rank, name), entry.held)  # type: ignore[arg-type]
+        elif of_ranks[rank][name] != of_ranks[first][name]:
+            yield HeldTensor.whole(own_key(rank, name), entry.held)  # type: ignore[arg-type]
+
+
+def persistent_names(model: nn.Module) -> set[str]:
+    """Of this rank, under all names."""
+    kept = model.state_dict(keep_vars=True)
+    return {name for name, _ in model.named_buffers(remove_duplicate=False) if name in kept}
+
+
+def require_no_late_buffers(model: nn.Module, made: Container[str]) -> None:
+    """That all buffers were there when the engine was made: a model that begins anew has no place for others.
+
+    Raises:
+        CheckpointError: with the names of the others.
+    """
+    late = sorted(name for name in persistent_names(model) if name not in made)
+    if late:
+        raise CheckpointError(
+            f"buffers that the model did not have when the engine was made: {', '.join(late)}. A fresh model could not "
+            f"take them from a checkpoint: give them a tensor of their shape in __init__, or register them with "
+            f"persistent=False"
+        )
 
 
 def read_buffer(reader: CheckpointReader, name: str, buffer: HeldTensor, rank: int | None) -> None:

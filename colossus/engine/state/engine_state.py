@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from colossus.arithmetic import factors
+from colossus.checkpoint.entries import Entry
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.held_tensor import HeldTensor
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
-from colossus.checkpoint.together import on_all_ranks
-from colossus.checkpoint.values import decode, encode
+from colossus.checkpoint.together import gather_on_all_ranks, on_all_ranks
+from colossus.checkpoint.values import decode
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
-from colossus.engine.hooks import Hook
 from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
-from colossus.engine.state.buffers import held_buffers
-from colossus.engine.state.hook_state import hook_values
+from colossus.engine.state.buffers import checksums, held_buffers, persistent_names, require_no_late_buffers
+from colossus.engine.state.hook_state import EncodedState, HookStates
+from colossus.engine.state.of_ranks import own_path
 from colossus.engine.state.optimizer import (
     group_options,
     is_empty,
@@ -53,12 +53,14 @@ class EngineState:
     random generators, hooks.
 
     Attributes:
-        hooks: whose ``state_dict`` belongs to the run.
+        hook_states: of the hooks that belong to the run.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.hooks: list[Hook] = []
+        self._world = engine.context.group(engine.context.grid.names)
+        self.hook_states = HookStates(engine.context)
+        self._buffers = persistent_names(engine.model)
         #: the options of the optimizer's groups as it was made
         self._made = group_options(engine.optimizer)
 
@@ -75,33 +77,58 @@ class EngineState:
     # -- giving -------------------------------------------------------------------------------------------
 
     def collect(self) -> RankState:
-        """What this rank adds to a checkpoint: views, no copies. Collective.
+        """What this rank adds to a checkpoint: views, no copies. Collective: one gather, of checksums.
 
         Raises:
-            CheckpointError: for state that a checkpoint cannot hold.
+            CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
         """
-        engine, state = self._engine, RankState()
+        engine, state, rank = self._engine, RankState(), self._engine.context.rank
+        is_alone = self._world.size == 1
+        buffers: dict[str, Entry] = {}
+        of_hooks: dict[str, EncodedState] = {}
+
+        def prepare() -> tuple[dict[str, int], dict[str, int]]:
+            self.hook_states.before_save(engine)
+            with as_shards(), torch.no_grad():
+                require_no_late_buffers(engine.model, self._buffers)
+                buffers.update(buffers_of(engine.model))
+                of_hooks.update(self.hook_states.collect())
+                if is_alone:  # nobody has others
+                    return dict.fromkeys(buffers, 0), dict.fromkeys(of_hooks, 0)
+                return checksums(buffers), {path: each.checksum() for path, each in of_hooks.items()}
+
+        sums = gather_on_all_ranks(self._world, prepare)
         with as_shards(), torch.no_grad():
-            state.tensors += held_buffers(engine.model, engine.context)
-            of_hooks = hook_values(self.hooks, engine.context)  # the last collective
+            state.tensors += held_buffers(buffers, rank, [of_buffers for of_buffers, _ in sums])
             boxes = self._boxes()
             for box in boxes:
                 state.tensors.append(box.held(f"{self._replica()}model/{box.name}"))
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
-            for name, entry in buffers_of(engine.model).items():
+            for name, entry in buffers.items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
             for section, held in self._per_parameter().items():
                 state.tensors += held_of_state(self._replica() + section, held, boxes, state.values)
-        for path, value in (self._groups() | run_values(engine) | of_hooks).items():
-            tensors: dict[str, Tensor] = {}
-            state.values[path] = encode(value, path, tensors)
-            state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in tensors.items()]
+        encoded = [EncodedState.of(value, path) for path, value in (self._groups() | run_values(engine)).items()]
+        (_, first), (_, mine) = sums[0], sums[rank]
+        for path, each in of_hooks.items():
+            if rank == 0:
+                encoded.append(each)
+            elif mine[path] != first.get(path):
+                encoded.append(each.under(own_path(rank, path)))
+        for each in encoded:
+            state.values[each.path] = each.value
+            state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in each.tensors.items()]
         return state
 
     def _boxes(self) -> list[ParameterBox]:
         engine = self._engine
         elsewhere = [engine.store.stored(param) for param in engine.strategy.parts.counted_elsewhere]
         return parameter_boxes(engine.model, engine.context, elsewhere, replicas_differ=not engine.strategy.exact)
+
+    def _made_boxes(self) -> list[ParameterBox]:
+        """`_boxes` of a model that has the buffers it was made with."""
+        require_no_late_buffers(self._engine.model, self._buffers)
+        return self._boxes()
 
     def _replica(self) -> str:
         """Before the keys of what belongs to a replica with parameters of its own: nothing for the first."""
@@ -145,11 +172,10 @@ class EngineState:
             CheckpointError: on all ranks, before anything is changed: a file is corrupted, or the model another.
         """
         engine = self._engine
-        context = engine.context
-        world = context.group(context.grid.names)
+        context, world = engine.context, self._world
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
-            boxes = self._boxes()
+            boxes = on_all_ranks(world, self._made_boxes)
             match = require_same_model(reader, known_weights(engine.model, boxes, context))
             # what can be found wrong is found before anything is changed
             on_all_ranks(world, lambda: self._check_values(reader))
@@ -187,7 +213,7 @@ class EngineState:
         options = options_to_go_on(self._made, saved_groups(reader), tells=context.is_logging_rank)
         restore(engine.optimizer, state, options)
         engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
-        restore_run(engine, self.hooks, reader, is_same_plan=is_same_plan)
+        restore_run(engine, self.hook_states, reader, is_same_plan=is_same_plan)
 
     def load_weights(
         self,
@@ -207,7 +233,7 @@ class EngineState:
         """
         engine = self._engine
         with as_shards(), torch.no_grad():
-            boxes = self._boxes()
+            boxes = on_all_ranks(self._world, self._made_boxes)
             known = known_weights(engine.model, boxes, engine.context)
             try:
                 match = match_weights(
@@ -220,9 +246,8 @@ class EngineState:
                     )
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
-            world = engine.context.group(engine.context.grid.names)
-            reader.verify(world, on_progress)
-            on_all_ranks(world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+            reader.verify(self._world, on_progress)
+            on_all_ranks(self._world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
         torch.clear_autocast_cache()
         return match
 

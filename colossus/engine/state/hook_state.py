@@ -6,52 +6,139 @@ of the checkpoint. All others take that of rank 0.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import host_bytes
-from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.values import decode, encode
-from colossus.comm.objects import broadcast_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hooks import Hook
-from colossus.engine.state.of_ranks import of_ranks, own_path
+from colossus.engine.state.of_ranks import of_ranks
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
 
 log = logging.getLogger("colossus.engine")
 
 
-def hook_values(hooks: Sequence[Hook], context: ParallelContext) -> dict[str, Any]:
-    """What this rank adds, by path. Collective.
+@dataclass(frozen=True)
+class EncodedState:
+    """State as it was given, as JSON, and the tensors of it by key, which begin with ``path``."""
 
-    Raises:
-        CheckpointError: on all ranks, where a hook fails on any, or gives what cannot be saved.
+    given: Any
+    path: str
+    value: Any
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Any, path: str) -> EncodedState:
+        tensors: dict[str, Tensor] = {}
+        return cls(state, path, encode(state, path, tensors), tensors)
+
+    def under(self, path: str) -> EncodedState:
+        """The same with another path."""
+        return self.of(self.given, path)
+
+    def checksum(self) -> int:
+        crc = zlib.crc32(json.dumps(self.value).encode())
+        for tensor in self.tensors.values():
+            crc = zlib.crc32(host_bytes(tensor), crc)
+        return crc
+
+
+class HookStates:
+    """The hooks of a run, and what a checkpoint has of hooks that are not there yet.
+
+    Attributes:
+        hooks: whose ``state_dict`` belongs to the run. Those that are set after a load, and before the next step, take
+            what was saved.
     """
-    world = context.group(context.grid.names)
-    states = on_all_ranks(world, lambda: _states(hooks))
-    first = broadcast_object({name: crc for name, (_, crc) in states.items()}, world, 0)
-    if context.rank == 0:
-        return {f"hooks/{name}": state for name, (state, _) in states.items()}
-    return {
-        own_path(context.rank, f"hooks/{name}"): state
-        for name, (state, crc) in states.items()
-        if crc != first.get(name)
-    }
+
+    def __init__(self, context: ParallelContext) -> None:
+        self._context = context
+        self._hooks: list[Hook] = []
+        #: by name, decoded
+        self._untaken: dict[str, Any] = {}
+
+    @property
+    def hooks(self) -> list[Hook]:
+        return self._hooks
+
+    @hooks.setter
+    def hooks(self, hooks: Sequence[Hook]) -> None:
+        self._hooks = list(hooks)
+        self._give()
+
+    def before_save(self, engine: Engine) -> None:
+        for name, hook in _by_name(self._hooks):
+            with _naming(name, "on_save"):
+                hook.on_save(engine)
+
+    def collect(self) -> dict[str, EncodedState]:
+        """What each hook of this rank gives, if it gives anything, by path."""
+        states = {}
+        for name, hook in _by_name(self._hooks):
+            with _naming(name, "state_dict"):
+                state = hook.state_dict()
+                if state:
+                    path = f"hooks/{name}"
+                    states[path] = EncodedState.of(state, path)
+        return states
+
+    def restore(self, reader: CheckpointReader, *, is_same_plan: bool, was_trained: bool) -> None:
+        """Give hooks of the same name and number what was saved; keep what nobody takes for those that come.
+
+        Args:
+            was_trained: the engine has done steps before this load.
+        """
+        self._untaken = _saved_states(reader, self._context, is_same_plan=is_same_plan)
+        if was_trained:
+            self._warn_of_kept()
+        self._give()
+
+    def forget_untaken(self) -> None:
+        """A step begins: a hook that came later would take what is out of date."""
+        if self._untaken and self._context.is_logging_rank:
+            log.warning(
+                "the checkpoint has state of hooks that this run does not have: %s. It is dropped; to take it, give "
+                "the hooks to fit, or set engine.checkpoints.hooks, before the first step",
+                ", ".join(self._untaken),
+            )
+        self._untaken = {}
+
+    def _give(self) -> None:
+        for name, hook in _by_name(self._hooks) if self._untaken else ():
+            if name in self._untaken:
+                with _naming(name, "load_state_dict"):
+                    hook.load_state_dict(self._untaken.pop(name))
+
+    def _warn_of_kept(self) -> None:
+        for name, hook in _by_name(self._hooks):
+            if name not in self._untaken:
+                with _naming(name, "state_dict"):
+                    keeps = bool(hook.state_dict())
+                if keeps and self._context.is_logging_rank:
+                    log.warning(
+                        "the checkpoint has no state of the hook %s: it keeps that of the steps behind it", name
+                    )
 
 
-def restore_hooks(
-    hooks: Sequence[Hook], reader: CheckpointReader, context: ParallelContext, *, is_same_plan: bool
-) -> None:
-    """Give hooks of the same class and number what was saved."""
-    values = reader.manifest.values
-    for name, hook in _named(hooks):
-        own = of_ranks(values, f"hooks/{name}")
-        value = values.get(f"hooks/{name}")
+def _saved_states(reader: CheckpointReader, context: ParallelContext, *, is_same_plan: bool) -> dict[str, Any]:
+    """What this rank takes of a checkpoint, by the names of hooks."""
+    values, states = reader.manifest.values, {}
+    names = dict.fromkeys(path.rpartition("hooks/")[2] for path in values if _is_of_hook(path))
+    for name in names:
+        own, value = of_ranks(values, f"hooks/{name}"), values.get(f"hooks/{name}")
         if is_same_plan:
             value = own.get(context.rank, value)
         elif own and context.is_logging_rank:
@@ -60,28 +147,35 @@ def restore_hooks(
                 name,
             )
         if value is not None:
-            hook.load_state_dict(decode(value, reader.tensor))
-
-
-def _states(hooks: Sequence[Hook]) -> dict[str, tuple[Mapping[str, Any], int]]:
-    """What each hook of this rank gives, if it gives anything, and a checksum of it."""
-    states: dict[str, tuple[Mapping[str, Any], int]] = {}
-    for name, hook in _named(hooks):
-        if state := hook.state_dict():
-            tensors: dict[str, Tensor] = {}
-            text = json.dumps(encode(state, f"hooks/{name}", tensors))
-            crc = zlib.crc32(text.encode())
-            for tensor in tensors.values():
-                crc = zlib.crc32(host_bytes(tensor), crc)
-            states[name] = state, crc
+            states[name] = decode(value, reader.tensor)
     return states
 
 
-def _named(hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
-    """By class; of several of one class by their number, too."""
+def _is_of_hook(path: str) -> bool:
+    root, _, rest = path.partition("/")
+    return root == "hooks" or (root == "ranks" and rest.partition("/")[2].startswith("hooks/"))
+
+
+@contextlib.contextmanager
+def _naming(name: str, method: str) -> Iterator[None]:
+    """What a hook raises says which hook it was."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the hook {name}: {method}: {in_words(error)}") from error
+
+
+def _by_name(hooks: Sequence[Hook]) -> list[tuple[str, Hook]]:
+    """By the name of the class; of several of one name by their number, too.
+
+    A class inside of another is ``Outer:Inner``: what follows a dot is the hook's own.
+    """
     named: list[tuple[str, Hook]] = []
+    counts: Counter[str] = Counter()
     for hook in hooks:
-        name = type(hook).__qualname__
-        count = sum(type(other) is type(hook) for _, other in named)
-        named.append((f"{name}~{count + 1}" if count else name, hook))
+        name = type(hook).__qualname__.replace(".", ":")
+        counts[name] += 1
+        named.append((f"{name}~{counts[name]}" if counts[name] > 1 else name, hook))
     return named

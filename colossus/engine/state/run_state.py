@@ -4,14 +4,14 @@ generators, what modules and the strategy keep; what hooks keep is in `hook_stat
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.values import decode
-from colossus.engine.hooks import Hook
-from colossus.engine.state.hook_state import restore_hooks
+from colossus.data.loader import Loader
+from colossus.engine.state.hook_state import HookStates
 from colossus.engine.state.module_state import module_states, restore_module_states
 from colossus.engine.state.of_ranks import own_path
 from colossus.engine.state.rng import restore_rng, rng_state
@@ -32,7 +32,10 @@ def run_values(engine: Engine) -> dict[str, Any]:
         index = context.index("data")
         values[f"strategy_values/{index}"] = engine.strategy.state_dict()
         if engine.loaders is not None:
-            values[f"loader/{index}"] = engine.loaders.train.state_dict()
+            with _told_by_one(context.is_logging_rank):
+                loader = engine.loaders.train
+                is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
+                values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
     if context.rank == 0:
         values["train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
         if engine.loss_scaler is not None:
@@ -40,7 +43,7 @@ def run_values(engine: Engine) -> dict[str, Any]:
     return values
 
 
-def restore_run(engine: Engine, hooks: Sequence[Hook], reader: CheckpointReader, *, is_same_plan: bool) -> None:
+def restore_run(engine: Engine, hooks: HookStates, reader: CheckpointReader, *, is_same_plan: bool) -> None:
     """Take it back, under any plan. What is worth a warning is told by one rank.
 
     A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
@@ -52,6 +55,7 @@ def restore_run(engine: Engine, hooks: Sequence[Hook], reader: CheckpointReader,
         return decode(values[path], reader.tensor) if path in values else None
 
     train = value("train") or {"completed_steps": reader.manifest.step}
+    was_trained = bool(engine.completed_steps)
     engine.completed_steps = train["completed_steps"]
     engine.gradient_watch.load_state_dict(train)
     if engine.loss_scaler is not None and (scale := value("loss_scale")) is not None:
@@ -62,7 +66,7 @@ def restore_run(engine: Engine, hooks: Sequence[Hook], reader: CheckpointReader,
     if engine.loaders is not None:
         with _told_by_one(context.is_logging_rank):
             _restore_place_in_data(engine, reader)
-    restore_hooks(hooks, reader, context, is_same_plan=is_same_plan)
+    hooks.restore(reader, is_same_plan=is_same_plan, was_trained=was_trained)
     # last: what is read above may draw
     restore_rng(values, reader.tensor, context, is_same_plan=is_same_plan, num_steps=engine.completed_steps)
 

@@ -1,0 +1,368 @@
+"""Checkpoints in a loop of one's own: where one may save and load in it, what hooks keep, what a failed save does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.small_run import Counter, Net, Numbers, make_engine
+
+from colossus.checkpoint import folder, writer
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.messages import Messages, RankProblem
+from colossus.engine.engine import Engine
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+from colossus.schedule.runtime.observer import StepObserver
+
+
+def engine_of(root: Path | None, **options: Any) -> Engine:
+    return make_engine(root, data=1, **options)
+
+
+def steps(engine: Engine, number: int) -> list[float]:
+    batches = iter(engine.loader)
+    return [engine.train_step(next(batches)).loss for _ in range(number)]
+
+
+def latest(root: Path) -> str:
+    return (root / "latest").read_text().strip()
+
+
+# -- where a run goes on --------------------------------------------------------------------------------------
+
+
+def test_a_fine_tuning_script_that_runs_again_goes_on(in_memory: Path) -> None:
+    """`load_weights` at its beginning does not switch ``checkpoint.resume`` off."""
+    base, root = in_memory / "base", in_memory / "own"
+    engine = engine_of(base)
+    engine.checkpoints.save().wait()
+    engine.close()
+    for attempt in range(2):
+        engine = engine_of(root, every=2, resume="auto", steps=2 * attempt + 2)
+        engine.checkpoints.load_weights(base)
+        assert fit(engine).steps == 2 * attempt + 2
+        assert (engine.checkpoints.resumed_from is not None) == bool(attempt)
+        engine.close()
+
+
+def test_going_on_from_an_older_checkpoint_moves_latest(in_memory: Path) -> None:
+    """At the first step: a run that is killed then goes on with the branch that was chosen."""
+    root = in_memory / "checkpoints"
+    engine = engine_of(root, every=2, keep_last=0)
+    fit(engine)
+    engine.close()
+    chosen = root / folder.name_of(2)
+    engine = engine_of(root)
+    engine.checkpoints.load(chosen)
+    steps(engine, 1)
+    engine.close()
+    assert latest(root) == "step-00000006", "a run that saves nothing has no branch"
+    engine = engine_of(root, every=2, keep_last=0)
+    engine.checkpoints.load(chosen)
+    assert latest(root) == "step-00000006"
+    steps(engine, 1)
+    assert latest(root) == "step-00000002"
+    engine.close()
+    engine = engine_of(root, every=2, keep_last=0, steps=4, resume=str(root / folder.name_of(4)))
+    fit(engine)  # has no step to do
+    engine.close()
+    assert latest(root) == "step-00000004"
+
+
+def test_a_load_waits_for_the_save_under_way(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, write_file = in_memory / "checkpoints", writer.write_file
+
+    def slow(*args: Any) -> int:
+        torch.randn(3000, 3000).sum()
+        return write_file(*args)
+
+    engine = engine_of(root)
+    engine.checkpoints.save().wait()
+    steps(engine, 1)
+    monkeypatch.setattr(writer, "write_file", slow)
+    engine.checkpoints.save()
+    engine.checkpoints.load(root)
+    assert engine.completed_steps == 1
+    engine.close()
+
+
+def test_a_folder_that_cannot_be_is_found_before_the_first_step(in_memory: Path) -> None:
+    (in_memory / "file").touch()
+    for root, words in ((None, "name a folder for checkpoints"), (in_memory / "file" / "below", "cannot be made")):
+        engine = engine_of(root, every=3)
+        with pytest.raises(ValueError, match=words):
+            fit(engine)
+        assert engine.completed_steps == 0
+        engine.close()
+
+
+# -- the place in the data ------------------------------------------------------------------------------------
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Numbers().values)
+
+
+def test_a_save_at_the_top_of_a_loop(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The batch that is not trained on yet comes again; where its place cannot be told any more, a warning says so."""
+    for data in (Numbers, Stream):
+        root, losses = in_memory / data.__name__, []
+        engine = engine_of(root, train_data=data)
+        for batch in engine.loader:
+            if engine.completed_steps == 2:
+                engine.checkpoints.save().wait()
+            losses.append(engine.train_step(batch).loss)
+            if engine.completed_steps == 4:
+                break
+        engine.close()
+        assert ("1 batch(es) taken from the loader and not trained on" in caplog.text) == (data is Stream)
+        if data is Numbers:
+            engine = engine_of(root)
+            engine.checkpoints.load(root)
+            assert steps(engine, 2) == losses[2:]
+            engine.close()
+
+
+class _Inside(StepObserver):
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def before_update(self) -> None:
+        self.engine.checkpoints.save()
+
+
+def test_no_save_inside_of_a_step(in_memory: Path) -> None:
+    engine = engine_of(in_memory / "checkpoints")
+    engine.observers.append(_Inside(engine))
+    with pytest.raises(CheckpointError, match="cannot be saved inside of a train step"):
+        steps(engine, 1)
+    engine.observers.pop()
+    engine.checkpoints.save().wait()  # between two steps, again
+    engine.close()
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------
+
+
+def test_hooks_that_come_after_a_load_take_what_was_saved(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = in_memory / "checkpoints"
+    engine = engine_of(root, every=3, steps=3)
+    fit(engine, [Counter()])
+    engine.close()
+    engine, counter = engine_of(root, every=3), Counter()
+    engine.checkpoints.load(root)
+    fit(engine, [counter])
+    engine.close()
+    assert (counter.count, caplog.text) == (6, "")
+    engine = engine_of(root, steps=9)
+    engine.checkpoints.load(root)
+    fit(engine)
+    assert "state of hooks that this run does not have: Counter." in caplog.text
+    engine.checkpoints.hooks = [counter := Counter()]
+    assert counter.count == 0, "what it would take now is three steps old"
+    engine.close()
+
+
+class _Keeper(Hook):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"Inner": {"value": self.value}} if self.value is not None else {}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.value == "broken":
+            raise RuntimeError("boom")
+        self.value = state["Inner"]["value"]
+
+    class Inner(Hook):
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": torch.zeros(2)}
+
+
+def test_names_of_hooks(in_memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two classes of one name are two hooks, as is a class inside of another; an error says whose it is."""
+    root = in_memory / "checkpoints"
+    namesake = type("_Keeper", (_Keeper,), {"__qualname__": "_Keeper"})
+    engine = engine_of(root)
+    engine.checkpoints.hooks = [_Keeper(torch.ones(2)), namesake("second"), _Keeper("third"), _Keeper.Inner()]
+    engine.checkpoints.save().wait()
+    engine.checkpoints.hooks = []
+    first, second, third = hooks = [_Keeper(0), namesake(0), _Keeper(0)]
+    with torch.inference_mode():
+        engine.checkpoints.load(root)
+    engine.checkpoints.hooks = hooks
+    assert (first.value.tolist(), second.value, third.value) == ([1.0, 1.0], "second", "third")
+    steps(engine, 1)  # nothing that was loaded is of inference mode
+    engine.checkpoints.hooks = [_Keeper("broken")]
+    with pytest.raises(CheckpointError, match="the hook _Keeper: load_state_dict: RuntimeError: boom"):
+        engine.checkpoints.load(root)
+    steps(engine, 1)
+    engine.checkpoints.hooks = [keeper := _Keeper(None)]
+    engine.checkpoints.save().wait()
+    keeper.value = 5
+    engine.checkpoints.load(root)
+    assert "the checkpoint has no state of the hook _Keeper: it keeps" in caplog.text
+    engine.close()
+
+
+class _SavesItself(Hook):
+    def on_step_end(self, engine: Engine, result: Any) -> None:
+        engine.checkpoints.save()
+
+
+# -- saves that fail ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """``is_full``, and how many checkpoints were written."""
+    state, put_in_place = {"is_full": False, "written": 0}, folder.put_in_place
+
+    def put(*args: Any) -> Path:
+        if state["is_full"]:
+            raise OSError(28, "No space left on device")
+        state["written"] += 1
+        return put_in_place(*args)
+
+    monkeypatch.setattr(folder, "put_in_place", put)
+    return state
+
+
+def test_a_save_of_ones_own_counts(in_memory: Path, disk: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """`after_step` writes no checkpoint of a step twice, and tells of the other's end; what failed is told once."""
+    root = in_memory / "checkpoints"
+    engine = engine_of(root, every=1, steps=4)
+    fit(engine, [_SavesItself()])
+    engine.close()
+    assert disk["written"] == 4
+    engine = engine_of(root, every=7, resume="auto")
+    engine.checkpoints.resume()
+    disk["is_full"] = True
+    engine.checkpoints.save()
+    engine.checkpoints.finish()
+    disk["is_full"] = False
+    engine.checkpoints.after_step()
+    engine.checkpoints.save().wait()
+    assert caplog.text.count("No space left") == 1
+    written = disk["written"]
+    engine.checkpoints.after_step(is_last=True)
+    assert disk["written"] == written
+    engine.checkpoints.load_weights(root)
+    engine.checkpoints.after_step(is_last=True)
+    assert disk["written"] == written + 1, "the state is that of no checkpoint any more"
+    engine.checkpoints.save()
+    engine.checkpoints.save()
+    assert len(engine.checkpoints.after_step(is_last=True)) == 2
+    disk["is_full"] = True
+    with pytest.raises(CheckpointError, match="No space left"):
+        engine.checkpoints.save().wait()
+    disk["is_full"] = False
+    assert len(engine.checkpoints.after_step(is_last=True)) == 1
+    assert caplog.text.count("No space left") == 1, "the other one was raised"
+    engine.close()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_failure_ends_a_loop_at_the_next_step_that_is_due(
+    in_memory: Path, disk: dict[str, Any], caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    """It is told at once, raised once, and the next attempt is one."""
+    disk["is_full"] = True
+    engine = engine_of(in_memory / "checkpoints", every=2, steps=20, on_error="stop", background=background)
+
+    def train(last: int) -> None:
+        for batch in engine.loader:
+            engine.train_step(batch)
+            engine.checkpoints.after_step()
+            if engine.completed_steps == last:
+                return
+
+    if background:
+        train(2)
+        engine.checkpoints.finish()
+        assert "No space left on device" in caplog.text
+        train(3)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(20)
+    assert engine.completed_steps == (4 if background else 2)
+    with pytest.raises(CheckpointError, match="No space left"):
+        engine.checkpoints.after_step(is_last=True)
+    disk["is_full"] = False
+    assert [saved.step for saved in engine.checkpoints.after_step(is_last=True)] == [engine.completed_steps]
+    train(10)
+    engine.close()
+
+
+class _RefusesToSave(Hook):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_save(self, engine: Engine) -> None:
+        if engine.completed_steps == self.at and engine.context.rank == 1:
+            raise OSError(28, "No space left on device", "/rows")
+
+
+def _on_two_ranks(rank: int, root: Path) -> list[Any]:
+    engine = make_engine(root / "hooks", every=1, steps=4)
+    engine.checkpoints.hooks = [_RefusesToSave(2)]
+    told = []
+    for batch in engine.loader:
+        engine.train_step(batch)
+        told += [saved.step for saved in engine.checkpoints.after_step(is_last=engine.completed_steps == 4)]
+        if engine.completed_steps == 4:
+            break
+    share_outcome = Messages.share_outcome
+
+    def lose_it(self: Messages, *args: Any) -> Any:
+        outcome = share_outcome(self, *args)
+        if rank == 1 and not lost:
+            lost.append(outcome)
+            raise RankProblem("rank 0 has not been heard of")
+        return outcome
+
+    lost: list[Any] = []
+    Messages.share_outcome = lose_it  # type: ignore[method-assign]
+    steps(engine, 1)
+    engine.checkpoints.save()  # of which one rank does not hear how it ended
+    told += [saved.step for saved in engine.checkpoints.after_step(is_last=True)]
+    engine.model.register_buffer("late", torch.ones(2) if rank else None)
+    try:
+        engine.checkpoints.save().wait()
+    except CheckpointError as error:
+        told.append(str(error))
+    engine.close()
+    return told
+
+
+def test_what_one_rank_alone_sees(in_memory: Path) -> None:
+    """A hook that fails there, an end of a save that is not heard of, a buffer that is made late: nobody hangs."""
+    here, there = run_ranks(2, _on_two_ranks, in_memory, with_context=False)
+    assert [each for each in there if isinstance(each, int)] == [1, 3, 4, 5]
+    assert set(here[:-1]) == {1, 3, 4, 5}
+    assert here[-1] == there[-1]
+    assert "did not have when the engine was made: late." in here[-1]
+    assert sorted(name for name in os.listdir(in_memory / "hooks") if "." not in name) == [
+        "latest", "step-00000003", "step-00000004", "step-00000005",
+    ]  # fmt: skip
+
+
+def test_a_late_buffer_is_refused_when_it_is_saved(in_memory: Path) -> None:
+    engine = engine_of(in_memory / "checkpoints", model=dict(type=Net))
+    engine.model.register_buffer("passing", torch.ones(2), persistent=False)
+    engine.checkpoints.save().wait()
+    engine.model.register_buffer("mean", torch.ones(2))
+    for attempt in (
+        lambda: engine.checkpoints.save().wait(),
+        lambda: engine.checkpoints.load(in_memory / "checkpoints"),
+    ):
+        with pytest.raises(CheckpointError, match="engine was made: mean"):
+            attempt()
+    engine.close()
