@@ -6,7 +6,8 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
-    from colossus.data.loader import Loader, Loaders, ValidationLoader, build_loaders
+    from colossus.data.loader import Loader, Loaders, ValidationLoader
+    from colossus.data.make_loaders import build_loaders
     from colossus.data.sampler import sample_indices
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import TokenFile
@@ -43,7 +44,7 @@ __getattr__, __dir__ = lazy_names(
         "TooLittleData": "windows",
         "ValidationLoader": "loader",
         "batch_size_of": "batch",
-        "build_loaders": "loader",
+        "build_loaders": "make_loaders",
         "map_batch": "batch",
         "sample_indices": "sampler",
         "slice_batch": "batch",

@@ -16,7 +16,8 @@ from colossus.config import Config, load_config, resolve_sizes
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
-from colossus.data.loader import Loaders, loaders_of
+from colossus.data.loader import Loaders
+from colossus.data.make_loaders import loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine

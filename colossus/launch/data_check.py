@@ -34,7 +34,7 @@ def check_data(config: Config) -> None:
         ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
     """
     # torch is imported here, once the config is known to be right in itself: it takes seconds
-    from colossus.data.loader import loaders_of
+    from colossus.data.make_loaders import loaders_of
 
     try:
         loaders = loaders_of(config, config.data, data_rank=0, data_size=config.parallel.data or 1, device="cpu")
