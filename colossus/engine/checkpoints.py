@@ -48,6 +48,7 @@ class Checkpoints:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._config = engine, engine.config.checkpoint
+        self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self._state = EngineState(engine)
         self._writer: CheckpointWriter | None = None
         self._save: Save | None = None
@@ -75,7 +76,7 @@ class Checkpoints:
         """The folder of this run's checkpoints; a ValueError outside of a launch, where the config does not name it."""
         if not self._has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
+        return folder.root_of(self._dir, self._engine.run_dir or Path())
 
     # -- saving -------------------------------------------------------------------------------------------
 
