@@ -68,8 +68,14 @@ def make_folder(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole."""
-    if folder.exists():
+    """Remove a folder, if it is there: it loses its name first, so that no half of it is ever taken for a whole.
+
+    Of a link only the name goes: what it leads to was put elsewhere by somebody who wants it there.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        flush_folder(folder.parent)
+    elif folder.exists():
         dying = folder.with_name(f"step-00000000.deleted-{folder.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(dying)
         flush_folder(dying.parent)

@@ -11,7 +11,6 @@ A checkpoint is complete when it has its name: everything is written and flushed
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.foreign import what_else
-from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.checkpoint.manifest import MANIFEST, read_manifest, saved_at
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -39,9 +38,14 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def absolute(path: Path | str) -> Path:
+    """Where a path that a user gives leads now, whatever the working directory will be: ``~`` is the home."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
+
+
 def root_of(given: str | None, run_folder: Path) -> Path:
     """The folder of a run's checkpoints: ``checkpoint.dir``, or one in its run folder."""
-    return Path(given) if given is not None else run_folder / IN_RUN_FOLDER
+    return Path(given).expanduser() if given is not None else run_folder / IN_RUN_FOLDER
 
 
 def temporary(root: Path, step: int, token: str) -> Path:
@@ -51,7 +55,7 @@ def temporary(root: Path, step: int, token: str) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder that looks like a checkpoint."""
+    """A folder that looks like a checkpoint, and when it was saved."""
 
     path: Path
     step: int
@@ -59,12 +63,16 @@ class Found:
 
 
 def checkpoints(root: Path) -> list[Found]:
-    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first by when they were
-    completed; whether they are intact is not looked at."""
+    """The folders in ``root`` with the name and the manifest of a checkpoint, the oldest first; whether they are intact
+    is not looked at.
+
+    By the time that stands in the manifest: a copy of the folder has the same, the time of its files is that of the
+    copy. Not by the step: where a run went back to step 100, a checkpoint of step 200 may be older than one of 150.
+    """
     found = []
     for path, step in named(root):
         with contextlib.suppress(OSError):
-            found.append(Found(path, step, (path / MANIFEST).stat().st_mtime))
+            found.append(Found(path, step, saved_at(path / MANIFEST)))
     return sorted(found, key=lambda each: (each.saved_at, each.step))
 
 
@@ -138,6 +146,7 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
     Raises:
         CheckpointError: when there is none, or it is not whole.
     """
+    path = path.expanduser()
     try:
         if (path / MANIFEST).exists():
             if damaged is not None and path in damaged:
@@ -202,6 +211,8 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
 
     A checkpoint of the same step is kept aside until that is done.
 
+    Once all has its name a flush that fails is a warning: what might be lost is lost only if the machine fails, too.
+
     Raises:
         OSError: the checkpoint has no name then, and the former one has its own.
     """
@@ -209,8 +220,8 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
     flush_folder(temporary_folder)
     write_flushed(root / f".{LATEST}", f"{target.name}\n".encode())  # what needs room on the disk comes first
     try:
-        if target.exists():
-            if aside.exists() and not is_whole(target):
+        if os.path.lexists(target):  # a link that leads nowhere, too
+            if os.path.lexists(aside) and not is_whole(target):
                 remove(target)
             else:
                 remove(aside)
@@ -218,19 +229,21 @@ def put_in_place(temporary_folder: Path, root: Path, step: int) -> Path:
         temporary_folder.rename(target)
         flush_folder(root)
         os.replace(root / f".{LATEST}", root / LATEST)
-        flush_folder(root)
     except BaseException:
         with contextlib.suppress(OSError):
             if not temporary_folder.exists():
                 target.rename(temporary_folder)
         with contextlib.suppress(OSError):
-            if aside.exists() and not target.exists():
+            if os.path.lexists(aside) and not os.path.lexists(target):
                 aside.rename(target)
         with contextlib.suppress(OSError):
             (root / f".{LATEST}").unlink()
         raise
-    with contextlib.suppress(OSError):  # the next one of the step tries again
-        remove(aside)
+    try:
+        flush_folder(root)
+        remove(aside)  # the next one of the step tries again
+    except OSError as error:
+        log.warning("%s is complete, but: %s: %s", target, error.filename or root, error.strerror or error)
     return target
 
 
@@ -267,32 +280,6 @@ def prune(root: Path, keep_last: int, keep_every: int) -> list[Path]:
             remove(path)
             removed.append(path)
     return removed
-
-
-class Claim:
-    """The word of one process that it alone saves into a folder; it ends with `release`, or with the process.
-
-    Attributes:
-        is_held: no other run saves there.
-        is_of_others: another one does. Neither is true where the file system has no locks.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.is_held = self.is_of_others = False
-        self._descriptor: int | None = None
-        try:
-            self._descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process, not of what it forks
-            self.is_held = True
-        except BlockingIOError:
-            self.is_of_others = True
-        except OSError:
-            pass
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor, self.is_held = None, False
 
 
 def remove_left_over(root: Path, besides: Path | None = None) -> None:

@@ -41,8 +41,3 @@ class HeldTensor:
             if local.shape[dim] != stop - start:
                 local = local.narrow(dim, 0, stop - start)
         return cls(key, tuple(shape), box, local, writes)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the box."""
-        return self.local.numel() * self.local.element_size()

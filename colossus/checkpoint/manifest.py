@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus import __version__
+from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.tiling import is_tiling
 
@@ -23,30 +25,12 @@ VERSION = 1
 MANIFEST = "manifest.json"
 
 _PREFIX = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": ')
+#: within the first bytes of a manifest, behind the step
+_SAVED_AT = re.compile(rb'"saved_at": (\d{1,12}(?:\.\d{1,12})?)[,}]')
+_FIRST_BYTES = 256
 _BEGINNING, _END = b'{"crc32": "', b"}\n"
 #: a file in the checkpoint's folder; nothing that leads out of it
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-
-#: bytes of an element of each dtype that a checkpoint can hold, by torch's name
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "complex128": 16,
-    "complex64": 8,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -178,6 +162,21 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpoint(
             f"{path}: cannot be understood ({type(error).__name__}: {error}); take another checkpoint"
         ) from None
+
+
+def saved_at(path: Path) -> float:
+    """When a checkpoint was saved, from the first bytes of its manifest, whose checksum is not looked at; where it does
+    not say, when the file was written.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    modified = path.stat().st_mtime
+    if path.is_file():  # to open a pipe would wait for whoever writes to it
+        with contextlib.suppress(PermissionError), open(path, "rb") as file:
+            if found := _SAVED_AT.search(file.read(_FIRST_BYTES)):
+                return float(found[1])
+    return modified
 
 
 #: what a manifest raises whose checksum is right and whose content is not what colossus writes

@@ -39,13 +39,14 @@ class Messages:
 
     Args:
         on_sign: called when a rank that is waited for has given a sign of life.
+        writer: in the keys, the same on all ranks: what an earlier writer has left is not taken for this one's.
 
     Attributes:
         patience: seconds without a sign of life, after which a rank is given up.
     """
 
-    def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None) -> None:
-        self._on_sign = on_sign
+    def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None, writer: str = "") -> None:
+        self._on_sign, self._writer = on_sign, writer
         self._rank, self._world_size = context.rank, context.world_size
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
@@ -102,7 +103,7 @@ class Messages:
     # -- the store ----------------------------------------------------------------------------------------
 
     def _key(self, what: str, rank: int = 0) -> str:
-        return f"checkpoint/{self._number}/{what}/{rank}"
+        return f"checkpoint/{self._writer}/{self._number}/{what}/{rank}"
 
     def _set(self, key: str, value: Any) -> None:
         if self._store is not None:

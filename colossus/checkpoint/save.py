@@ -38,7 +38,8 @@ class Save:
         self._num_bytes = 0
         self._error: BaseException | None = None
         self._done = threading.Event()
-        #: other ranks have as long as in a collective then
+        #: whether this rank waits for its end; a rank that has not begun is then given up after its timeout, while
+        #: training goes on it is not: its step may just take longer
         self.is_awaited = False
         self._is_told = False
 

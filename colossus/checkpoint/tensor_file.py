@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from colossus.checkpoint.checksum import BLOCK_BYTES
+from colossus.checkpoint.dtypes import CODES
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import Chunk
 from colossus.layout.layout import Box
@@ -29,26 +30,7 @@ FLUSH_BYTES = 1 << 30
 #: what lies between two parts of rows and is as long is not read; what is shorter is read, and dropped
 _LONG_GAP_BYTES = 1 << 15
 
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-#: complex numbers are stored as their real and imaginary parts, in a last dim of 2
-_COMPLEX = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_CODES, *_COMPLEX)}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -83,10 +65,9 @@ def make_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> 
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for key, dtype, shape in tensors:
-        if dtype in _COMPLEX:
-            dtype, shape = _COMPLEX[dtype], (*shape, 2)
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        entries[key] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        stored = [*shape, 2] if dtype.is_complex else list(shape)  # real and imaginary parts
+        entries[key] = {"dtype": CODES[dtype_name(dtype)], "shape": stored, "data_offsets": [start, end]}
         offsets[key] = start
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -208,7 +189,8 @@ class BoxReader:
     def _read_rows(self, descriptor: int, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         """Fill a tensor from consecutive bytes."""
         num_bytes = target.numel() * dtype.itemsize
-        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
+        is_plain = not (target.is_conj() or target.is_neg())  # its memory is its values
+        if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and is_plain:
             read_exactly(descriptor, offset, _memory(target))
         elif num_bytes <= BLOCK_BYTES:
             whole = self._scratch[:num_bytes].view(dtype).view(target.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,11 @@ from colossus.checkpoint.errors import CheckpointError
 
 _PLAIN_DTYPE = re.compile(r"[<>|=][biufc]\d{1,2}")
 #: a dict with one of these keys is not a dict of the user's
-TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set")
+TAGS = ("$tuple", "$items", "$bytes", "$tensor", "$array", "$numpy", "$set", "$frozenset", "$counter", "$defaultdict")
+#: what a defaultdict may make of a key that is new
+_FACTORIES: dict[str, Any] = {"": None} | {
+    kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)
+}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -32,18 +37,24 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]
     if type(value) in (tuple, torch.Size):
         return {"$tuple": [encode(each, f"{path}.{index}", tensors) for index, each in enumerate(value)]}
-    if isinstance(value, dict):
+    if isinstance(value, Counter):
+        return {"$counter": encode(list(value.items()), path, tensors)}
+    if type(value) is defaultdict and value.default_factory in _FACTORIES.values():
+        factory = next(name for name, kind in _FACTORIES.items() if kind is value.default_factory)
+        return {"$defaultdict": [factory, encode(dict(value), path, tensors)]}
+    if type(value) in (dict, OrderedDict):
         if all(type(key) is str for key in value) and not any(key in TAGS for key in value):
             return {key: encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
         items = enumerate(value.items())
         return {
             "$items": [[encode(key, path, tensors), encode(each, f"{path}.{n}", tensors)] for n, (key, each) in items]
         }
-    if type(value) in (set, frozenset):
-        return {"$set": [encode(each, path, tensors) for each in sorted(value)]}
+    if type(value) in (set, frozenset):  # in one order, whatever the hashes of this process
+        inside = sorted(value, key=lambda each: (type(each).__name__, repr(each)))
+        return {f"${type(value).__name__}": [encode(each, path, tensors) for each in inside]}
     if type(value) in (bytes, bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {"$numpy": [value.dtype.str, value.item()]}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         array = np.ascontiguousarray(value)
@@ -78,6 +89,12 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             return {decode(key, tensor): decode(each, tensor) for key, each in inside}
         case "$set":
             return {decode(each, tensor) for each in inside}
+        case "$frozenset":
+            return frozenset(decode(each, tensor) for each in inside)
+        case "$counter":
+            return Counter(dict(decode(inside, tensor)))
+        case "$defaultdict":
+            return defaultdict(_FACTORIES[inside[0]], decode(inside[1], tensor))
         case "$bytes":
             return base64.b64decode(inside)
         case "$numpy":

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from colossus.checkpoint import folder
+from colossus.checkpoint.claim import Claim
 from colossus.checkpoint.durable import make_folder, naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError, in_words
 from colossus.checkpoint.held_tensor import HeldTensor
@@ -64,15 +65,15 @@ class CheckpointWriter:
         keep_every: int = 0,
         on_block: Callable[[], None] = lambda: None,
     ) -> None:
-        self.root, self._context, self._on_block = root, context, on_block
+        self.root, self._context, self._on_block = folder.absolute(root), context, on_block
         self._keep_last, self._keep_every = keep_last, keep_every
         #: in the names of what this run has not completed
         self._token = broadcast_object(uuid.uuid4().hex[:8], context.group(context.grid.names), 0)
-        self._messages = Messages(context, on_block)
+        self._messages = Messages(context, on_block, self._token)
         self._number = 0
         self._staging = Staging()
         self._last: Save | None = None
-        self._claim: folder.Claim | None = None
+        self._claim: Claim | None = None
         #: Ctrl-C, say, of which the other ranks were told
         self._interrupt: BaseException | None = None
         #: whether a save has been completed here: the folder must then be there
@@ -256,12 +257,13 @@ class CheckpointWriter:
 
     def _sweep(self, target: Path) -> None:
         """Remove what a killed run, or a save that failed, has left unfinished: its room is needed."""
-        if self._claim is None:
-            self._claim = folder.Claim(self.root)
-            if self._claim.is_of_others:
+        if self._claim is None or self._claim.is_of_others:
+            is_told = self._claim is not None
+            self._claim = Claim(self.root)
+            if self._claim.is_of_others and not is_told:
                 log.warning(
-                    "%s: another run saves its checkpoints here, too, and each removes what the other one keeps: give "
-                    "one of them a checkpoint.dir of its own",
+                    "%s: another run saves its checkpoints here, too, or another engine of this process, and each "
+                    "removes what the other one keeps: give one of them a checkpoint.dir of its own",
                     self.root,
                 )
         if self._claim.is_held:

@@ -16,6 +16,7 @@ from colossus.comm.objects import all_gather_object
 from colossus.config import Config
 from colossus.config.schema import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.state.optimizer import why_not_saved
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS
 
@@ -67,6 +68,8 @@ def build_optimizer(
         return _from_config(config, named) if named else _updates_nothing([config.optimizer.lr]), config
     made = _make(factory, config, named)
     problem = None if made is _EMPTY else _problem(made, named)
+    if made is not _EMPTY and problem is None and config.checkpoint.every and (reason := why_not_saved(made)):
+        problem = f"{reason}; or set checkpoint.every = 0"
     told = all_gather_object(
         _Told(problem, _rates(made, problem), _sizes(made, problem)), context.group(context.grid.names)
     )

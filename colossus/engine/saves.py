@@ -39,6 +39,8 @@ class Saves:
     def __init__(self, engine: Engine, state: EngineState, on_block: Callable[[], None]) -> None:
         self._engine, self._state, self._on_block = engine, state, on_block
         self._config = engine.config.checkpoint
+        # what it means now, whatever the working directory will be
+        self._dir = None if self._config.dir is None else str(folder.absolute(self._config.dir))
         self.writer: CheckpointWriter | None = None
         self.stall_seconds = 0.0
         self.is_in_step = False
@@ -62,7 +64,7 @@ class Saves:
     def root(self) -> Path:
         if not self.has_root:
             raise ValueError("checkpoint.dir: name a folder for checkpoints; only `colossus launch` has a run folder")
-        return folder.root_of(self._config.dir, self._engine.run_dir or Path())
+        return folder.root_of(self._dir, self._engine.run_dir or Path())
 
     def require_root(self) -> None:
         """Where checkpoints are due, find now that they have nowhere to go, and not at the first save. Collective.

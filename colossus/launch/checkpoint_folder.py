@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from colossus.checkpoint.folder import Claim, checkpoints, remove_left_over, root_of
+from colossus.checkpoint.claim import Claim
+from colossus.checkpoint.folder import checkpoints, remove_left_over, root_of
 from colossus.config import ConfigError
 from colossus.config.checkpoint import Checkpoint
 from colossus.launch import run_folder

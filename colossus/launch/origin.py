@@ -105,7 +105,7 @@ class Origin:
                 self.launch.record(folder)
             resume = AUTO if self.latest_in is not None else None
             if resume is None and checkpoint is not None:
-                resume = os.path.abspath(self.config.checkpoint.resume or checkpoint)
+                resume = os.path.abspath(os.path.expanduser(self.config.checkpoint.resume or checkpoint))
             return Taken(folder, resume, locks.pop_all())
         raise AssertionError("nothing above is suppressed")
 
@@ -179,7 +179,7 @@ def choose(
 def _search(config: Config, given: Path | None) -> tuple[Path | None, Path | None, Path | None, str]:
     """(the latest checkpoint, its run folder, its folder of checkpoints, where it was looked for)."""
     if config.checkpoint.dir is not None:
-        root = Path(config.checkpoint.dir)
+        root = root_of(config.checkpoint.dir, Path())
         used = checkpoint_folder.run_folder_of(root)
         if given is not None and not _belongs(config, given):
             if used is not None:

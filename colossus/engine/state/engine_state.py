@@ -26,8 +26,7 @@ from colossus.engine.state.hook_state import EncodedState, HookStates
 from colossus.engine.state.of_ranks import own_path
 from colossus.engine.state.optimizer import (
     group_options,
-    is_empty,
-    kind_of,
+    optimizer_values,
     options_to_go_on,
     require_same_optimizer,
     restore,
@@ -155,12 +154,7 @@ class EngineState:
         if not is_first_but_along(engine, "pipeline"):
             return {}
         return {
-            f"optimizer_groups/{engine.context.index('pipeline')}": {
-                "kind": kind_of(engine.optimizer),
-                "made": self._made,
-                "now": group_options(engine.optimizer),
-                "is_empty": is_empty(engine.optimizer),
-            }
+            f"optimizer_groups/{engine.context.index('pipeline')}": optimizer_values(engine.optimizer, self._made),
         }
 
     # -- taking -------------------------------------------------------------------------------------------
@@ -210,8 +204,9 @@ class EngineState:
         trained = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
         state = read_state(f"{replica}optimizer", reader, of_trained, engine.optimizer.state)
-        options = options_to_go_on(self._made, saved_groups(reader), tells=context.is_logging_rank)
-        restore(engine.optimizer, state, options)
+        saved = saved_groups(reader)
+        options = options_to_go_on(self._made, saved, tells=context.is_logging_rank)
+        restore(engine.optimizer, state, options, saved.own if saved is not None else {})
         engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
         restore_run(engine, self.hook_states, reader, is_same_plan=is_same_plan)
 

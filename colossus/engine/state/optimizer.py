@@ -1,10 +1,12 @@
-"""The state of an optimizer: of each parameter by logical name, and the options of its groups."""
+"""The state of an optimizer: of each parameter by logical name, the options of its groups, numbers of its own."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.checkpoint.values import decode
+from colossus.checkpoint.values import decode, encode
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.engine.state.per_parameter import ParameterState
@@ -24,11 +26,18 @@ GroupOptions = dict[str, Any]
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[GroupOptions]:
-    """Of each parameter group."""
+    """Of each parameter group: copies, which do not change with the optimizer."""
     return [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be copied cannot be saved either, and is refused there
+        return value
 
 
 def kind_of(optimizer: Any) -> str:
@@ -41,13 +50,81 @@ def is_empty(optimizer: Any) -> bool:
     return not any(param.numel() for group in optimizer.param_groups for param in group["params"])
 
 
+def why_not_saved(optimizer: Any) -> str | None:
+    """Why a checkpoint could not hold what an optimizer keeps, in words: it keeps it where nobody else can see it."""
+    kind = kind_of(optimizer)
+    if not isinstance(getattr(optimizer, "state", None), Mapping):
+        return f"{kind} has no .state, in which an optimizer of torch keeps what belongs to each parameter"
+    inner = [
+        name
+        for name, value in getattr(optimizer, "__dict__", {}).items()
+        if isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
+    ]
+    if inner:
+        return (
+            f"{kind} has another optimizer in .{inner[0]}, which keeps state of its own: no checkpoint would have it. "
+            f"Let both keep one state (self.state = self.{inner[0]}.state, in __init__ and load_state_dict)"
+        )
+    own = inspect.unwrap(type(optimizer).state_dict)
+    if own is not inspect.unwrap(torch.optim.Optimizer.state_dict) and (
+        set(packed := optimizer.state_dict()) != {"state", "param_groups"}
+        or len(packed["state"]) != len(optimizer.state)
+    ):
+        return (
+            f"{kind} has a state_dict of its own, which gives another state than its .state and .param_groups: what "
+            f"that is of which parameter is not known. Keep what belongs to a parameter in self.state[parameter], and "
+            f"leave state_dict to torch.optim.Optimizer"
+        )
+    return None
+
+
+def optimizer_values(optimizer: Any, made: Sequence[GroupOptions]) -> dict[str, Any]:
+    """What is saved of an optimizer beside the state of its parameters.
+
+    Args:
+        made: the options of its groups as it was made.
+
+    Raises:
+        CheckpointError: for state that a checkpoint cannot hold.
+    """
+    if problem := why_not_saved(optimizer):
+        raise CheckpointError(problem)
+    return {
+        "kind": kind_of(optimizer),
+        "made": list(made),
+        "now": group_options(optimizer),
+        "own": _own_state(optimizer),
+        "is_empty": is_empty(optimizer),
+    }
+
+
+def _own_state(optimizer: Any) -> dict[Any, Any]:
+    """What it keeps in its ``state`` for no parameter: numbers, the same on all ranks."""
+    own = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    tensors: dict[str, Tensor] = {}
+    for key, value in own.items():
+        encode(value, f"state[{key!r}]", tensors)
+    for path, tensor in tensors.items():
+        if tensor.dim():
+            raise CheckpointError(
+                f"{kind_of(optimizer)} keeps a tensor of shape {tuple(tensor.shape)} in its {path}, which is the state "
+                f"of no parameter: what another plan would have of it is not known. Keep it in self.state[parameter]"
+            )
+    return own
+
+
 @dataclass(frozen=True)
 class SavedGroups:
-    """What a checkpoint says of an optimizer: its kind, the options of its groups as it was made, and then."""
+    """What a checkpoint says of an optimizer: its kind, the options of its groups as it was made, and then.
+
+    Attributes:
+        own: of its state, what belongs to no parameter.
+    """
 
     kind: str
     made: list[GroupOptions]
     now: list[GroupOptions]
+    own: Mapping[Any, Any] = field(default_factory=dict)
 
 
 def saved_groups(reader: CheckpointReader) -> SavedGroups | None:
@@ -60,7 +137,7 @@ def saved_groups(reader: CheckpointReader) -> SavedGroups | None:
     if not found:
         return None
     chosen = next((each for each in found if not each["is_empty"]), found[0])
-    return SavedGroups(chosen["kind"], chosen["made"], chosen["now"])
+    return SavedGroups(chosen["kind"], chosen["made"], chosen["now"], chosen.get("own", {}))
 
 
 def require_same_optimizer(
@@ -102,8 +179,8 @@ def options_to_go_on(made: Sequence[GroupOptions], saved: SavedGroups | None, *,
     """The options with which a run goes on: those that were saved, but where the user has made the optimizer otherwise.
 
     So what a hook has changed on the way stays changed, and what the config says now (another lr, another weight
-    decay) is done. Options that only one of them has, and all where the number of groups differs, are those of this
-    run.
+    decay) is done. What a step or a scheduler has put into a group (a count, ``initial_lr``) goes on, too. Options that
+    only one of them was made with, and all where the number of groups differs, are those of this run.
 
     Args:
         made: as the optimizer of this run was made.
@@ -121,13 +198,15 @@ def options_to_go_on(made: Sequence[GroupOptions], saved: SavedGroups | None, *,
         return [dict(options) for options in made]
     out = []
     for number, (now, before, then) in enumerate(zip(made, saved.made, saved.now, strict=True)):
-        changed = [key for key in now if key in then and not _same(now[key], before.get(key))]
+        changed = [key for key in now if key in then and key in before and not _same(now[key], before[key])]
         if changed and tells:
             told = ", ".join(f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in sorted(changed))
             log.warning(
                 "parameter group %d of the optimizer is made otherwise than in the checkpoint: %s", number, told
             )
-        out.append({key: value if key in changed or key not in then else then[key] for key, value in now.items()})
+        late = {key: value for key, value in then.items() if key not in before}
+        kept = {key: value if key in changed or key not in then else then[key] for key, value in now.items()}
+        out.append({**late, **kept})
     return out
 
 
@@ -137,8 +216,17 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def restore(optimizer: torch.optim.Optimizer, state: ParameterState, options: Sequence[GroupOptions]) -> None:
-    """Give an optimizer this state of its parameters, and its groups these options. Copies none of it."""
+def restore(
+    optimizer: torch.optim.Optimizer,
+    state: ParameterState,
+    options: Sequence[GroupOptions],
+    own: Mapping[Any, Any] | None = None,
+) -> None:
+    """Give an optimizer this state of its parameters, and its groups these options. Copies none of it.
+
+    Args:
+        own: of its state, what belongs to no parameter.
+    """
     packed = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     packed["param_groups"] = [
@@ -150,10 +238,18 @@ def restore(optimizer: torch.optim.Optimizer, state: ParameterState, options: Se
         if param in state
     }
     optimizer.load_state_dict(packed)
+    problem = why_not_saved(optimizer)
+    if problem or any(
+        state[param].keys() - optimizer.state.get(param, {}).keys() for param in params if param in state
+    ):
+        raise CheckpointError(
+            problem or f"{kind_of(optimizer)}.load_state_dict has not put what it was given into its .state"
+        )
     for param in params:
         for entry, value in state.get(param, {}).items():
             if isinstance(value, Tensor) and _is_cast(param, entry, value):
                 optimizer.state[param][entry] = value
+    optimizer.state.update(own or {})
 
 
 def _is_cast(param: Tensor, entry: str, value: Tensor) -> bool:

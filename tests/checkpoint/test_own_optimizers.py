@@ -1,0 +1,180 @@
+"""Optimizers of a user's own: what they keep beside the state of each parameter, and where they keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.small_run import Net, Numbers
+from torch import Tensor
+
+import colossus
+from colossus.checkpoint.errors import CheckpointError
+
+
+def engine_of(root: Path, optimizer: Any, *, data: int = 1, every: int = 0) -> Any:
+    return colossus.initialize(
+        dict(
+            parallel=dict(data=data),
+            model=dict(type=Net),
+            data=dict(type=Numbers),
+            train=dict(steps=6, global_batch_size=8, seed=1, precision="fp64"),
+            checkpoint=dict(dir=str(root), every=every),
+            comm=dict(timeout_seconds=30.0),
+            device="cpu",
+        ),
+        optimizer=lambda named: optimizer([param for _, param in named], lr=0.01),
+    )
+
+
+class Counts(torch.optim.SGD):
+    """Makes entries of its groups and of its state in its first step, and changes an option in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.param_groups[0]["history"] = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        group["history"][0] += 1
+        own: Any = self.state
+        own["count"] = own["count"] + 1 if "count" in own else 1
+        own["mean"] = own.get("mean", torch.zeros(())) + 0.5 if "mean" in own else torch.tensor(0.5)
+        super().step()
+
+
+def seen(engine: Any) -> Any:
+    group, state = engine.optimizer.param_groups[0], engine.optimizer.state
+    return group["k"], list(group["history"]), state["count"], state["mean"].item(), "initial_lr" in group
+
+
+def counts(rank: int, root: Path) -> tuple[Any, Any, Any]:
+    engine = engine_of(root, Counts, data=2)
+    torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.9)  # leaves an initial_lr in the groups
+    for _ in range(3):
+        engine.train_step(next(engine.loader))
+    before = seen(engine)
+    engine.checkpoints.save().wait()
+    engine.close()
+    engine = engine_of(root, Counts, data=2)
+    engine.checkpoints.load(root)
+    after = seen(engine)
+    engine.train_step(next(engine.loader))
+    further = seen(engine)
+    engine.close()
+    return before, after, further
+
+
+def test_what_a_step_makes_late_goes_on(tmp_path: Path) -> None:
+    for before, after, further in run_ranks(2, counts, tmp_path, with_context=False):
+        assert before == after == (3, [3], 3, 1.5, True)
+        assert further == (4, [4], 4, 2.0, True)
+
+
+class Wraps(torch.optim.Optimizer):
+    """As implementations of SAM do it: the groups are shared, the state is the inner one's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, dict(lr=lr))
+        self.base = torch.optim.AdamW(self.param_groups, lr=lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class WrapsInAList(Wraps):
+    """Hidden from a look at the attributes."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.all = [self.__dict__.pop("base")]
+
+    def step(self, closure: Any = None) -> None:
+        self.all[0].step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [each.state_dict() for each in self.all]}
+
+
+class Shares(Wraps):
+    """One state for both, also after a load."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.state = self.base.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base.state, self.base.param_groups = self.state, self.param_groups
+
+
+class Forgets(Shares):
+    """torch's own ``load_state_dict`` makes another state, of which the inner one does not know."""
+
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+    __qualname__ = "Shares"
+
+
+class KeepsAVector(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        own: Any = self.state
+        own["mean"] = {"of all": torch.zeros(3)}
+
+
+REFUSED = {
+    Wraps: "Wraps has another optimizer in .base, which keeps state of its own",
+    WrapsInAList: "WrapsInAList has a state_dict of its own",
+    KeepsAVector: "keeps a tensor of shape (3,) in its state['mean'].of all",
+}
+
+
+def wraps(rank: int, root: Path) -> tuple[list[str], list[str], list[Tensor], list[Tensor], str]:
+    at_the_start, when_saved = [], []
+    for optimizer in REFUSED:
+        try:
+            engine_of(root, optimizer, every=1).close()
+        except ValueError as error:
+            at_the_start.append(str(error))
+        engine = engine_of(root, optimizer)
+        engine.train_step(next(engine.loader))
+        with pytest.raises(CheckpointError) as caught:
+            engine.checkpoints.save().wait()
+        when_saved.append(str(caught.value))
+        engine.close()
+    engine = engine_of(root, Shares, every=1)
+    engine.train_step(next(engine.loader))
+    engine.checkpoints.save().wait()
+    engine.train_step(next(engine.loader))
+    whole = [param.detach().clone() for param in engine.model.parameters()]
+    engine.close()
+    engine = engine_of(root, Shares)
+    engine.checkpoints.load(root)
+    engine.train_step(next(engine.loader))
+    halves = [param.detach().clone() for param in engine.model.parameters()]
+    engine.close()
+    engine = engine_of(root, Forgets)
+    with pytest.raises(CheckpointError) as caught:
+        engine.checkpoints.load(root)
+    engine.close()
+    return at_the_start, when_saved, whole, halves, str(caught.value)
+
+
+def test_state_that_an_optimizer_hides_is_refused(tmp_path: Path) -> None:
+    """When a run begins that is to be saved, else when it is saved."""
+    ((at_the_start, when_saved, whole, halves, forgotten),) = run_ranks(1, wraps, tmp_path, with_context=False)
+    hides = [REFUSED[Wraps], REFUSED[WrapsInAList]]
+    for message, said in zip(at_the_start, hides, strict=True):
+        assert said in message
+        assert "or set checkpoint.every = 0" in message
+    for message, said in zip(when_saved, REFUSED.values(), strict=True):
+        assert said in message
+    assert all(map(torch.equal, whole, halves))
+    assert "has another optimizer in .base" in forgotten
+    assert "parts of it are loaded already" in forgotten
