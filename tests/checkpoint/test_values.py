@@ -87,7 +87,9 @@ class Mine(dict):
 
 
 @pytest.mark.parametrize(
-    "value", [object(), Mine(), defaultdict(Mine), np.longdouble(1), np.array([None]), len, Colour.RED], ids=str
+    "value",
+    [object(), Mine(), defaultdict(Mine), np.longdouble(1), np.array([None]), len, Colour.RED],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_would_not_come_back_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"hooks/Mine\.a\.1: a .* cannot be saved"):
