@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -50,8 +51,10 @@ def _streams(rank: int, plans: dict[str, Any], root: str) -> dict[str, float]:
         whole = state_dict._whole
 
         def counted(*args: Any, alive: Any = alive, whole: Any = whole) -> Tensor:
-            held = sum(each() is not None for each in alive)
-            assert held <= 1, f"{held} whole tensors are still held"  # gloo's thread lets go a moment later
+            until = time.monotonic() + 10.0  # gloo's thread lets go a moment later
+            while (held := sum(each() is not None for each in alive)) > 1 and time.monotonic() < until:
+                time.sleep(0.001)
+            assert held <= 1, f"{held} whole tensors are still held"
             out = whole(*args)
             alive.append(weakref.ref(out))
             return out
