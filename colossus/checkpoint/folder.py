@@ -23,7 +23,7 @@ from pathlib import Path
 from colossus.checkpoint.durable import flush_folder, remove, write_flushed
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.foreign import what_else
-from colossus.checkpoint.manifest import MANIFEST, read_manifest, saved_at
+from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest, saved_at
 
 log = logging.getLogger("colossus.checkpoint")
 
@@ -167,8 +167,8 @@ def locate(path: Path, damaged: dict[Path, CheckpointError] | None = None) -> Pa
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def require_files(folder: Path) -> None:
-    """That a checkpoint has its manifest and all of its files, in their sizes, and no others.
+def require_files(folder: Path) -> Manifest:
+    """That a checkpoint has its manifest, which is returned, and all of its files, in their sizes, and no others.
 
     Raises:
         DamagedCheckpoint: naming the file that is not as it was written.
@@ -196,6 +196,7 @@ def require_files(folder: Path) -> None:
             f"{folder}: {', '.join(extra[:3])} is not a file of this checkpoint: its manifest does not name it; move "
             f"it away"
         )
+    return manifest
 
 
 def is_whole(folder: Path) -> bool:

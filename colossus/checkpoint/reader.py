@@ -15,7 +15,7 @@ from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, in_words
 from colossus.checkpoint.folder import require_files
 from colossus.checkpoint.held_tensor import HeldTensor
-from colossus.checkpoint.manifest import TensorEntry, read_manifest
+from colossus.checkpoint.manifest import TensorEntry
 from colossus.checkpoint.matching import nearest_names
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.comm.objects import all_gather_object
@@ -39,8 +39,7 @@ class CheckpointReader:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        require_files(self.folder)
-        self.manifest = read_manifest(self.folder)
+        self.manifest = require_files(self.folder)
         self._boxes = BoxReader()
         self._descriptors: dict[str, int] = {}
 

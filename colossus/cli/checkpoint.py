@@ -89,8 +89,7 @@ def _all_of(given: Path) -> list[Path]:
 
 def _verify_one(folder: Path) -> int:
     try:
-        require_files(folder)
-        manifest = read_manifest(folder)
+        manifest = require_files(folder)
     except DamagedCheckpoint as error:
         _say(f"damaged: {error}")
         return 1
