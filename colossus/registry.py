@@ -123,8 +123,11 @@ def _home(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}:{getattr(entry, '__qualname__', repr(entry))}"
 
 
-MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT"})
-MODEL_OPTIONS = Registry("model options", {"GPT": "colossus.models.options:GPTOptions"})
+MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT", "Llama": "colossus.models.llama:Llama"})
+MODEL_OPTIONS = Registry(
+    "model options",
+    {"GPT": "colossus.models.options:GPTOptions", "Llama": "colossus.models.options:LlamaOptions"},
+)
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",
@@ -156,5 +159,12 @@ STRATEGIES = Registry(
     },
 )
 NORMS = Registry("norm", {"layernorm": "colossus.layers.kinds:LAYERNORM", "rmsnorm": "colossus.layers.kinds:RMSNORM"})
-MLPS = Registry("MLP", {"gelu": "colossus.layers.kinds:GELU", "swiglu": "colossus.layers.kinds:SWIGLU"})
+MLPS = Registry(
+    "MLP",
+    {
+        "gelu": "colossus.layers.kinds:GELU",
+        "gelu_tanh": "colossus.layers.kinds:GELU_TANH",
+        "swiglu": "colossus.layers.kinds:SWIGLU",
+    },
+)
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

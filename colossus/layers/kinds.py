@@ -61,6 +61,8 @@ def _load(path: str) -> Any:
 LAYERNORM = NormKind("colossus.layers.norm:LayerNorm", eps=1e-5, has_bias=True)
 RMSNORM = NormKind("colossus.layers.norm:RMSNorm", eps=1e-6, has_bias=False)
 GELU = MLPKind("colossus.layers.mlp:MLP", ("",), lambda hidden: 4 * hidden)
+#: with the approximation of gelu that GPT-2 was trained with
+GELU_TANH = MLPKind("colossus.layers.mlp:TanhMLP", ("",), lambda hidden: 4 * hidden)
 #: three matrices should cost what two do: 8/3 x hidden, up to a multiple of 64. It depends on the model alone: with a
 #: size fitted to the tensor ranks, another plan would be another model
 SWIGLU = MLPKind("colossus.layers.mlp:GatedMLP", ("gate", "value"), lambda hidden: round_up(-(-8 * hidden // 3), 64))

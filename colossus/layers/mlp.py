@@ -66,6 +66,13 @@ class MLP(_ColumnRowPair):
         return F.gelu(up)
 
 
+class TanhMLP(MLP):
+    """`MLP` with the tanh approximation of gelu (1606.08415), which GPT-2 has."""
+
+    def _activation(self, up: Any) -> Tensor:
+        return F.gelu(up, approximate="tanh")
+
+
 class GatedMLP(_ColumnRowPair):
     """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
 

@@ -11,14 +11,13 @@ from colossus.models.transformer_options import Count, LinearSpec, Probability, 
 from colossus.tensor_parallel.choice import Shardings
 
 
-class GPTOptions(TransformerOptions):
-    """Options of the GPT: ``model = dict(type="GPT", num_layers=8, ...)``."""
+class DecoderOptions(TransformerOptions):
+    """What every language model here can be told."""
 
     block_names: ClassVar[str] = "embedding, layers, head"
 
     #: number of tokens; padded inside of the model when it does not divide by the tensor ranks
     vocab_size: Count = 256
-    positions: Literal["learned", "rotary"] = "learned"
     #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
     rotary_base: Annotated[float, Field(gt=1)] = 10000.0
     #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
@@ -28,12 +27,27 @@ class GPTOptions(TransformerOptions):
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
     @property
-    def is_rotary(self) -> bool:
-        return self.positions == "rotary"
-
-    @property
     def num_blocks(self) -> int:
         return self.num_layers + 2
+
+    def other_linears(self) -> list[LinearSpec]:
+        return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True)]
+
+    def other_parameters(self, shardings: Shardings | None) -> int:
+        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
+        positions = 0 if self.is_rotary else self.seq_len * self.hidden_size // features
+        (head,) = (self.stored(linear, shardings) for linear in self.other_linears())
+        return self.norm_parameters + positions + head * (1 if self.tie_embeddings else 2)
+
+
+class GPTOptions(DecoderOptions):
+    """Options of the GPT: ``model = dict(type="GPT", num_layers=8, ...)``."""
+
+    positions: Literal["learned", "rotary"] = "learned"
+
+    @property
+    def is_rotary(self) -> bool:
+        return self.positions == "rotary"
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
@@ -50,11 +64,17 @@ class GPTOptions(TransformerOptions):
             if getattr(self, key) != type(self).model_fields[key].default
         ]
 
-    def other_linears(self) -> list[LinearSpec]:
-        return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True)]
 
-    def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
-        positions = 0 if self.is_rotary else self.seq_len * self.hidden_size // features
-        (head,) = (self.stored(linear, shardings) for linear in self.other_linears())
-        return self.norm_parameters + positions + head * (1 if self.tie_embeddings else 2)
+class LlamaOptions(DecoderOptions):
+    """Options of Llama: ``model = dict(type="Llama", num_layers=32, num_kv_heads=8, rotary_base=500000.0, ...)``."""
+
+    norm: Literal["rmsnorm"] = "rmsnorm"
+    mlp: Literal["swiglu"] = "swiglu"
+    #: of all norms
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    bias: bool = False
+    tie_embeddings: bool = False
+
+    @property
+    def is_rotary(self) -> bool:
+        return True
