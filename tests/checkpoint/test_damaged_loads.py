@@ -221,7 +221,10 @@ def test_no_pickle_is_opened(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -
             lambda at: (at.mkdir(), (at / ".metadata").write_bytes(PICKLE)),
             r"torch.distributed.checkpoint, whose .metad",
         ),
-        (lambda at: _hugging_face(at), r"it holds safetensors files \(of Hugging Face, say\).*load_full_state_dict"),
+        (
+            lambda at: _hugging_face(at),
+            r"safetensors files: of a model folder of Hugging Face checkpoint.weights.*load_full_sta",
+        ),
         (lambda at: at.write_text("weights"), r"it is a file: name the folder"),
         (lambda at: at.mkdir(), r"it holds nothing"),
         (lambda at: None, r"there is no such folder"),
