@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from colossus.cli.named_run import WHAT
 from colossus.cli.parsers import Parser, positive_integer
 from colossus.inference.request import Request
 
@@ -15,7 +16,7 @@ the text is the same under every plan, up to rounding: the random numbers follow
 and the place of the token alone.
 
 examples:
-  colossus generate runs/gpt_stdlib-20260101-120000 --prompt "def main("
+  colossus generate gpt_stdlib --prompt "def main("    # the newest checkpoint of the newest run of that name
   colossus generate runs/try/checkpoints/step-00000300 --prompt "import " --greedy --max-tokens 64
   colossus generate runs/try --prompt "class A" --prompt "class B" --temperature 0.8 --top-k 40 --top-p 0.95
   echo "for i in" | colossus generate runs/try parallel.tensor=2
@@ -42,7 +43,7 @@ def make_parser() -> Parser:
         "Hugging Face. Text goes to standard output as it comes, facts (speed, plan) to standard error.",
         _EPILOG,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, a run folder, or one of Hugging Face")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{WHAT}, or a folder of Hugging Face")
     parser.add_argument(
         "overrides", metavar="section.key=value", nargs="*", help="of the plan, the precision, the device"
     )

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from colossus import __version__
+from colossus.checkpoint.errors import CheckpointError
 from colossus.cli import checkpoint, generate_parser
+from colossus.cli.named_run import path_of
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
 from colossus.cli.show import join_timeline, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
@@ -123,6 +125,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     command = importlib.import_module("colossus.inference.command")
+    try:
+        arguments.checkpoint = str(path_of(arguments.checkpoint))
+    except CheckpointError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return 2
     code: int = command.run(generate_parser.request_of(arguments))
     return code
 

@@ -37,7 +37,7 @@ a first run:
   colossus show configs/gpt_stdlib.py parallel.tensor=2
   colossus launch configs/gpt_stdlib.py train.steps=50
   colossus verify configs/gpt_stdlib.py
-  colossus generate runs/gpt_stdlib-... --prompt "def "
+  colossus generate gpt_stdlib --prompt "def "
 
 """
 
