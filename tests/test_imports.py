@@ -27,6 +27,7 @@ LEVELS = {
     "tensor_parallel": 3,
     "layers": 4,
     "schedule": 5,
+    "hf": 5,
     "models": 5,
     "data": 5,
     "hf": 6,  # beside the engine, which reaches it through a registry
@@ -34,9 +35,10 @@ LEVELS = {
     "monitor": 7,
     "doctor": 7,
     "launch": 8,
-    "verify": 9,
-    "cli": 10,
-    "__main__": 11,
+    "inference": 9,
+    "verify": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {
@@ -271,6 +273,9 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.schedule.partition.bounds",
         "colossus.schedule.draw.timeline",
         "colossus.schedule.draw.picture",
+        "colossus.inference.plan",
+        "colossus.inference.source",
+        "colossus.inference.sampling_options",
         "colossus.cli.show",
         "colossus.cli.main",
     ]
