@@ -27,7 +27,6 @@ LEVELS = {
     "tensor_parallel": 3,
     "layers": 4,
     "schedule": 5,
-    "hf": 5,
     "models": 5,
     "data": 5,
     "hf": 6,  # beside the engine, which reaches it through a registry

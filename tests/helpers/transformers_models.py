@@ -50,7 +50,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
         attention_bias=True,
         mlp_bias=True,
         eos_token_id=[2, 5],
-    ),  # fmt: skip
+    ),
     "vit": transformers.ViTConfig(**_VIT),
 }
 
