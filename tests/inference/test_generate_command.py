@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.inference import save
+from helpers.inference import MODELS, save
 from helpers.launching import children, finish, is_running, start, wait_for
 
 from colossus.checkpoint.manifest import MANIFEST
@@ -324,3 +324,32 @@ def test_a_reader_that_goes_is_no_error(rotary: Source, tmp_path: Path, plan: li
     wait_for(has_ended, pid)
     assert ended == [0]
     assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def test_a_folder_of_hugging_face_continues_its_text(tmp_path: Path, capfd: Captured) -> None:
+    """Written from a checkpoint: the same tokens, up to the one that its config says ends a text."""
+    from colossus.checkpoint.sources import open_weights
+    from colossus.hf.convert import to_hf
+    from colossus.inference import find_source, generate, load_model
+
+    source = save(tmp_path / "ours", MODELS["llama"])
+    model = load_model(source)
+    (whole,) = generate(model, [[5, 7, 9]], max_tokens=9)
+    model.close()
+    with open_weights(source.folder) as reader:
+        to_hf(reader, tmp_path / "theirs")
+    theirs = find_source(tmp_path / "theirs")
+    assert theirs.is_foreign
+    words = [str(theirs.folder), "--tokens", "5,7,9", "--max-tokens", "9"]
+    for plan in ([], ["parallel.tensor=2"]):
+        found = data(capfd, *words, *plan)
+        assert found["results"][0]["tokens"] == whole
+        assert found["plan"].endswith("fp64"), "the dtype of its tensors"
+    config = json.loads((theirs.folder / "config.json").read_text())
+    (theirs.folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [whole[4], 60]}))
+    (result,) = data(capfd, *words)["results"]
+    end = min(whole.index(each) for each in (whole[4], 60) if each in whole)
+    assert (result["tokens"], result["ended"]) == (whole[: end + 1], "stop")
+    code, _, err = run(capfd, str(theirs.folder), "--prompt", "a")
+    assert code == 2
+    assert "does not say how its text became tokens" in err
