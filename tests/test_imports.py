@@ -30,6 +30,7 @@ LEVELS = {
     "models": 5,
     "data": 5,
     "engine": 6,
+    "export": 6,
     "monitor": 7,
     "doctor": 7,
     "launch": 8,
