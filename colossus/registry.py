@@ -123,10 +123,21 @@ def _home(entry: Any) -> str:
     return f"{getattr(entry, '__module__', '?')}:{getattr(entry, '__qualname__', repr(entry))}"
 
 
-MODELS = Registry("model", {"GPT": "colossus.models.gpt:GPT", "Llama": "colossus.models.llama:Llama"})
+MODELS = Registry(
+    "model",
+    {
+        "GPT": "colossus.models.gpt:GPT",
+        "Llama": "colossus.models.llama:Llama",
+        "ViT": "colossus.models.vit:ViT",
+    },
+)
 MODEL_OPTIONS = Registry(
     "model options",
-    {"GPT": "colossus.models.options:GPTOptions", "Llama": "colossus.models.options:LlamaOptions"},
+    {
+        "GPT": "colossus.models.options:GPTOptions",
+        "Llama": "colossus.models.options:LlamaOptions",
+        "ViT": "colossus.models.options:ViTOptions",
+    },
 )
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(

@@ -21,6 +21,7 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoints, locate, named, require_files
 from colossus.checkpoint.manifest import read_manifest
 from colossus.cli.checkpoint_parsers import parse
+from colossus.cli.named_run import path_of
 
 if TYPE_CHECKING:
     from colossus.checkpoint.diff import Difference, TensorDifference, Tolerance
@@ -48,7 +49,7 @@ def run(words: Sequence[str]) -> int:
 def _find(given: str) -> tuple[Path, dict[Path, CheckpointError]]:
     """The checkpoint that is meant, and those newer ones that were passed over because they are damaged."""
     damaged: dict[Path, CheckpointError] = {}
-    found = locate(Path(given), damaged)
+    found = locate(path_of(given), damaged)
     for error in damaged.values():
         _say(f"damaged: {error}")
     if damaged:
@@ -73,7 +74,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.all:
-        folders = _all_of(Path(arguments.dir))
+        folders = _all_of(path_of(arguments.dir))
         return max(_verify_one(each) for each in folders)
     found, passed_over = _find(arguments.dir)
     return max(_verify_one(found), 1 if passed_over else 0)

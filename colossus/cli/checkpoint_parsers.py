@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from colossus.cli.named_run import WHAT
 from colossus.cli.parsers import Parser
 from colossus.registry import nearest
 
@@ -13,8 +14,8 @@ COMMANDS = ("inspect", "verify", "diff")
 SUMMARY = """\
 usage: colossus checkpoint COMMAND DIR ...
 
-Look at checkpoints. DIR is a checkpoint (.../step-00000100), a folder of them or a run folder; of several the one is
-taken that a run would resume from.
+Look at checkpoints. DIR is a checkpoint (.../step-00000100), a folder of them, a run folder, or the name of a run (the
+newest of runs/NAME-*); of several the one is taken that a run would resume from.
 
 commands:
   inspect DIR   print what is in it: step, plan, versions, the tree of modules with shapes and sizes
@@ -28,8 +29,6 @@ examples:
 
 'colossus checkpoint COMMAND --help' tells more.
 """
-
-_DIR = "a checkpoint, a folder of checkpoints or a run folder"
 
 
 def parse(words: list[str]) -> tuple[str, argparse.Namespace]:
@@ -58,7 +57,7 @@ def _inspect() -> Parser:
         "Modules of a list that are alike are printed once. Only the manifest is read.",
         "exit codes: 0 printed, 1 damaged, 2 no checkpoint or wrong usage\n",
     )
-    parser.add_argument("dir", metavar="DIR", help=_DIR)
+    parser.add_argument("dir", metavar="DIR", help=WHAT)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--all", action="store_true", help="every tensor, optimizer state too, and which file has which box of it"
@@ -74,7 +73,7 @@ def _verify() -> Parser:
         "that a run would resume from.",
         "exit codes: 0 whole, 1 damaged: the file is named, 2 no checkpoint or wrong usage, 130 stopped by Ctrl-C\n",
     )
-    parser.add_argument("dir", metavar="DIR", help=_DIR)
+    parser.add_argument("dir", metavar="DIR", help=WHAT)
     parser.add_argument(
         "--all", action="store_true", help="verify every checkpoint of the folder, in the order of their steps"
     )
@@ -95,7 +94,7 @@ def _diff() -> Parser:
         "--only 'model/*'\n"
         "  colossus checkpoint diff runs/plain runs/tensor4 --only 'model/*' --only 'optimizer/*' --tolerance 1e-5\n",
     )
-    parser.add_argument("a", metavar="A", help=_DIR)
+    parser.add_argument("a", metavar="A", help=WHAT)
     parser.add_argument("b", metavar="B", help="another one")
     parser.add_argument(
         "--tolerance",

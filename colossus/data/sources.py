@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader
 
 from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
-from colossus.data.seeded import SeededBatches, ShardCollate, of_span, unchanged
+from colossus.data.seeded import SeededBatches, ShardCollate, of_span
 from colossus.data.windows import BatchedDataset
-from colossus.data.worker_signals import outlive_stop_signals
+from colossus.data.worker_loader import WorkerLoader
 from colossus.random import GLOBAL_RNG
 
 
@@ -135,15 +134,7 @@ class MapSource(Source):
             if self.num_steps is None:
                 steps = itertools.count(self.step)
             with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
-                loader = DataLoader(
-                    self._by_step,
-                    batch_size=None,
-                    sampler=steps,
-                    num_workers=self._num_workers,
-                    collate_fn=unchanged,
-                    worker_init_fn=outlive_stop_signals,
-                )
-                self._batches = iter(loader)
+                self._batches = iter(WorkerLoader(self._by_step, self._num_workers, steps))
         return next(self._batches)
 
 

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
-from colossus.data.seeded import SeededStream, ShardCollate, unchanged
+from colossus.data.seeded import SeededStream, ShardCollate
 from colossus.data.sources import BatchShard, Source
-from colossus.data.worker_signals import outlive_stop_signals
+from colossus.data.worker_loader import WorkerLoader
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -75,14 +75,7 @@ class SampleStream(StreamSource):
                 f"torch.utils.data.get_worker_info()"
             )
         if num_workers:
-            seeded = SeededStream(dataset, shard.seed)
-            samples = DataLoader(
-                seeded,
-                batch_size=None,
-                collate_fn=unchanged,
-                num_workers=num_workers,
-                worker_init_fn=outlive_stop_signals,
-            )
+            samples = WorkerLoader(SeededStream(dataset, shard.seed), num_workers)
         stateful = None if num_workers else dataset
         super().__init__(Passes(samples, shard.seed, name=name, stateful=stateful), shard)
         self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)

@@ -6,6 +6,7 @@ from colossus._lazy import lazy_names
 
 _NAMES = {
     "Attention": "attention",
+    "ClassToken": "class_token",
     "Classifier": "head",
     "Dropout": "dropout",
     "Embedding": "embedding",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from colossus.layers.activation_checkpoint import checkpoint
     from colossus.layers.attention import Attention
     from colossus.layers.block import TransformerBlock
+    from colossus.layers.class_token import ClassToken
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
     from colossus.layers.head import Classifier, LMHead
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MLP",
     "Attention",
+    "ClassToken",
     "Classifier",
     "Dropout",
     "Embedding",

@@ -48,13 +48,14 @@ class Attention(Layer):
         Padding is a document of its own, say -1.
 
     Args:
+        head_dim: features of a head, by default hidden_size / num_heads.
         rotary: whether queries and keys are turned by their positions (2104.09864).
         rotary_base: 10000 in Llama 2, 500000 in Llama 3.
         rotary_scaling: of Llama 3.1 and later, dict(factor=8.0, original_max_position_embeddings=8192), say.
 
     Raises:
-        ValueError: when heads do not divide hidden_size, the tensor ranks do not divide the heads, or key/value heads
-            and ranks do not divide either way.
+        ValueError: when heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads,
+            or key/value heads and ranks do not divide either way.
     """
 
     local_layouts = 2
@@ -66,6 +67,7 @@ class Attention(Layer):
         num_kv_heads: int | None = None,
         bias: bool = True,
         *,
+        head_dim: int | None = None,
         causal: bool = True,
         dropout: float = 0.0,
         rotary: bool = False,
@@ -79,21 +81,23 @@ class Attention(Layer):
         super().__init__()
         hidden_size, num_heads = operator.index(hidden_size), operator.index(num_heads)
         kv = operator.index(num_kv_heads or num_heads)
-        for problem in head_problems(hidden_size, num_heads, kv, rotary=rotary):
+        head_dim = None if head_dim is None else operator.index(head_dim)
+        for problem in head_problems(hidden_size, num_heads, kv, head_dim, rotary=rotary):
             raise refusal(f"Attention: {problem}")
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
                 raise refusal(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
             raise refusal(f"Attention: {size}; heads are split whole")
-        self.head_dim = hidden_size // num_heads
+        self.head_dim = head_dim or hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
-        sizes = {"query": hidden_size, "key": kv * self.head_dim, "value": kv * self.head_dim}
+        width = num_heads * self.head_dim
+        sizes = {"query": width, "key": kv * self.head_dim, "value": kv * self.head_dim}
         copies = dict.fromkeys(("key", "value"), kv_head_copies(kv, shardings))
         self.qkv = Linear(
             hidden_size, sizes, bias, dtype=dtype, split="column", copies=copies, init=init, bias_init=bias_init
         )
-        self.out = Linear(hidden_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
+        self.out = Linear(width, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)
         self.rotary = Rotary(self.head_dim, rotary_base, rotary_scaling) if rotary else None

@@ -30,7 +30,7 @@ class TransformerBlock(Layer):
     Args:
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`; what they stand for is in `colossus.layers.kinds`.
         norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
-        rotary, rotary_base, rotary_scaling: as of `Attention`.
+        head_dim, rotary, rotary_base, rotary_scaling: as of `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
             attention and collectives, recompute the rest); ``train.activation_checkpoint`` says it for any model.
     """
@@ -42,6 +42,7 @@ class TransformerBlock(Layer):
         num_kv_heads: int | None = None,
         ffn_size: int | None = None,
         *,
+        head_dim: int | None = None,
         bias: bool = True,
         causal: bool = True,
         norm: str = "layernorm",
@@ -64,7 +65,7 @@ class TransformerBlock(Layer):
         self.attention_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
-            causal=causal, dropout=attention_dropout,
+            head_dim=head_dim, causal=causal, dropout=attention_dropout,
             rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
         self.mlp_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)

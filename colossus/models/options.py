@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.models.transformer_options import Count, LinearSpec, Probability, TransformerOptions
+from colossus.models.transformer_options import Count, LinearSpec, Probability, TransformerOptions, shardings_of
+from colossus.registry import SEQUENCE_MODES
+from colossus.sequence_parallel.order import length_multiple
+from colossus.sequence_parallel.traffic import cheaper
 from colossus.tensor_parallel.choice import Shardings
 
 
@@ -15,7 +20,10 @@ class DecoderOptions(TransformerOptions):
     """What every language model here can be told."""
 
     block_names: ClassVar[str] = "embedding, layers, head"
+    token_key: ClassVar[str | None] = "seq_len"
 
+    #: tokens of a sequence
+    seq_len: Count = 128
     #: number of tokens; padded inside of the model when it does not divide by the tensor ranks
     vocab_size: Count = 256
     #: base of the rotary positions: 10000 in Llama 2, 500000 in Llama 3
@@ -27,11 +35,61 @@ class DecoderOptions(TransformerOptions):
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
     @property
+    def num_tokens(self) -> int:
+        return self.seq_len
+
+    @property
     def num_blocks(self) -> int:
         return self.num_layers + 2
 
+    def flops_per_token(self) -> int:
+        """Floating-point operations per token, forward and backward; see `flops_per_sample`."""
+        return self.flops_per_sample() // self.seq_len
+
+    def sequence_mode(self, parallel: Any) -> str:
+        """Of ring and Ulysses the one that sends fewer bytes for this attention."""
+        ways = self._head_ways(parallel)
+        heads, kv_heads = max(1, self.num_heads // ways), max(1, self.num_kv_heads // ways)
+        return cheaper(self.seq_len, heads, kv_heads, self.head_dim, parallel.sequence.size)
+
+    def _head_ways(self, parallel: Any) -> int:
+        """Over how many ranks tensor parallelism splits the heads."""
+        shardings = shardings_of(parallel.tensor) if parallel.tensor.size > 1 else None
+        return shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
+
+    def check_sequence(self, parallel: Any) -> list[str]:
+        sequence = parallel.sequence
+        if sequence.size == 1:
+            return []
+        problems = []
+        mode = SEQUENCE_MODES.get(sequence.mode or "ring")
+        try:
+            sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
+        except ValueError:
+            return []  # the plan itself is refused for it
+        ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
+        step = length_multiple(ring, ulysses)
+        if self.seq_len % step and not sequence.pad:
+            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
+            by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
+            problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
+        ways = self._head_ways(parallel) * ulysses
+        for key, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
+            if heads % ways and ulysses > 1:
+                near = either(nearest_multiples(heads, ways))
+                tensor = f" x {ways // ulysses} of the tensor mode" if ways > ulysses else ""
+                problems.append(
+                    f"model.{key} = {heads} is not a multiple of {ways}: parallel.sequence.mode = {mode.name} gives "
+                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {near} heads"
+                )
+        if self.attention_dropout:
+            problems.append(
+                f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
+            )
+        return problems
+
     def other_linears(self) -> list[LinearSpec]:
-        return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True)]
+        return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True, bias=False)]
 
     def other_parameters(self, shardings: Shardings | None) -> int:
         features = shardings.ways(shardings.regions.outer.features) if shardings else 1
@@ -78,3 +136,97 @@ class LlamaOptions(DecoderOptions):
     @property
     def is_rotary(self) -> bool:
         return True
+
+
+def _side(value: Any) -> Any:
+    """A side of a square as (height, width)."""
+    is_side = isinstance(value, int) and not isinstance(value, bool)
+    return (value, value) if is_side else tuple(value) if isinstance(value, list) else value
+
+
+#: height and width; a number is both
+Sides = Annotated[tuple[Count, Count], BeforeValidator(_side)]
+
+
+class ViTOptions(TransformerOptions):
+    """Options of the vision transformer: ``model = dict(type="ViT", image_size=224, patch_size=16, ...)``."""
+
+    block_names: ClassVar[str] = "patches, layers, head"
+    samples: ClassVar[str] = "images"
+    counted: ClassVar[str] = "images"
+
+    #: of an image, or a side
+    image_size: Sides = (224, 224)
+    #: of a patch, or a side
+    patch_size: Sides = (16, 16)
+    in_channels: Count = 3
+    num_classes: Count = 1000
+    #: what is classified: the class token, or the mean over all patches (2205.01580), then without a class token
+    pool: Literal["token", "mean"] = "token"
+    #: of all norms; 1e-6 in the code of the paper, 1e-12 in Hugging Face's
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    label_smoothing: Probability = 0.0
+
+    @property
+    def num_patches(self) -> int:
+        return math.prod(side // patch for side, patch in zip(self.image_size, self.patch_size, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches, and the class token."""
+        return self.num_patches + (self.pool == "token")
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_layers + 2
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """[channels, height, width]"""
+        return (self.in_channels, *self.image_size)
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations per image, of which a loss counts one, forward and backward."""
+        return self.flops_per_sample()
+
+    def other_linears(self) -> list[LinearSpec]:
+        return [LinearSpec("column", self.hidden_size, {"": self.num_classes}, padded=True, bias=True)]
+
+    def other_flops_per_sample(self) -> int:
+        """The patches once, without a dgrad: images have no gradient. The head for one token."""
+        (head,) = self.other_linears()
+        return 4 * self.num_patches * self._patches.num_weights + 6 * head.num_weights
+
+    def other_parameters(self, shardings: Shardings | None) -> int:
+        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
+        rows = self.num_tokens + (self.pool == "token")  # positions, and the class token
+        linears = sum(self.stored(linear, shardings) for linear in (self._patches, *self.other_linears()))
+        return self.norm_parameters + rows * self.hidden_size // features + linears
+
+    @property
+    def _patches(self) -> LinearSpec:
+        inputs = self.in_channels * math.prod(self.patch_size)
+        return LinearSpec(None, inputs, {"": self.hidden_size}, bias=True)
+
+    def check(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
+        return [*self._check_patches(), *super().check(parallel)]
+
+    def _check_patches(self) -> list[str]:
+        return [
+            not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)
+            for name, side, patch in zip(("height", "width"), self.image_size, self.patch_size, strict=True)
+            if side % patch
+        ]
+
+    def check_sequence(self, parallel: Any) -> list[str]:
+        size = parallel.sequence.size
+        if size == 1:
+            return []
+        token = " and the class token" if self.pool == "token" else ""
+        return [
+            f"parallel.sequence.size = {size} splits the tokens of a batch before it enters the model, but ViT takes "
+            f"images, and makes its {self.num_tokens} tokens ({self.num_patches} patches{token}) of them: set "
+            f"parallel.sequence=1, and split these tokens with parallel.tensor.sequence_sharded, or images with "
+            f"parallel.data"
+        ]

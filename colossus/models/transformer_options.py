@@ -8,13 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.arithmetic import not_a_multiple
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.registry import MLPS, NORMS, SEQUENCE_MODES, TENSOR_MODES, Registry
-from colossus.sequence_parallel.order import length_multiple
-from colossus.sequence_parallel.traffic import cheaper
-from colossus.tensor_parallel.choice import Shardings
+from colossus.registry import MLPS, NORMS, TENSOR_MODES, Registry
+from colossus.tensor_parallel.choice import Shardings, unsharded
 from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -35,17 +33,28 @@ def _known(registry: Registry) -> AfterValidator:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear of the model, and the options that say how wide it is; empty where another check says more."""
+    """A linear of the model, and the options that say how wide it is; empty where another check says more.
 
-    split: str
+    Attributes:
+        split: as of `Linear`.
+        padded: whether its outputs are those of a head, which need not divide.
+        bias: None as the model has it.
+    """
+
+    split: str | None
     inputs: int
     outputs: dict[str, int]
     in_key: str = "hidden_size"
     out_key: str = "hidden_size"
     padded: bool = False
+    bias: bool | None = None
+
+    @property
+    def num_weights(self) -> int:
+        return self.inputs * sum(self.outputs.values())
 
 
-def _shardings(tensor: Any) -> Shardings | None:
+def shardings_of(tensor: Any) -> Shardings | None:
     """The shardings of a ``parallel.tensor`` section; None when its sizes do not fit the mode."""
     mode = TENSOR_MODES.get(tensor.mode)
     try:
@@ -59,22 +68,29 @@ def _shardings(tensor: Any) -> Shardings | None:
 class TransformerOptions(BaseModel):
     """What every transformer of colossus can be told; a model's own options are a subclass.
 
-    A subclass says what it has beside its blocks: `other_linears`, `other_parameters`, `num_blocks`.
+    A subclass says how many tokens its blocks see, and what it has beside them: `num_tokens`, `other_linears`,
+    `other_parameters`, `num_blocks`.
 
     Attributes:
         block_names: what a pipeline cuts the model into, in words.
+        token_key: the option that must divide where tensor ranks split tokens; None of a model that pads them.
+        samples: what a batch consists of, in words.
+        counted: what the loss counts, in words: speeds are in these per second.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     block_names: ClassVar[str] = "layers"
+    token_key: ClassVar[str | None] = None
+    samples: ClassVar[str] = "sequences"
+    counted: ClassVar[str] = "tokens"
 
     num_layers: Count = 4
     hidden_size: Count = 128
     num_heads: Count = 4
     #: key/value heads (grouped-query attention); default ``num_heads``
     num_kv_heads: Count = Field(default_factory=lambda values: values["num_heads"])
-    #: tokens of a sequence
-    seq_len: Count = 128
+    #: features of a head; default ``hidden_size / num_heads``
+    head_dim: Count = Field(default_factory=lambda values: max(1, values["hidden_size"] // values["num_heads"]))
     mlp: Annotated[str, _known(MLPS)] = "gelu"
     ffn_hidden_size: Count = Field(
         default_factory=lambda values: MLPS.get(values["mlp"]).ffn_size(values["hidden_size"])
@@ -92,12 +108,18 @@ class TransformerOptions(BaseModel):
     def _none_is_default(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        derived = ("num_kv_heads", "ffn_hidden_size", "norm_eps")
+        derived = ("num_kv_heads", "head_dim", "ffn_hidden_size", "norm_eps")
         return {key: item for key, item in value.items() if not (key in derived and item is None)}
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def num_tokens(self) -> int:
+        """Tokens of a sequence in the blocks."""
+        raise NotImplementedError
+
+    @property
+    def attention_size(self) -> int:
+        """Features of all heads."""
+        return self.num_heads * self.head_dim
 
     @property
     def is_rotary(self) -> bool:
@@ -120,11 +142,21 @@ class TransformerOptions(BaseModel):
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
         return [
-            *head_problems(self.hidden_size, self.num_heads, self.num_kv_heads, rotary=self.is_rotary, prefix="model."),
+            *self._check_heads(),
             *self._check_pipeline(parallel),
-            *self._check_sequence(parallel),
+            *self.check_sequence(parallel),
             *self._check_tensor(parallel.tensor),
         ]
+
+    def _check_heads(self) -> list[str]:
+        given = self.head_dim if "head_dim" in self.model_fields_set else None
+        return head_problems(
+            self.hidden_size, self.num_heads, self.num_kv_heads, given, rotary=self.is_rotary, prefix="model."
+        )
+
+    def check_sequence(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes under ``parallel.sequence``."""
+        return []
 
     def _check_pipeline(self, parallel: Any) -> list[str]:
         if parallel.pipeline.size <= self.num_blocks:
@@ -136,7 +168,7 @@ class TransformerOptions(BaseModel):
 
     def _check_tensor(self, tensor: Any) -> list[str]:
         """Sizes that the tensor mode does not divide: of each the one line about the most ranks."""
-        shardings = _shardings(tensor) if tensor.size > 1 else None
+        shardings = shardings_of(tensor) if tensor.size > 1 else None
         if shardings is None:
             return []  # sizes that the mode cannot take are refused with the plan
         undivided: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -157,8 +189,8 @@ class TransformerOptions(BaseModel):
                     of_heads = of_heads or [f"model: heads x head size of the attention, {misfit}"]
         for misfit in indivisible_heads(self.num_heads, self.num_kv_heads, shardings):
             check(misfit.name, misfit.axes)
-        if tensor.sequence_sharded:
-            check("seq_len", shardings.regions.outer.tokens)
+        if tensor.sequence_sharded and self.token_key is not None:
+            check(self.token_key, shardings.regions.outer.tokens)
         if not undivided:  # else the lines below say the same
             return of_heads
         problems = []
@@ -173,56 +205,15 @@ class TransformerOptions(BaseModel):
                 problems.append(not_a_multiple(f"model.{key}", value, by, ways))
         return problems
 
-    def sequence_mode(self, parallel: Any) -> str:
-        """Of ring and Ulysses the one that sends fewer bytes for this attention."""
-        ways = self._head_ways(parallel)
-        heads, kv_heads = max(1, self.num_heads // ways), max(1, self.num_kv_heads // ways)
-        return cheaper(self.seq_len, heads, kv_heads, self.head_dim, parallel.sequence.size)
-
-    def _head_ways(self, parallel: Any) -> int:
-        """Over how many ranks tensor parallelism splits the heads."""
-        shardings = _shardings(parallel.tensor) if parallel.tensor.size > 1 else None
-        return shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
-
-    def _check_sequence(self, parallel: Any) -> list[str]:
-        sequence = parallel.sequence
-        if sequence.size == 1:
-            return []
-        problems = []
-        mode = SEQUENCE_MODES.get(sequence.mode or "ring")
-        try:
-            sizes = mode.axis_sizes(sequence.size, sequence.ulysses)
-        except ValueError:
-            return []  # the plan itself is refused for it
-        ring, ulysses = (math.prod(sizes[axis] for axis in axes) for axes in (mode.ring, mode.ulysses))
-        step = length_multiple(ring, ulysses)
-        if self.seq_len % step and not sequence.pad:
-            halves = f" (two chunks for each of the {ring} ranks of the ring)" if ring > 1 else ""
-            by = f"{step}, into which parallel.sequence.size = {sequence.size} in mode {mode.name} cuts it{halves}"
-            problems.append(f"{not_a_multiple('model.seq_len', self.seq_len, by, step)}; or parallel.sequence.pad=True")
-        ways = self._head_ways(parallel) * ulysses
-        for key, heads in (("num_heads", self.num_heads), ("num_kv_heads", self.num_kv_heads)):
-            if heads % ways and ulysses > 1:
-                near = either(nearest_multiples(heads, ways))
-                tensor = f" x {ways // ulysses} of the tensor mode" if ways > ulysses else ""
-                problems.append(
-                    f"model.{key} = {heads} is not a multiple of {ways}: parallel.sequence.mode = {mode.name} gives "
-                    f"each of its {ulysses} ranks{tensor} whole heads; use mode 'ring', or {near} heads"
-                )
-        if self.attention_dropout:
-            problems.append(
-                f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
-            )
-        return problems
-
     def block_linears(self, shardings: Shardings | None = None) -> list[LinearSpec]:
         """The kinds of matmuls in a block; with the copies of key/value heads that are fewer than the ranks."""
         hidden, wide = self.hidden_size, self.ffn_hidden_size
         kv = self.num_kv_heads * kv_head_copies(self.num_kv_heads, shardings) * self.head_dim
-        attention = {"query": self.num_heads * self.head_dim, "key": kv, "value": kv}
+        heads = self.attention_size
+        attention = {"query": heads, "key": kv, "value": kv}
         return [
             LinearSpec("column", hidden, attention, out_key=""),  # heads are split whole: checked by their number
-            LinearSpec("row", hidden, {"": hidden}),
+            LinearSpec("row", heads, {"": hidden}, in_key="hidden_size" if heads == hidden else ""),
             LinearSpec("column", hidden, dict.fromkeys(MLPS.get(self.mlp).up, wide), out_key="ffn_hidden_size"),
             LinearSpec("row", wide, {"": hidden}, in_key="ffn_hidden_size"),
         ]
@@ -233,7 +224,7 @@ class TransformerOptions(BaseModel):
 
     def num_parameters_per_rank(self, parallel: Any) -> int:
         """Parameters that one rank of the tensor mode stores, with its shard of the padded vocabulary."""
-        return self._count(_shardings(parallel.tensor) if parallel.tensor.size > 1 else None)
+        return self._count(shardings_of(parallel.tensor) if parallel.tensor.size > 1 else None)
 
     def _count(self, shardings: Shardings | None) -> int:
         linears = sum(self.stored(linear, shardings) for linear in self.block_linears(shardings))
@@ -250,26 +241,34 @@ class TransformerOptions(BaseModel):
         sizes = shardings.sizes if shardings else {}
         if shardings is not None:
             sharding = shardings.choose(linear.split, linear.inputs, linear.outputs, padded=linear.padded)
+            if linear.split is None and not isinstance(sharding, MatmulSharding):
+                sharding = unsharded(shardings.regions)
             assert isinstance(sharding, MatmulSharding)
-            weight, bias = sharding.weight, Layout((sharding.y.features,))
+            weight = sharding.weight
+            bias = Layout(weight.dims[:1] if linear.padded else (sharding.y.features,))
+        has_bias = self.bias if linear.bias is None else linear.bias
         total = 0
         for out in linear.outputs.values():
             total += math.prod(weight.chunk((out, linear.inputs), sizes))
-            total += bias.chunk((out,), sizes)[0] if self.bias and not linear.padded else 0
+            total += bias.chunk((out,), sizes)[0] if has_bias else 0
         return total
 
-    def flops_per_token(self) -> int:
-        """Floating-point operations per token of a sequence of seq_len, forward and backward.
+    def flops_per_sample(self) -> int:
+        """Floating-point operations per sample of ``num_tokens`` tokens, forward and backward.
 
         A weight of a linear (of the blocks, and of the head, tied or not) costs 2 operations forward, 2 in dgrad and 2
-        in wgrad; a lookup, a norm and a bias cost none. Attention has two matmuls of [seq_len, seq_len] per head,
-        scores and their product with the values: 4 hidden_size seq_len per layer and token forward, twice that
-        backward. Causal attention is counted in full, although a kernel may skip the masked half, and recomputation
-        (activation checkpointing, flash attention's backward) is not counted: so do PaLM (2204.02311, appendix B) and
-        Megatron-LM (2104.04473), with whose utilisations ours is to be compared, and torch's FlopCounterMode counts
-        the same where attention is plain matmuls.
+        in wgrad for each token that it meets; a lookup, a norm and a bias cost none. Attention has two matmuls of
+        [num_tokens, num_tokens] per head, scores and their product with the values: 4 x heads x head size x num_tokens
+        per layer and token forward, twice that backward. Causal attention is counted in full, although a kernel may
+        skip the masked half, and recomputation (activation checkpointing, flash attention's backward) is not counted:
+        so do PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), with whose utilisations ours is to be
+        compared, and torch's FlopCounterMode counts the same where attention is plain matmuls.
         """
-        block = sum(linear.inputs * sum(linear.outputs.values()) for linear in self.block_linears())
-        others = sum(linear.inputs * sum(linear.outputs.values()) for linear in self.other_linears())
-        attention = 2 * self.num_heads * self.head_dim * self.seq_len
-        return 6 * (self.num_layers * (block + attention) + others)
+        block = sum(linear.num_weights for linear in self.block_linears())
+        attention = 2 * self.attention_size * self.num_tokens
+        blocks = 6 * self.num_layers * (block + attention) * self.num_tokens
+        return blocks + self.other_flops_per_sample()
+
+    def other_flops_per_sample(self) -> int:
+        """Those of the linears outside of the blocks."""
+        return 6 * self.num_tokens * sum(linear.num_weights for linear in self.other_linears())

@@ -7,16 +7,29 @@ from colossus.tensor_parallel.choice import IndivisibleSize, Shardings
 
 
 def head_problems(
-    hidden_size: int, num_heads: int, num_kv_heads: int, *, rotary: bool = False, prefix: str = ""
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int | None = None,
+    *,
+    rotary: bool = False,
+    prefix: str = "",
 ) -> list[str]:
     """What is wrong with these sizes on any number of ranks, one line each.
 
     Args:
         num_kv_heads: of grouped-query attention (2305.13245); else num_heads.
+        head_dim: features of a head; None where they are hidden_size / num_heads.
         prefix: goes before the name of a size, ``model.`` for the keys of a config.
     """
     problems = []
-    if hidden_size % num_heads:
+    if head_dim is not None:
+        if rotary and head_dim % 2:
+            problems.append(
+                f"{prefix}head_dim = {head_dim} is odd, but rotary positions turn pairs of features; nearest: "
+                f"{either([n for n in (head_dim - 1, head_dim + 1) if n])}"
+            )
+    elif hidden_size % num_heads:
         problems.append(
             not_a_multiple(f"{prefix}hidden_size", hidden_size, f"{prefix}num_heads = {num_heads}", num_heads)
         )

@@ -172,7 +172,7 @@ def test_resume_takes_the_newest_that_is_whole(in_memory: Path) -> None:
     for name, found, _, _, lines in here:
         assert re.search(patterns[name], lines[0]), lines
         assert lines[0].startswith("WARNING")
-        assert lines[-1] == f"WARNING {root / 'step-00000003'} is damaged: taking {root / found} instead"
+        assert f"WARNING {root / 'step-00000003'} is damaged: taking {root / found} instead" in lines, lines
     assert all(not lines for *_, lines in there)
 
 

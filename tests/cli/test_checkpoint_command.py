@@ -217,6 +217,26 @@ def test_no_checkpoint(command: str, saved: Path, tmp_path: Path, capsys: Captur
         assert err.startswith(f"colossus checkpoint {command}: {given}: {said}")
 
 
+def test_a_run_by_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    """The newest that has a checkpoint, as ``--resume`` takes it; a path of that name comes first."""
+    monkeypatch.chdir(runs.parent)
+    (runs / "one").rename(runs / "gpt-20260101-000000")
+    (runs / "tensor").rename(runs / "gpt-20260102-000000")
+    (runs / "gpt-20260103-000000").mkdir()
+    assert checkpoint("verify", "gpt") == 0
+    assert capsys.readouterr().out.startswith(f"{step(Path('runs') / 'gpt-20260102-000000')} is whole: ")
+    shutil.rmtree(runs / "gpt-20260102-000000")
+    assert checkpoint("inspect", "gpt") == 0
+    assert "gpt-20260101-000000" in capsys.readouterr().out
+    shutil.rmtree(runs / "gpt-20260101-000000")
+    assert checkpoint("inspect", "gpt") == 2
+    assert "gpt: no such path, and no run in runs/gpt-* has a checkpoint" in capsys.readouterr().err
+    assert checkpoint("verify", "--all", "gtp") == 2
+    assert "gtp: no such path, and there is no run in runs/gtp-*" in capsys.readouterr().err
+    shutil.copytree(runs / "other", "gpt")
+    assert checkpoint("verify", "gpt") == 0
+
+
 # diff
 
 

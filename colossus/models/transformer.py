@@ -1,0 +1,93 @@
+"""What the transformers here share: their blocks, and how a module in the place of one of ours is called."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from colossus.construct.init import Constant, Normal
+from colossus.context.parallel_context import current_context
+from colossus.layers.block import TransformerBlock
+from colossus.layers.children import computes_as_ours
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.pipeline_block import PipelineBlock, run_blocks
+from colossus.layers.sharded import to_outer, to_user
+from colossus.models.transformer_options import TransformerOptions
+from colossus.registry import NORMS
+
+Options = TypeVar("Options", bound=TransformerOptions)
+
+#: standard deviation of initial weights (GPT-2, ViT as Hugging Face trains it)
+INIT = Normal(0.02)
+
+
+class Transformer(nn.Module, Generic[Options]):
+    """A chain of embedding, pre-norm transformer blocks, and head.
+
+    Weights start normal with standard deviation 0.02, those that write to the residual stream with 0.02 / sqrt(2 L)
+    (GPT-2).
+    """
+
+    blocks: nn.ModuleList
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self.parallel = model_parallel_of(current_context())
+
+    def make_blocks(self, *, causal: bool, **options: Any) -> nn.ModuleList:
+        """The transformer blocks; ``options`` are further ones of `TransformerBlock`."""
+        o = self.options
+        return nn.ModuleList(
+            TransformerBlock(
+                o.hidden_size,
+                o.num_heads,
+                o.num_kv_heads,
+                o.ffn_hidden_size,
+                head_dim=o.head_dim,
+                bias=o.bias,
+                causal=causal,
+                norm=o.norm,
+                norm_eps=o.norm_eps,
+                mlp=o.mlp,
+                dropout=o.dropout,
+                attention_dropout=o.attention_dropout,
+                activation_checkpoint=o.activation_checkpoint,
+                init=INIT,
+                out_init=Normal(0.02 / math.sqrt(2 * o.num_layers)),
+                bias_init=Constant(0.0),
+                **options,
+            )
+            for _ in range(o.num_layers)
+        )
+
+    def make_norm(self) -> nn.Module:
+        """The norm behind the blocks."""
+        o = self.options
+        norm: nn.Module = NORMS.get(o.norm).make(o.hidden_size, o.bias, o.norm_eps)
+        return norm
+
+    def forward(self, inputs: Any) -> Tensor:
+        logits: Tensor = run_blocks(self.pipeline_blocks(), inputs)
+        return logits
+
+    def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
+        """The model as a chain: embedding, transformer blocks, head."""
+        raise NotImplementedError
+
+    def block_calls(self) -> list[PipelineBlock]:
+        """The transformer blocks as links of the chain."""
+        return [PipelineBlock(partial(self.run_block, block), block) for block in self.blocks]
+
+    def run_block(self, block: nn.Module, hidden: Any) -> Any:
+        """One block on what the link before it gave."""
+        raise NotImplementedError
+
+    def between_blocks(self, module: nn.Module, x: Tensor, **more: Tensor) -> Tensor:
+        """A module that a user put in the place of one of ours gets, and gives, the user layout."""
+        if computes_as_ours(module):
+            return module(x, **more)
+        return to_outer(module(to_user(x), **more), self.parallel)

@@ -1,0 +1,155 @@
+"""The vision transformer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from colossus.arithmetic import round_up
+from colossus.construct.init import Constant
+from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
+from colossus.layers.class_token import ClassToken
+from colossus.layers.dropout import Dropout
+from colossus.layers.embedding import PositionEmbedding
+from colossus.layers.head import Classifier
+from colossus.layers.loss.accuracy import accuracy
+from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.patch import PatchEmbedding
+from colossus.layers.pipeline_block import PipelineBlock
+from colossus.layers.sharded import move, to_user, wrap
+from colossus.layout.activation import Activation
+from colossus.models.options import ViTOptions
+from colossus.models.transformer import INIT, Transformer
+from colossus.refusal import refusal
+from colossus.registry import MODELS
+
+
+@MODELS.register("ViT")
+class ViT(Transformer[ViTOptions]):
+    """Vision transformer (2010.11929): patches, a class token, pre-norm blocks, and a classifier of the normed token.
+
+    Options as in `ViTOptions`; with ``norm_eps=1e-12`` it is Hugging Face's ViTForImageClassification.
+
+    Shape:
+        images [batch, in_channels, height, width] in the user layout. Logits [batch, num_classes], under tensor
+        parallelism sharded as its mode does (``colossus.layers.to_user`` makes them whole).
+
+    Where tensor ranks split the tokens between blocks (``parallel.tensor.sequence_sharded``), as many are added behind
+    the image's as make them divide: no token looks at these, nothing is made of them, and they have no gradient.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        o = ViTOptions(**options)
+        super().__init__(o)
+        self.patches = PatchEmbedding(o.in_channels, o.hidden_size, o.patch_size, bias_init=Constant(0.0))
+        self.class_token = ClassToken(o.hidden_size, init=INIT) if o.pool == "token" else None
+        self.positions = PositionEmbedding(o.num_tokens, o.hidden_size, init=INIT)
+        self.dropout = Dropout(o.dropout)
+        self.blocks = self.make_blocks(causal=False)
+        self.norm = self.make_norm()
+        self.head = Classifier(o.hidden_size, o.num_classes, init=INIT, bias_init=Constant(0.0))
+
+    def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
+        embedding = self.patches, self.class_token, self.positions, self.dropout
+        return [
+            PipelineBlock(self._embed, *embedding, name="patches"),
+            *self.block_calls(),
+            PipelineBlock(self._logits, self.norm, self.head, name="head"),
+        ]
+
+    @property
+    def _whole_tokens(self) -> Activation:
+        """The layout between blocks, but with all tokens on each rank."""
+        return replace(self.parallel.regions.outer, tokens=())
+
+    @property
+    def _num_padded(self) -> int:
+        """Tokens between blocks of all ranks that split them, padding included."""
+        return round_up(self.options.num_tokens, self.parallel.context.size(self.parallel.regions.outer.tokens))
+
+    def _embed(self, images: Tensor) -> Tensor:
+        self._check(images)
+        whole = self._whole_tokens
+        x = self._embed_patches(images, whole)
+        if self.class_token is not None:
+            x = run_child(self, "class_token", x, whole, whole)
+        x = run_child(self, "positions", x, whole, whole)
+        x = run_child(self, "dropout", x, whole, whole)
+        return self._split_tokens(x)
+
+    def _check(self, images: Tensor) -> None:
+        shape = self.options.image_shape
+        if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1:] != shape:
+            found = f"of shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"a {type(images).__name__}"
+            raise refusal(
+                f"ViT: its input is {found}, but model.in_channels and model.image_size say images "
+                f"[batch, {', '.join(map(str, shape))}]"
+            )
+        if not images.is_floating_point():
+            raise refusal(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
+
+    def _embed_patches(self, images: Tensor, target: Activation) -> Tensor:
+        patches: nn.Module = self.patches
+        if isinstance(patches, PatchEmbedding) and computes_as_ours(patches) and not is_listened_to(patches):
+            embedded: Tensor = patches.apply_local(patches.patches(images), self.parallel.regions.user, target)
+            return embedded
+        return to_local(patches(images), target, self.parallel)
+
+    def _split_tokens(self, x: Tensor) -> Tensor:
+        """From the tokens of an image, on each rank, to the layout between blocks, padded."""
+        outer = self.parallel.regions.outer
+        missing = self._num_padded - x.shape[1]
+        padded = F.pad(x, (0, 0, 0, missing)) if missing else x
+        return wrap(move(padded, self._whole_tokens, outer, self.parallel.context), outer, outer, self.parallel)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The inverse of `_split_tokens`: a plain local tensor with the tokens of an image."""
+        return to_local(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
+
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        num_tokens, num_padded = self.options.num_tokens, self._num_padded
+        if num_tokens == num_padded:
+            return self.between_blocks(block, hidden)
+        if computes_as_ours(block):
+            is_token = torch.arange(num_padded, device=hidden.device) < num_tokens
+            return self.between_blocks(block, hidden, mask=is_token.view(1, 1, 1, -1))
+        # a user's own block never sees the padding
+        x = wrap(self._whole(hidden), *(self._whole_tokens,) * 2, self.parallel)
+        return self._split_tokens(to_local(block(to_user(x)), self._whole_tokens, self.parallel))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        whole, pool = self._whole_tokens, self.options.pool
+        if pool == "mean":
+            hidden = self.between_blocks(self.norm, hidden)
+        x = self._whole(hidden)
+        pooled = wrap(x.mean(1) if pool == "mean" else x[:, 0], whole, whole, self.parallel)
+        if pool == "token":
+            pooled = self.between_blocks(self.norm, pooled)
+        logits: Tensor = self.head(pooled if computes_as_ours(self.head) else to_user(pooled))
+        return logits
+
+    def loss(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the images of a batch: (images, labels [batch]), or a dict with ``labels``."""
+        return cross_entropy(logits, labels_of(batch), label_smoothing=self.options.label_smoothing)
+
+    def accuracy(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """How many images of a batch have their label as the highest logit, and how many there are."""
+        return accuracy(logits, labels_of(batch))
+
+
+def labels_of(batch: Any) -> Tensor:
+    """Of (images, labels), or a dict with ``labels``.
+
+    Raises:
+        ValueError: for a batch that has none.
+    """
+    labels = batch.get("labels") if isinstance(batch, dict) else batch[1] if len(batch) == 2 else None
+    if not isinstance(labels, Tensor):
+        raise refusal(
+            "ViT: a batch is (images, labels), or dict(inputs=images, labels=...) with a class for each image"
+        )
+    return labels
