@@ -12,11 +12,11 @@ from helpers.ranks import run_ranks
 from helpers.training import (
     SIZES,
     Trace,
+    assert_is_plain_torch,
     assert_same_numbers,
     assert_same_run,
     batch_of,
     config_of,
-    is_key_bias,
     relative,
     run_plan,
     shared_run,
@@ -150,25 +150,7 @@ def test_one_process_is_plain_torch(variant: str | None) -> None:
     more = VARIANTS[variant] if variant else {}
     options = {**SIZES, **more.get("model", {})}
     twin = PlainGPT(**options).double()
-    twin.load_state_dict(trace.start)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.0, weight_decay=0.1)
-    for step in range(STEPS):
-        batch = batch_of(step, options)
-        loss_sum, count = twin.loss_sum(batch["inputs"], batch["labels"])
-        optimizer.zero_grad()
-        (loss_sum / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        assert relative(trace.losses[step], (loss_sum / count).item()) < 1e-10
-        assert relative(trace.norms[step], norm.item()) < 1e-10
-        if step in (0, STEPS - 1):
-            held = trace.gradients[0 if step == 0 else 1]
-            for name, parameter in twin.named_parameters():
-                torch.testing.assert_close(held[name], parameter.grad, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
-        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 20
-        optimizer.step()
-    for name, value in twin.state_dict().items():
-        if not is_key_bias(name):
-            torch.testing.assert_close(trace.end[name], value, rtol=1e-8, atol=1e-10, msg=name)
+    assert_is_plain_torch(trace, twin, options, STEPS)
 
 
 def test_a_halved_layernorm_gradient_is_seen() -> None:

@@ -52,7 +52,7 @@ class ClassToken(Layer):
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
             token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
-        return torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+            return torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if x.dim() != 3:

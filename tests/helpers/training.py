@@ -16,8 +16,12 @@ BATCH = 8
 
 
 def batch_of(step: int, sizes: dict[str, Any] = SIZES, batch: int = BATCH) -> dict[str, Tensor]:
-    """A global batch in which every sample has another number of valid tokens."""
+    """A global batch in which every sample has another number of valid tokens; of a ViT, images."""
     generator = torch.Generator().manual_seed(1000 + step)
+    if "image_size" in sizes:
+        shape = batch, sizes["in_channels"], *sizes["image_size"]
+        images = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return {"inputs": images, "labels": torch.randint(0, sizes["num_classes"], (batch,), generator=generator)}
     ids = torch.randint(0, sizes["vocab_size"], (batch, sizes["seq_len"] + 1), generator=generator)
     labels = ids[:, 1:].clone()
     for row in range(batch):
@@ -35,7 +39,8 @@ def config_of(plan: dict[str, Any], steps: int, precision: str, **more: Any) -> 
         device="cpu",
     )
     for key, value in more.items():
-        config[key] = _merged(config.get(key, {}), value)
+        is_another = key == "model" and "type" in value
+        config[key] = value if is_another else _merged(config.get(key, {}), value)
     return config
 
 
@@ -121,6 +126,23 @@ def run_plan(world: int, config: dict[str, Any], steps: int, *more: Any) -> list
     return run_ranks(world, train, config, steps, *more, with_context=False)
 
 
+def run_cases(world: int, configs: dict[str, dict[str, Any]], steps: int) -> dict[str, list[Trace]]:
+    """`run_plan` of several configs on the same ranks, one after the other: name -> the ranks' traces."""
+
+    def body(rank: int) -> list[Trace]:
+        traces = []
+        for name, config in configs.items():
+            try:
+                traces.append(train(rank, config, steps))
+            except Exception as error:
+                error.add_note(f"in the case {name!r}")
+                raise
+        return traces
+
+    by_rank = run_ranks(world, body, with_context=False)
+    return {name: [traces[number] for traces in by_rank] for number, name in enumerate(configs)}
+
+
 _RUNS: dict[str, list[Trace]] = {}
 
 
@@ -182,3 +204,33 @@ def assert_close_states(mine: dict[str, Tensor], wanted: dict[str, Tensor], what
 def is_key_bias(name: str) -> bool:
     """Its true gradient is zero; Adam turns the rounding noise into steps of full size."""
     return name.endswith("qkv.key.bias")
+
+
+def assert_is_plain_torch(
+    trace: Trace, twin: torch.nn.Module, sizes: dict[str, Any], steps: int, batch_size: int = BATCH
+) -> None:
+    """Losses, norms, gradients at the first and the last step, and the weights of a run of `config_of` in float64,
+    against torch's own modules and loop.
+
+    Args:
+        twin: has the parameters by their logical names, and ``loss_sum(inputs, labels)``.
+    """
+    twin.load_state_dict(trace.start)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.0, weight_decay=0.1)
+    for step in range(steps):
+        batch = batch_of(step, sizes, batch_size)
+        loss_sum, count = twin.loss_sum(batch["inputs"], batch["labels"])
+        optimizer.zero_grad()
+        (loss_sum / count).backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        assert relative(trace.losses[step], (loss_sum / count).item()) < 1e-10
+        assert relative(trace.norms[step], norm.item()) < 1e-10
+        if step in (0, steps - 1):
+            held = trace.gradients[0 if step == 0 else 1]
+            for name, parameter in twin.named_parameters():
+                torch.testing.assert_close(held[name], parameter.grad, rtol=1e-8, atol=1e-11, msg=f"gradient of {name}")
+        optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1) / 20
+        optimizer.step()
+    for name, value in twin.state_dict().items():
+        if not is_key_bias(name):
+            torch.testing.assert_close(trace.end[name], value, rtol=1e-8, atol=1e-10, msg=name)

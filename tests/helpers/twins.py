@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.models.options import GPTOptions
+from colossus.models.options import DecoderOptions, GPTOptions, LlamaOptions, ViTOptions
+from colossus.models.transformer_options import TransformerOptions
 
 
 def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
@@ -19,19 +20,20 @@ def options_of(kind: str, hidden: int, heads: int, wide: int) -> GPTOptions:
 
 
 class PlainAttention(nn.Module):
-    def __init__(self, o: GPTOptions) -> None:
+    def __init__(self, o: TransformerOptions) -> None:
         super().__init__()
-        kv = o.num_kv_heads * o.head_dim
-        self.head_dim, self.rotary = o.head_dim, o.positions == "rotary"
-        self.base, self.scaling = o.rotary_base, o.rotary_scaling
+        width, kv = o.num_heads * o.head_dim, o.num_kv_heads * o.head_dim
+        self.head_dim, self.rotary, self.causal = o.head_dim, o.is_rotary, isinstance(o, DecoderOptions)
+        if isinstance(o, DecoderOptions):
+            self.base, self.scaling = o.rotary_base, o.rotary_scaling
         self.qkv = nn.ModuleDict(
             {
-                "query": nn.Linear(o.hidden_size, o.hidden_size, o.bias),
+                "query": nn.Linear(o.hidden_size, width, o.bias),
                 "key": nn.Linear(o.hidden_size, kv, o.bias),
                 "value": nn.Linear(o.hidden_size, kv, o.bias),
             }
         )
-        self.out = nn.Linear(o.hidden_size, o.hidden_size, o.bias)
+        self.out = nn.Linear(width, o.hidden_size, o.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape
@@ -44,7 +46,8 @@ class PlainAttention(nn.Module):
         copies = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         scores = query @ key.transpose(-1, -2) / self.head_dim**0.5
-        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), float("-inf"))
         return self.out((scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, tokens, -1))
 
     def turn(self, x: Tensor) -> Tensor:
@@ -69,7 +72,7 @@ def llama3_rates(rate: Tensor, scaling: RotaryScaling) -> Tensor:
 
 
 class PlainMLP(nn.Module):
-    def __init__(self, o: GPTOptions) -> None:
+    def __init__(self, o: TransformerOptions) -> None:
         super().__init__()
         self.gated = o.mlp == "swiglu"
         wide = o.ffn_hidden_size
@@ -86,14 +89,14 @@ class PlainMLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def plain_norm(o: GPTOptions) -> nn.Module:
+def plain_norm(o: TransformerOptions) -> nn.Module:
     if o.norm == "layernorm":
         return nn.LayerNorm(o.hidden_size, eps=o.norm_eps, bias=o.bias)
     return nn.RMSNorm(o.hidden_size, eps=o.norm_eps)
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, o: GPTOptions) -> None:
+    def __init__(self, o: TransformerOptions) -> None:
         super().__init__()
         self.attention_norm, self.attention = plain_norm(o), PlainAttention(o)
         self.mlp_norm, self.mlp = plain_norm(o), PlainMLP(o)
@@ -104,11 +107,13 @@ class PlainBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
+    options_class: type[DecoderOptions] = GPTOptions
+
     def __init__(self, **options: object) -> None:
         super().__init__()
-        o = self.options = GPTOptions(**options)  # type: ignore[arg-type]
+        o = self.options = self.options_class(**options)  # type: ignore[arg-type]
         self.embedding = nn.Embedding(o.vocab_size, o.hidden_size)
-        self.positions = nn.Embedding(o.seq_len, o.hidden_size) if o.positions == "learned" else None
+        self.positions = None if o.is_rotary else nn.Embedding(o.seq_len, o.hidden_size)
         self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
         self.norm = plain_norm(o)
         self.head = nn.Linear(o.hidden_size, o.vocab_size, bias=False)
@@ -133,3 +138,47 @@ class PlainGPT(nn.Module):
         picked = logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         loss = -(1 - o.label_smoothing) * picked - o.label_smoothing * logp.mean(-1) + o.z_loss * log_sum**2
         return (loss * valid).sum(), valid.sum()
+
+
+class PlainLlama(PlainGPT):
+    options_class = LlamaOptions
+
+
+class PlainPatches(nn.Module):
+    """A convolution whose weight is stored flat."""
+
+    def __init__(self, o: ViTOptions) -> None:
+        super().__init__()
+        conv = nn.Conv2d(o.in_channels, o.hidden_size, o.patch_size, o.patch_size)
+        self.shape, self.stride = conv.weight.shape, o.patch_size
+        self.weight, self.bias = nn.Parameter(conv.weight.detach().flatten(1)), conv.bias
+
+    def forward(self, images: Tensor) -> Tensor:
+        y = F.conv2d(images, self.weight.view(self.shape), self.bias, self.stride)
+        return y.flatten(2).transpose(1, 2)
+
+
+class PlainViT(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        o = self.options = ViTOptions(**options)  # type: ignore[arg-type]
+        self.patches = PlainPatches(o)
+        self.class_token = nn.ParameterDict({"weight": torch.zeros(o.hidden_size)}) if o.pool == "token" else None
+        self.positions = nn.Embedding(o.num_tokens, o.hidden_size)
+        self.blocks = nn.ModuleList(PlainBlock(o) for _ in range(o.num_layers))
+        self.norm = plain_norm(o)
+        self.head = nn.Linear(o.hidden_size, o.num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images)
+        if self.class_token is not None:
+            x = torch.cat((self.class_token["weight"].expand(len(x), 1, -1), x), 1)
+        x = x + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.head(x.mean(1) if self.class_token is None else x[:, 0])
+
+    def loss_sum(self, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+        loss = F.cross_entropy(self(images), labels, reduction="sum", label_smoothing=self.options.label_smoothing)
+        return loss, len(labels)

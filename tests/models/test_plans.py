@@ -1,0 +1,177 @@
+"""Llama and ViT train alike under every plan, and as plain torch does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.long import long
+from helpers.training import (
+    Trace,
+    assert_is_plain_torch,
+    assert_same_numbers,
+    assert_same_run,
+    config_of,
+    run_cases,
+    run_plan,
+)
+from helpers.twins import PlainLlama, PlainViT
+from torch import nn
+
+STEPS, LONG = 3, 20
+FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
+FP32 = dict(loss=1e-6, norm=1e-5, parameter=1e-4)
+
+SCALING = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=96, rope_type="llama3"
+)
+LLAMA: dict[str, Any] = dict(
+    type="Llama", num_layers=2, hidden_size=24, num_heads=12, num_kv_heads=1, head_dim=6, ffn_hidden_size=36,
+    vocab_size=53, seq_len=16, rotary_base=500.0, rotary_scaling=SCALING,
+)  # fmt: skip
+#: 10 tokens, 9 of them patches: more than one rank would have without padding
+VIT: dict[str, Any] = dict(
+    type="ViT", num_layers=2, hidden_size=24, num_heads=12, image_size=(6, 9), patch_size=(2, 3), in_channels=2,
+    num_classes=7, norm_eps=1e-12,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama tied": {**LLAMA, "tie_embeddings": True, "num_kv_heads": 2, "head_dim": None, "rotary_scaling": None},
+    "vit": VIT,
+    "vit mean": {**VIT, "pool": "mean", "label_smoothing": 0.1, "mlp": "swiglu", "norm": "rmsnorm", "bias": False},
+}
+TWINS: dict[str, type[nn.Module]] = {"Llama": PlainLlama, "ViT": PlainViT}
+
+Plan = tuple[int, dict[str, Any], dict[str, Any]]
+
+
+def scheduled(kind: str, microbatches: int = 4) -> dict[str, Any]:
+    return dict(schedule=dict(type=kind, microbatches=microbatches))
+
+
+def sequence(size: int, mode: str) -> dict[str, Any]:
+    return dict(size=size, mode=mode)
+
+
+#: name -> ranks, parallel, the rest of the config
+PLANS: dict[str, Plan] = {
+    "data 2": (2, dict(data=2), {}),
+    "1d sharded 2": (2, dict(tensor=dict(size=2, sequence_sharded=True)), {}),
+    "1f1b": (2, dict(pipeline=2), scheduled("1f1b")),
+    "data 4": (4, dict(data=4), {}),
+    "1d 4": (4, dict(tensor=4), {}),
+    "1d sharded 4": (4, dict(tensor=dict(size=4, sequence_sharded=True)), {}),
+    "data 2 x 1d sharded 2": (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("1f1b", 2)),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
+    "2d step": (4, dict(tensor=dict(mode="2d", size=4, weights="step", gathered="keep")), scheduled("gpipe", 2)),
+    "3d 2x1x2": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
+    "gpipe": (4, dict(pipeline=2, data=2), scheduled("gpipe", 2)),
+    "1f1b of all blocks": (4, dict(pipeline=4), scheduled("1f1b", 6)),
+    "interleaved": (4, dict(pipeline=2, tensor=2), scheduled("interleaved", 2)),
+    "zb-h1": (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), scheduled("zb-h1")),
+    "zb-v": (4, dict(pipeline=2, tensor=dict(mode="2.5d", size=2, depth=2)), scheduled("zb-v", 2)),
+    "zero 1": (4, dict(data=4, zero=1), {}),
+    "zero 2": (4, dict(data=2, tensor=2, zero=2), {}),
+    "zero 3": (4, dict(data=2, pipeline=2, zero=3), scheduled("1f1b", 2)),
+    "2d 2x3": (6, dict(tensor=dict(mode="2d", shape=(2, 3))), {}),
+    "2d 3x2": (6, dict(tensor=dict(mode="2d", shape=(3, 2))), {}),
+    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), {}),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
+    "pipeline x 2d": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), scheduled("zb-v", 2)),
+    "pipeline x data x 1d": (8, dict(pipeline=2, data=2, tensor=2), scheduled("1f1b", 2)),
+}  # fmt: skip
+#: of a Llama alone
+SEQUENCES: dict[str, Plan] = {
+    "ring": (4, dict(sequence=sequence(4, "ring")), {}),
+    "ulysses": (4, dict(sequence=sequence(4, "ulysses")), {}),
+    "hybrid": (4, dict(sequence=sequence(4, "hybrid")), {}),
+    "ring x 1d": (4, dict(sequence=sequence(2, "ring"), tensor=2), {}),
+    "ring x pipeline": (4, dict(sequence=sequence(2, "ring"), pipeline=2), scheduled("1f1b")),
+    "ring x 2d": (8, dict(sequence=sequence(2, "ring"), tensor=dict(mode="2d", size=4)), {}),
+}
+#: divides over what splits a batch, and over the microbatches
+BATCH = 24
+
+
+def settings(model: str, plan: Plan, precision: str, steps: int, **more: Any) -> dict[str, Any]:
+    _, parallel, rest = plan
+    train = dict(global_batch_size=BATCH)
+    return config_of(parallel, steps, precision, model={**MODELS[model], **more}, train=train, **rest)
+
+
+@cache
+def alone(model: str, precision: str, steps: int, **more: Any) -> Trace:
+    return run_plan(1, settings(model, (1, {}, {}), precision, steps, **more), steps)[0]
+
+
+def compare(cases: dict[tuple[str, str], Plan], precision: str, steps: int, **more: Any) -> None:
+    """Runs of (model, plan), of plans with as many ranks, beside one process."""
+    (world,) = {world for world, _, _ in cases.values()}
+    configs = {
+        f"{model}, {plan}": settings(model, case, precision, steps, **more) for (model, plan), case in cases.items()
+    }
+    found = run_cases(world, configs, steps)
+    for (model, _), (name, traces) in zip(cases, found.items(), strict=True):
+        reference = alone(model, precision, steps, **more)
+        try:
+            for trace in traces:
+                assert trace.losses == traces[0].losses, "ranks report different losses"
+                assert_same_run(trace, reference, **(FP64 if precision == "fp64" else FP32))
+                if precision == "fp64":
+                    assert_same_numbers(trace, reference)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+#: what runs by default: the plans in which these models differ from GPT most
+FEW: dict[str, tuple[tuple[str, str], ...]] = {
+    "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
+    "4 ranks": (
+        ("vit", "1d sharded 4"), ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "1f1b of all blocks"),
+        ("vit", "zb-h1"),
+        ("llama", "1d 4"), ("llama tied", "data 2 x 1d sharded 2"), ("llama", "3d 2x1x2"), ("llama", "zero 3"),
+        ("llama tied", "interleaved"), ("vit", "zb-v"), ("vit", "zero 2"),
+    ),
+    "6 ranks": (("vit", "2d 2x3"), ("llama", "2d 2x3")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("group", list(FEW))
+def test_both_follow_one_process(group: str) -> None:
+    compare({case: PLANS[case[1]] for case in FEW[group]}, "fp64", STEPS)
+
+
+def test_a_llama_follows_it_under_sequence_parallelism() -> None:
+    compare({("llama", "ring x 1d"): SEQUENCES["ring x 1d"]}, "fp64", STEPS, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("precision", long("fp64", "fp32"))
+@pytest.mark.parametrize("world", [2, 4, 6, 8])
+@pytest.mark.parametrize("model", list(MODELS))
+def test_every_plan_follows_one_process_for_twenty_steps(model: str, world: int, precision: str) -> None:
+    more = dict(num_kv_heads=3) if model == "llama tied" and world == 6 else {}
+    cases = {(model, name): plan for name, plan in PLANS.items() if plan[0] == world}
+    compare(cases, precision, LONG, **more)
+
+
+@pytest.mark.parametrize("precision", long("fp64", "fp32"))
+@pytest.mark.parametrize("world", [4, 8])
+@pytest.mark.parametrize("model", ["llama", "llama tied"])
+def test_every_sequence_plan_follows_one_process_for_twenty_steps(model: str, world: int, precision: str) -> None:
+    cases = {(model, name): plan for name, plan in SEQUENCES.items() if plan[0] == world}
+    compare(cases, precision, LONG, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_one_process_is_plain_torch(model: str) -> None:
+    sizes = {key: value for key, value in MODELS[model].items() if key != "type"}
+    twin = TWINS[MODELS[model]["type"]](**sizes).double()
+    assert_is_plain_torch(alone(model, "fp64", LONG), twin, sizes, LONG, BATCH)
+
+
+def test_a_wrong_gradient_of_a_class_token_is_seen() -> None:
+    config = settings("vit", PLANS["1d sharded 2"], "fp64", STEPS)
+    trace = run_plan(2, config, STEPS, "class_token.weight")[0]
+    with pytest.raises(AssertionError, match=r"class_token\.weight"):
+        assert_same_run(trace, alone("vit", "fp64", STEPS), loss=1e9, norm=1e9, parameter=1e-9)
