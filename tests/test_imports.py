@@ -29,8 +29,9 @@ LEVELS = {
     "schedule": 5,
     "models": 5,
     "data": 5,
+    "hf": 6,  # beside the engine, which reaches it through a registry
     "engine": 6,
-    "export": 6,
+    "export": 7,
     "monitor": 7,
     "doctor": 7,
     "launch": 8,
@@ -235,6 +236,8 @@ def test_light_modules_load_no_torch() -> None:
     assert len(modes) >= 4
     builtin = [f"colossus.schedule.builtin.{path.stem}" for path in (PACKAGE / "schedule" / "builtin").glob("[!_]*.py")]
     assert len(builtin) >= 5
+    families = [f"colossus.hf.families.{path.stem}" for path in (PACKAGE / "hf" / "families").glob("[!_]*.py")]
+    assert len(families) >= 2
     light = [
         "colossus",
         "colossus.registry",
@@ -256,6 +259,10 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.sequence_parallel.modes",
         *modes,
         "colossus.models.options",
+        "colossus.checkpoint.sources",
+        "colossus.hf.from_config",
+        "colossus.hf.format",
+        *families,
         "colossus.schedule.actions",
         "colossus.schedule.simulate",
         "colossus.schedule.check",

@@ -105,6 +105,11 @@ class Manifest:
         """Of all files, the manifest not counted."""
         return sum(file.num_bytes for file in self.files.values())
 
+    @property
+    def is_weights_only(self) -> bool:
+        """Whether it has nothing that a run could go on with: no step, no optimizer, no place in the data."""
+        return not self.values
+
     def names(self, section: str) -> Iterator[str]:
         """The names in a section (``model``, ``optimizer``): keys without the section."""
         for key in self.tensors:

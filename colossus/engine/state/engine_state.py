@@ -167,6 +167,11 @@ class EngineState:
         """
         engine = self._engine
         context, world = engine.context, self._world
+        if reader.manifest.is_weights_only:
+            raise CheckpointError(
+                f"{reader.folder} has weights only, no optimizer and no place in the data: nothing can go on from it; "
+                f"checkpoint.weights, or engine.checkpoints.load_weights, begins a run with them"
+            )
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = on_all_ranks(world, self._made_boxes)
