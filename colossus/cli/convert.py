@@ -16,6 +16,7 @@ from colossus.checkpoint.manifest import Manifest
 from colossus.checkpoint.new_folder import require_new
 from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
+from colossus.cli.named_run import path_of
 from colossus.cli.progress import Progress
 from colossus.registry import WEIGHT_WRITERS
 
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     target, began = Path(arguments.dst).expanduser(), time.perf_counter()
     require_new(target)
     damaged: dict[Path, CheckpointError] = {}
-    source = find_weights(arguments.src, damaged)
+    source = find_weights(path_of(arguments.src), damaged)
     for error in damaged.values():
         print(printable(f"damaged: {error}; {source} is taken"), file=sys.stderr)
     torch = importlib.import_module("torch")

@@ -12,6 +12,7 @@ from colossus.export import torch_modules as plain
 from colossus.layers.attention import Attention
 from colossus.layers.block import TransformerBlock
 from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
@@ -22,9 +23,10 @@ from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.patch import PatchEmbedding
 from colossus.layers.rotary import Rotary
 from colossus.models.decoder import Decoder
+from colossus.models.vit import ViT
 
 #: what a subclass may define and still be what it is a subclass of
-_HARMLESS = {"__init__", "extra_repr", "loss", "metrics", "options_class"}
+_HARMLESS = {"__init__", "extra_repr", "loss", "accuracy", "metrics", "options_class"}
 #: of every class
 _OF_CLASSES = {"local_layouts", "own_forward", "is_fused", "num_outputs"}
 
@@ -78,6 +80,9 @@ class Counterparts:
     def _positions(self, m: PositionEmbedding, name: str) -> nn.Module:
         return plain.PositionEmbedding(m.num_positions, m.embedding_dim)
 
+    def _class_token(self, m: ClassToken, name: str) -> nn.Module:
+        return plain.ClassToken(m.hidden_size)
+
     def _layer_norm(self, m: LayerNorm, name: str) -> nn.Module:
         affine, bias = self._has(name, "weight"), self._has(name, "bias")
         return nn.LayerNorm(m.normalized_shape, m.eps or 0.0, elementwise_affine=affine, bias=bias)
@@ -126,6 +131,17 @@ class Counterparts:
             self._convert(m.head),
         )
 
+    def _vit(self, m: ViT, name: str) -> nn.Module:
+        return plain.ViT(
+            self._convert(m.patches),
+            None if m.class_token is None else self._convert(m.class_token),
+            self._convert(m.positions),
+            self._convert(m.dropout),
+            [self._convert(block) for block in m.blocks],
+            self._convert(m.norm),
+            self._convert(m.head),
+        )
+
     def _has(self, *path: str) -> bool:
         return ".".join(filter(None, path)) in self._names
 
@@ -136,6 +152,7 @@ _MAKERS: dict[type, Callable[[Counterparts, Any, str], nn.Module]] = {
     LMHead: Counterparts._head,  # Classifier, too
     Embedding: Counterparts._embedding,
     PositionEmbedding: Counterparts._positions,
+    ClassToken: Counterparts._class_token,
     LayerNorm: Counterparts._layer_norm,
     RMSNorm: Counterparts._rms_norm,
     Dropout: Counterparts._dropout,
@@ -146,6 +163,7 @@ _MAKERS: dict[type, Callable[[Counterparts, Any, str], nn.Module]] = {
     GatedMLP: Counterparts._gated_mlp,
     TransformerBlock: Counterparts._block,
     Decoder: Counterparts._decoder,
+    ViT: Counterparts._vit,
 }
 
 _HOW = (

@@ -23,6 +23,8 @@ _HOOKS = (
     "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+#: dicts of a module of which it has the values as attributes
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 class HasModel(Protocol):
@@ -196,14 +198,12 @@ def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], told: _Told) -
 def _require_whole(copied: nn.Module) -> None:
     """That nothing is left that another stage of a pipeline has."""
     for name, module in copied.named_modules():
-        own = {
-            leaf: value for leaf, value in vars(module).items() if leaf not in ("_parameters", "_buffers", "_modules")
-        }
+        own = {leaf: value for leaf, value in vars(module).items() if leaf not in _OF_TORCH}
         for leaf, value in (own | module._parameters | module._buffers).items():
             if any(tensor.is_meta for _, tensor in tensors(value)):
                 raise ValueError(
-                    f"{_join(name, leaf)}: {type(module).__name__} holds tensors there that are on another stage of the "
-                    f"pipeline, and that are no buffer: register them (self.register_buffer(name, tensor, "
+                    f"{_join(name, leaf)}: {type(module).__name__} holds tensors there that are on another stage of "
+                    f"the pipeline, and that are no buffer: register them (self.register_buffer(name, tensor, "
                     f"persistent=False)), and they are in the plain module, too"
                 )
 

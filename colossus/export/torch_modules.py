@@ -64,6 +64,17 @@ class PositionEmbedding(nn.Module):
         return x + self.weight[: x.shape[-2]]
 
 
+class ClassToken(nn.Module):
+    """A learned vector as the first token: x [batch, tokens, dim] -> [batch, 1 + tokens, dim]."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.weight.expand(x.shape[0], 1, -1), x), dim=1)
+
+
 class PatchEmbedding(nn.Linear):
     """A convolution whose kernel is its stride, as a linear of flattened patches.
 
@@ -258,6 +269,40 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class ViT(nn.Module):
+    """Vision transformer (2010.11929).
+
+    Args:
+        class_token: what is classified; without one the mean over all patches is.
+
+    Shape:
+        images [batch, channels, height, width]; logits [batch, classes].
+    """
+
+    def __init__(
+        self,
+        patches: nn.Module,
+        class_token: nn.Module | None,
+        positions: nn.Module,
+        dropout: nn.Module,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        head: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.patches, self.class_token, self.positions, self.dropout = patches, class_token, positions, dropout
+        self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images)
+        if self.class_token is not None:
+            x = self.class_token(x)
+        x = self.dropout(self.positions(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1) if self.class_token is None else self.norm(x[:, 0]))
+
+
 # -- models by their options -------------------------------------------------------------------------------
 
 
@@ -289,13 +334,28 @@ def _decoder(o: Mapping[str, Any]) -> nn.Module:
     return decoder
 
 
+def _vit(o: Mapping[str, Any]) -> nn.Module:
+    hidden, (high, wide) = o["hidden_size"], o["patch_size"]
+    has_token = o["pool"] == "token"
+    num_patches = (o["image_size"][0] // high) * (o["image_size"][1] // wide)
+    return ViT(
+        PatchEmbedding(o["in_channels"], hidden, (high, wide)),
+        ClassToken(hidden) if has_token else None,
+        PositionEmbedding(num_patches + has_token, hidden),
+        nn.Dropout(o["dropout"]),
+        (_block(o, causal=False, is_rotary=False) for _ in range(o["num_layers"])),
+        _norm(o),
+        nn.Linear(hidden, o["num_classes"]),
+    )
+
+
 def _block(o: Mapping[str, Any], *, causal: bool, is_rotary: bool) -> TransformerBlock:
     hidden, bias, wide = o["hidden_size"], o["bias"], o["ffn_hidden_size"]
-    head_dim = hidden // o["num_heads"]
-    sizes = {"query": hidden, "key": o["num_kv_heads"] * head_dim, "value": o["num_kv_heads"] * head_dim}
+    head_dim, num_heads, num_kv_heads = o["head_dim"], o["num_heads"], o["num_kv_heads"]
+    sizes = {"query": num_heads * head_dim, "key": num_kv_heads * head_dim, "value": num_kv_heads * head_dim}
     attention = Attention(
         FusedLinear({name: nn.Linear(hidden, size, bias) for name, size in sizes.items()}),
-        nn.Linear(hidden, hidden, bias),
+        nn.Linear(num_heads * head_dim, hidden, bias),
         head_dim,
         causal=causal,
         dropout=nn.Dropout(o["attention_dropout"]),
@@ -320,7 +380,7 @@ def _norm(o: Mapping[str, Any]) -> nn.Module:
     raise ValueError(f"no norm of kind {o['norm']!r} here; known: layernorm, rmsnorm")
 
 
-_MODELS: dict[Any, Callable[[Mapping[str, Any]], nn.Module]] = {"GPT": _decoder, "Llama": _decoder}
+_MODELS: dict[Any, Callable[[Mapping[str, Any]], nn.Module]] = {"GPT": _decoder, "Llama": _decoder, "ViT": _vit}
 
 
 # -- folders -----------------------------------------------------------------------------------------------
