@@ -31,6 +31,7 @@ class HFTensor:
         parts: one behind the other along dim 0.
         transposed: the file has ``[in, out]`` where we have ``[out, in]``.
         other_names: under which it is looked for, too.
+        may_be_missing: a folder without it can be read; the parameter then keeps its initial values, where asked for.
     """
 
     name: str
@@ -38,6 +39,7 @@ class HFTensor:
     parts: tuple[Part, ...]
     transposed: bool = False
     other_names: tuple[str, ...] = ()
+    may_be_missing: bool = False
 
     def __post_init__(self) -> None:
         assert math.prod(self.shape) == math.prod(self.stacked), self

@@ -188,7 +188,7 @@ def _place(
         found = next((name for name in names if name in stored), None)
         used.update(names)
         if found is None:
-            missing.append(tensor.name)
+            missing += [] if tensor.may_be_missing else [tensor.name]
             continue
         file, there = stored[found]
         if there.shape != tensor.shape:

@@ -52,8 +52,10 @@ class GPT2(Family):
         )
 
     def differences(self, options: Any) -> list[str]:
-        found = unlike(options, positions="learned", norm="layernorm", bias=True, num_kv_heads=options.num_heads)
-        return found + ([] if options.mlp in _WRITTEN else [f"mlp = {options.mlp!r} (not 'gelu_tanh' or 'gelu')"])
+        o = options
+        found = unlike(o, positions="learned", norm="layernorm", bias=True, num_kv_heads=o.num_heads)
+        found += unlike(o, head_dim=o.hidden_size // o.num_heads)
+        return found + ([] if o.mlp in _WRITTEN else [f"mlp = {o.mlp!r} (not 'gelu_tanh' or 'gelu')"])
 
     def to_config(self, options: Any) -> dict[str, Any]:
         o = options

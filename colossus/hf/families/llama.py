@@ -30,16 +30,12 @@ class Llama(Family):
                 f"attention_bias = {bias}, mlp_bias = {not bias}: colossus has biases in all linears of a block, or in "
                 f"none"
             )
-        head_dim = s.count("head_dim", hidden // heads or 1)
-        if head_dim * heads != hidden:
-            s.problems.append(
-                f"head_dim = {head_dim}: colossus has hidden_size / num_attention_heads = {hidden} / {heads} only"
-            )
         return dict(
             type="Llama",
             num_layers=s.count("num_hidden_layers", 32),
             hidden_size=hidden,
             num_heads=heads,
+            head_dim=s.count("head_dim", hidden // heads or 1),
             num_kv_heads=s.count("num_key_value_heads", heads),
             vocab_size=s.count("vocab_size", 32000),
             seq_len=s.count("max_position_embeddings", 2048),
