@@ -15,7 +15,7 @@ from colossus import __version__
 from colossus.checkpoint.checksum import checksum
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
-from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.manifest import MANIFEST, TOKENIZER_FILE, Chunk, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.new_folder import new_folder
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
@@ -59,10 +59,10 @@ def to_colossus(
             for key, of_file, shape in wanted:
                 chunk = Chunk(file, header.offsets[key], (0,) * len(shape), shape)
                 tensors[key] = TensorEntry(dtype_name(of_file), shape, (chunk,))
-        tokenizer = reader.folder / "tokenizer.json"
-        if tokenizer.is_file():
-            copy = folder / tokenizer.name
-            shutil.copyfile(tokenizer, copy)
+        tokenizer = reader.manifest.tokenizer
+        if tokenizer == TOKENIZER_FILE:
+            copy = folder / tokenizer
+            shutil.copyfile(reader.folder / tokenizer, copy)
             files[copy.name] = FileEntry(copy.stat().st_size, checksum(copy))
         source = reader.manifest
         manifest = Manifest(
@@ -74,6 +74,7 @@ def to_colossus(
             files=files,
             tensors=tensors,
             aliases=source.aliases,
+            tokenizer=tokenizer,
         )
         write_flushed(folder / MANIFEST, manifest.to_bytes())
 

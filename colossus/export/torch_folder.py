@@ -14,6 +14,7 @@ from torch import Tensor
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.natural_order import natural_order
 from colossus.checkpoint.new_folder import new_folder
 from colossus.checkpoint.reader import CheckpointReader
@@ -64,9 +65,8 @@ def to_torch(
             write_file(folder / torch_modules.WEIGHTS, header, _read(reader, wanted, on_tensor))
         write_flushed(folder / torch_modules.CONFIG, json.dumps(config, indent=2).encode() + b"\n")
         write_flushed(folder / MODEL, Path(torch_modules.__file__).read_bytes())
-        tokenizer = reader.folder / "tokenizer.json"
-        if tokenizer.is_file():
-            shutil.copyfile(tokenizer, folder / tokenizer.name)
+        if manifest.tokenizer == TOKENIZER_FILE:
+            shutil.copyfile(reader.folder / TOKENIZER_FILE, folder / TOKENIZER_FILE)
 
 
 def _require_known(reader: CheckpointReader, names: list[str]) -> None:
