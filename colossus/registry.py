@@ -165,6 +165,7 @@ SEQUENCE_MODES = Registry(
 DATASETS = Registry(
     "dataset",
     {
+        "Digits": "colossus.data.images:Digits",
         "PythonStdlib": "colossus.data.text:PythonStdlib",
         "TextFolder": "colossus.data.text:TextFolder",
         "TokenFile": "colossus.data.tokens:TokenFile",
