@@ -139,6 +139,20 @@ MODEL_OPTIONS = Registry(
         "ViT": "colossus.models.options:ViTOptions",
     },
 )
+#: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights or None)
+MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.from_config:resolve"})
+HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
+#: folders of weights that are no checkpoints of ours, by what tells them
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.format:HuggingFace"})
+#: what `colossus checkpoint convert --to` writes
+WEIGHT_WRITERS = Registry(
+    "form of weights",
+    {
+        "hf": "colossus.hf.convert:to_hf",
+        "colossus": "colossus.checkpoint.weights_only:to_colossus",
+        "torch": "colossus.export.torch_folder:to_torch",
+    },
+)
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
     "sequence mode",

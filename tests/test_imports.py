@@ -29,13 +29,16 @@ LEVELS = {
     "schedule": 5,
     "models": 5,
     "data": 5,
+    "hf": 6,  # beside the engine, which reaches it through a registry
     "engine": 6,
+    "export": 7,
     "monitor": 7,
     "doctor": 7,
     "launch": 8,
-    "verify": 9,
-    "cli": 10,
-    "__main__": 11,
+    "inference": 9,
+    "verify": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {
@@ -145,7 +148,7 @@ def test_only_heavy_things_are_imported_late() -> None:
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         room = file.relative_to(PACKAGE).parts[0]
-        if room in ("cli", "launch", "verify", "doctor", "__main__.py"):
+        if room in ("cli", "launch", "verify", "inference", "doctor", "__main__.py"):
             continue
         late = [(line, name) for line, name in late_imports(ast.parse(file.read_text()))]
         found += [f"{room}/{file.name}:{line} {name}" for line, name in late if name.split(".")[0] in ("colossus", "")]
@@ -234,6 +237,8 @@ def test_light_modules_load_no_torch() -> None:
     assert len(modes) >= 4
     builtin = [f"colossus.schedule.builtin.{path.stem}" for path in (PACKAGE / "schedule" / "builtin").glob("[!_]*.py")]
     assert len(builtin) >= 5
+    families = [f"colossus.hf.families.{path.stem}" for path in (PACKAGE / "hf" / "families").glob("[!_]*.py")]
+    assert len(families) >= 2
     light = [
         "colossus",
         "colossus.registry",
@@ -255,6 +260,10 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.sequence_parallel.modes",
         *modes,
         "colossus.models.options",
+        "colossus.checkpoint.sources",
+        "colossus.hf.from_config",
+        "colossus.hf.format",
+        *families,
         "colossus.schedule.actions",
         "colossus.schedule.simulate",
         "colossus.schedule.check",
@@ -264,6 +273,9 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.schedule.partition.bounds",
         "colossus.schedule.draw.timeline",
         "colossus.schedule.draw.picture",
+        "colossus.inference.plan",
+        "colossus.inference.source",
+        "colossus.inference.sampling_options",
         "colossus.cli.show",
         "colossus.cli.main",
     ]

@@ -27,7 +27,10 @@ def what_else(path: Path) -> str:
             f"beside {ours[0]} there is no manifest.json: it was not finished, or is damaged; take another checkpoint"
         )
     if any(name.endswith(".safetensors") or name == "model.safetensors.index.json" for name in inside):
-        return f"it holds safetensors files (of Hugging Face, say): {_WITHOUT_PICKLE}"
+        return (
+            f"it holds safetensors files: of a model folder of Hugging Face checkpoint.weights takes the weights, and "
+            f"nothing goes on from one; of others {_WITHOUT_PICKLE}"
+        )
     pickles = [name for name in inside if name.endswith((".pt", ".pth", ".bin", ".ckpt", ".pkl"))]
     if pickles:
         return f"it holds {pickles[0]}: {_of_pickle()}"

@@ -8,10 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from colossus.checkpoint.errors import CheckpointError
-from colossus.checkpoint.folder import locate
 from colossus.checkpoint.matching import matches, nearest_names
 from colossus.checkpoint.natural_order import natural_order
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.sources import find_weights, open_weights
 
 
 def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, verify: bool = True) -> dict[str, Tensor]:
@@ -21,7 +21,8 @@ def read_state_dict(path: Path | str, *, only: Sequence[str] | None = None, veri
         model.load_state_dict(read_state_dict("runs/first"))
 
     Args:
-        path: a checkpoint, a folder of them (the latest is read) or a run folder.
+        path: a checkpoint, a folder of them (the latest is read) or a run folder; or a model folder of Hugging Face,
+            whose tensors are given by our names.
         only: patterns (`fnmatch`) of names; None is all.
         verify: compare the checksums of all files first.
 
@@ -44,7 +45,7 @@ def stream_saved_state_dict(
     Yields:
         (name, tensor); the names of a tied parameter follow each other, with the same tensor.
     """
-    reader = CheckpointReader(locate(Path(path)))
+    reader = open_weights(find_weights(path))
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,7 @@ def full_state_dict(
 
 
 def stream_state_dict(
-    model: nn.Module, context: ParallelContext, *, aliases: bool = True
+    model: nn.Module, context: ParallelContext, *, aliases: bool = True, order: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole parameters and buffers of a model one after the other, on rank 0; of any size, under any plan.
 
@@ -55,12 +55,16 @@ def stream_state_dict(
 
     Args:
         aliases: names of what is tied follow each other, each with the same tensor; False leaves out all but the first.
+        order: the first names of those that are wanted, the same on all ranks; None is all, in the order of the model.
 
     Yields:
         (full logical name, tensor of full shape on the device of the context), as in the plain module's state dict.
     """
     own = _own(model, gradients=False)
     shards = _over_stages(own, context)
+    if order is not None:
+        known = dict(shards)
+        shards = iter([(first, known[first]) for first in order])
     try:
         for first, of_stage in shards:
             whole = _whole(own.get(first), of_stage, context)
@@ -72,6 +76,24 @@ def stream_state_dict(
         for first, of_stage in shards:
             _whole(own.get(first), of_stage, context)
         raise
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A parameter or buffer of the whole model: all its names, its full shape, and the dtype in which it is held."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def whole_tensors(model: nn.Module, context: ParallelContext) -> dict[str, WholeTensor]:
+    """What `stream_state_dict` gives, by first name. All ranks must call, and are told the same."""
+    own = _own(model, gradients=False)
+    return {
+        first: WholeTensor(tuple(of_stage.names), of_stage.shape, of_stage.dtype)
+        for first, of_stage in _over_stages(own, context)
+    }
 
 
 @torch.no_grad()

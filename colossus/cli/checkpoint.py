@@ -1,4 +1,4 @@
-"""``colossus checkpoint``: what is in one, whether it is whole, what differs between two."""
+"""``colossus checkpoint``: what is in one, whether it is whole, what differs between two; weights in other forms."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from colossus.arithmetic import byte_count
-from colossus.checkpoint.checksum import BLOCK_BYTES, problem_of
+from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.describe import as_data, describe, printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoints, locate, named, require_files
 from colossus.checkpoint.manifest import read_manifest
+from colossus.cli import convert
 from colossus.cli.checkpoint_parsers import parse
 from colossus.cli.named_run import path_of
+from colossus.cli.progress import Progress
 
 if TYPE_CHECKING:
     from colossus.checkpoint.diff import Difference, TensorDifference, Tolerance
 
 #: differences of each kind that are printed without --all
 _MOST_PRINTED = 20
-#: seconds between two lines of progress
-_BETWEEN = 0.2
 
 
 def run(words: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
         return int(stop.code or 0)
     logging.getLogger("colossus.checkpoint").setLevel(logging.ERROR)  # what was passed over is told here
     try:
-        return {"inspect": _inspect, "verify": _verify, "diff": _diff}[command](arguments)
+        return {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": convert.run}[command](arguments)
     except CheckpointError as error:
         _say(f"colossus checkpoint {command}: {error}")
         return 1 if isinstance(error, DamagedCheckpoint) else 2
@@ -94,7 +94,7 @@ def _verify_one(folder: Path) -> int:
     except DamagedCheckpoint as error:
         _say(f"damaged: {error}")
         return 1
-    progress, began = _Progress(manifest.num_bytes), time.perf_counter()
+    progress, began = Progress(manifest.num_bytes), time.perf_counter()
     problems = []
     for name, file in manifest.files.items():
         problem = problem_of(folder / name, file, progress.block)
@@ -115,35 +115,6 @@ def _verify_one(folder: Path) -> int:
         )
     )
     return 0
-
-
-class _Progress:
-    """A line that says how much is done, where somebody watches."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._of_file = total, 0, 0
-        self._is_shown, self._last, self._began = sys.stderr.isatty(), 0.0, time.perf_counter()
-
-    def block(self) -> None:
-        self._of_file += BLOCK_BYTES
-        self._show()
-
-    def file_done(self, num_bytes: int) -> None:
-        self._done, self._of_file = self._done + num_bytes, 0
-        self._show()
-
-    def _show(self) -> None:
-        now = time.perf_counter()
-        if not self._is_shown or now - self._last < _BETWEEN:
-            return
-        self._last, done = now, min(self._done + self._of_file, self._total)
-        speed = done / max(now - self._began, 1e-9)
-        text = f"{byte_count(done)} of {byte_count(self._total)}, {byte_count(speed)}/s"
-        print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._last:
-            print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
 
 
 # -- diff -------------------------------------------------------------------------------------------------

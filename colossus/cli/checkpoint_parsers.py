@@ -1,4 +1,4 @@
-"""The arguments of ``colossus checkpoint inspect | verify | diff``."""
+"""The arguments of ``colossus checkpoint inspect | verify | diff | convert``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from colossus.cli.named_run import WHAT
 from colossus.cli.parsers import Parser
-from colossus.registry import nearest
+from colossus.registry import WEIGHT_WRITERS, nearest
 
-COMMANDS = ("inspect", "verify", "diff")
+COMMANDS = ("inspect", "verify", "diff", "convert")
 
 SUMMARY = """\
 usage: colossus checkpoint COMMAND DIR ...
@@ -21,11 +21,15 @@ commands:
   inspect DIR   print what is in it: step, plan, versions, the tree of modules with shapes and sizes
   verify DIR    read all of its files and compare their checksums
   diff A B      print what differs between two, whatever the plans that saved them
+  convert SRC DST --to FORM
+                write the weights of one as a folder of Hugging Face or of plain PyTorch, or those of a folder of
+                Hugging Face as a checkpoint
 
 examples:
   colossus checkpoint inspect runs/first
   colossus checkpoint verify runs/first/checkpoints/step-00000500
   colossus checkpoint diff runs/first runs/second --only 'model/*' --tolerance 1e-6
+  colossus checkpoint convert runs/first models/first --to hf
 
 'colossus checkpoint COMMAND --help' tells more.
 """
@@ -46,7 +50,9 @@ def parse(words: list[str]) -> tuple[str, argparse.Namespace]:
         close = nearest(command, list(COMMANDS))
         hint = f"did you mean {close}?" if close else f"commands: {', '.join(COMMANDS)}"
         parser.error(f"no command {command!r}; {hint}")
-    return command, {"inspect": _inspect, "verify": _verify, "diff": _diff}[command]().parse_intermixed_args(words[1:])
+    return command, {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": _convert}[
+        command
+    ]().parse_intermixed_args(words[1:])
 
 
 def _inspect() -> Parser:
@@ -119,6 +125,57 @@ def _diff() -> Parser:
     )
     parser.add_argument("--all", action="store_true", help="print every difference, not the largest 20")
     return parser
+
+
+#: of ``--dtype``, to torch's names
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def _convert() -> Parser:
+    parser = Parser(
+        "checkpoint convert",
+        "Write the weights of SRC in another form, one tensor at a time, without processes and whatever the plan that\n"
+        "saved them. DST is a new folder; it is there when it is complete. Optimizer state is not converted.\n\n"
+        "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
+        "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
+        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them\n"
+        "  --to torch     model.py, config.json, model.safetensors: plain PyTorch, no colossus needed; in that folder\n"
+        "                 python -c 'import model; m = model.load()'",
+        "exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or it cannot be written, 130 stopped by Ctrl-C\n\n"
+        "examples:\n"
+        "  colossus checkpoint convert runs/first models/first --to hf\n"
+        "  colossus checkpoint convert runs/first models/first --to hf --dtype bf16 --max-shard-size 2GB\n"
+        "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
+        "  colossus checkpoint convert runs/first plain/first --to torch\n"
+        "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
+    )
+    parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
+    parser.add_argument("dst", metavar="DST", help="the folder to write, which must not be there")
+    parser.add_argument("--to", required=True, choices=WEIGHT_WRITERS.names(), help="the form that is written")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), help="of the weights that are written (default: as they are stored)"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_num_bytes,
+        default=5 * 10**9,
+        metavar="SIZE",
+        help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
+    )
+    return parser
+
+
+def _num_bytes(text: str) -> int:
+    digits = text.rstrip("BKMGIbkmgi ")
+    unit = text[len(digits) :].strip().upper()
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a size of 1 byte or more, such as 500MB or 5GB, got {text!r}")
+    return int(value)
 
 
 def _tolerance(text: str) -> float:

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from colossus import __version__
-from colossus.cli import checkpoint
+from colossus.checkpoint.errors import CheckpointError
+from colossus.cli import checkpoint, generate_parser
+from colossus.cli.named_run import path_of
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
 from colossus.cli.show import join_timeline, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
@@ -42,10 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stoppable(lambda: checkpoint.run(given[1:]))
     try:
         rest = join_timeline(given[1:]) if command == "show" else given[1:]
-        arguments = make_parser(command).parse_intermixed_args(rest)
+        parser = generate_parser.make_parser() if command == "generate" else make_parser(command)
+        arguments = parser.parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
-    handlers = {"config": _config, "show": _show, "launch": _launch, "doctor": _doctor, "verify": _verify}
+    handlers = {
+        "config": _config,
+        "show": _show,
+        "launch": _launch,
+        "doctor": _doctor,
+        "verify": _verify,
+        "generate": _generate,
+    }
     return _stoppable(lambda: handlers[command](arguments))
 
 
@@ -110,6 +120,17 @@ def _verify(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         tolerance=arguments.tolerance,
     )
+    return code
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    command = importlib.import_module("colossus.inference.command")
+    try:
+        arguments.checkpoint = str(path_of(arguments.checkpoint))
+    except CheckpointError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return 2
+    code: int = command.run(generate_parser.request_of(arguments))
     return code
 
 

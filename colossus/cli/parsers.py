@@ -24,6 +24,7 @@ commands:
   show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff DIR
                 what is in a checkpoint, whether it is whole, what differs between two
 
@@ -36,6 +37,7 @@ a first run:
   colossus show configs/gpt_stdlib.py parallel.tensor=2
   colossus launch configs/gpt_stdlib.py train.steps=50
   colossus verify configs/gpt_stdlib.py
+  colossus generate gpt_stdlib --prompt "def "
 
 """
 
@@ -101,7 +103,7 @@ def make_parser(command: str) -> Parser:
     return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor", "verify", "checkpoint")
+COMMANDS = ("launch", "config", "show", "doctor", "verify", "generate", "checkpoint")
 
 
 def _config() -> Parser:

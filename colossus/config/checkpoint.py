@@ -28,7 +28,7 @@ class Weights(ShortSection):
     A bare string is the path.
     """
 
-    #: a checkpoint, a folder of them or a run folder
+    #: a checkpoint, a folder of them or a run folder; or a model folder of Hugging Face
     path: Annotated[str, Field(min_length=1)]
     #: patterns of names in this model, ("blocks.*",); None loads all
     only: Annotated[Names, Field(min_length=1)] | None = None

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from colossus.config.errors import ConfigError, explain, paths_elsewhere, unknown_key
+from colossus.config.model_source import resolve_model
 from colossus.config.overrides import apply_overrides
 from colossus.config.plans import check_names, resolve_sizes
 from colossus.config.schema import Config
@@ -43,6 +44,7 @@ def load_config(
         loaded = validate(apply_overrides(values, overrides), overrides)
         if loaded.name is None:
             loaded = loaded.model_copy(update={"name": Path(source).stem if source else "run"})
+        loaded = resolve_model(loaded)
         check_names(loaded)
         loaded = resolve_sizes(loaded, nproc)
     except ConfigError as error:

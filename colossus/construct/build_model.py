@@ -27,6 +27,7 @@ def build(
     dtype: torch.dtype | None = None,
     wide_dtype: torch.dtype | None = None,
     materialize: bool = True,
+    draw: bool = True,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> nn.Module:
     """The model that ``factory`` makes, with this rank's shards only.
@@ -43,6 +44,7 @@ def build(
         wide_dtype: of the buffers, of the parameters of norms and of those without a dim, where that is another: norms
             of torch take no parameters narrower than their statistics, and beside a tensor a scalar is just a number.
         materialize: False leaves everything on the meta device (to check sizes, or to count).
+        draw: False leaves zeros in the parameters of our layers, for values that are loaded next.
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
             None: these are never materialised, and the values of the others are what they are without it. See also
             `colossus.construct.tensor_replacer.keep_attributes_on_meta`. A build inside of a build ignores it.
@@ -73,7 +75,7 @@ def build(
         after = _registered(model)
         dropped = {key: tensor for key, tensor in before.items() if key not in after}
     if materialize:
-        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model))
+        materializer = _Materializer(trace, context, dtype, wide_dtype or dtype, _kept_wide(model), draw=draw)
         TensorReplacer(materializer.materialize, dropped).run(model)
     return model
 
@@ -113,7 +115,10 @@ class _Materializer:
         dtype: torch.dtype | None,
         wide_dtype: torch.dtype | None,
         wide: Mapping[int, Tensor],
+        *,
+        draw: bool,
     ) -> None:
+        self.draw = draw
         self.trace, self.context, self.dtype, self.wide_dtype, self.wide = trace, context, dtype, wide_dtype, wide
 
     def materialize(self, tensor: Tensor, path: str, leaf: str) -> Tensor:
@@ -148,6 +153,8 @@ class _Materializer:
             return self.context.rng.key("init", _join(path, shard_name, leaf))
 
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        if not self.draw:
+            return torch.zeros(tensor.shape, dtype=dtype, device=self.context.device)
         return allocate.draw(
             spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=dtype, device=self.context.device
         )

@@ -15,6 +15,7 @@ from colossus.checkpoint import folder
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.checkpoint.together import on_all_ranks
 from colossus.checkpoint.writer import Save, SavedCheckpoint
 from colossus.comm.objects import broadcast_object
@@ -186,7 +187,7 @@ class Checkpoints:
         the whole model; query, key and value are apart; a tied parameter is found under any of its names.
 
         Args:
-            path: as of `load`.
+            path: as of `load`; or a model folder of Hugging Face, whose tensors have our names then.
             only: patterns (`fnmatch`) of names in this model, ``["blocks.*"]``; what none meets keeps its values.
             rename: names of the checkpoint to names in this model, a function or a dict (`matching.renamed`).
             strict: refuse when something asked for is not in the checkpoint, when the checkpoint has something that
@@ -213,7 +214,7 @@ class Checkpoints:
                 )
             )
 
-        self.weights_from = self._read_newest(lambda damaged: folder.locate(Path(path), damaged), take)
+        self.weights_from = self._read_newest(lambda damaged: find_weights(path, damaged), take)
         (self.weights_match,) = matched
         if not self.weights_match.is_complete and self._engine.context.is_logging_rank:
             log.warning("not loaded from %s: %s", self.weights_from, self.weights_match)
@@ -245,7 +246,7 @@ class Checkpoints:
                 return None
             try:
                 # what inference mode makes, nothing could train
-                with torch.inference_mode(False), on_all_ranks(world, partial(CheckpointReader, found)) as reader:
+                with torch.inference_mode(False), on_all_ranks(world, partial(open_weights, found)) as reader:
                     take(reader)
             except DamagedCheckpoint as error:
                 damaged[found] = error

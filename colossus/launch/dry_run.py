@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colossus.arithmetic import factors
-from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.sources import describe_weights
 from colossus.config import Config, model_options
 from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
@@ -41,7 +41,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         if origin.is_own or origin.checkpoint is not None:
             rows["resumes"] = origin.describe()
         if (weights := origin.find_weights()) is not None:
-            rows["weights"] = f"of step {read_manifest(weights).step}, {weights}"
+            rows["weights"] = describe_weights(weights)
     lines = [f"{key:<11} {value}" for key, value in rows.items()]
     stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(_stages(config, model))]
     return "\n".join(["nothing was started (--dry-run)", *lines[:4], *stages, *lines[4:]])

@@ -15,6 +15,7 @@ from pathlib import Path
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, locate, root_of
 from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.sources import find_weights
 from colossus.config import Config, ConfigError
 from colossus.launch import checkpoint_folder, run_folder, slurm
 
@@ -63,7 +64,10 @@ class Origin:
         wanted = self.config.checkpoint.weights
         if wanted is None or self.checkpoint is not None:
             return None
-        return _located("checkpoint.weights", wanted.path)
+        try:
+            return find_weights(wanted.path)
+        except CheckpointError as error:
+            raise ConfigError(f"checkpoint.weights = {wanted.path!r}: {error}") from None
 
     def check(self) -> None:
         """Refuse the folders of other runs, and weights that are not there.
@@ -225,6 +229,12 @@ def _given(wanted: str | None) -> Path | None:
 
 def _located(key: str, wanted: str) -> Path:
     try:
-        return locate(Path(wanted))
+        found = locate(Path(wanted))
+        if not read_manifest(found).is_weights_only:
+            return found
     except CheckpointError as error:
         raise ConfigError(f"{key} = {wanted!r}: {error}") from None
+    raise ConfigError(
+        f"{key} = {wanted!r}: {found} has weights only, nothing can go on from it; checkpoint.weights={wanted} begins "
+        f"a run with them"
+    )

@@ -124,12 +124,17 @@ class Attention(Layer):
         inner = self.parallel.regions.inner
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
+        cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)
         if self.rotary is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            memo = {"memo": cache.memo} if cache is not None and isinstance(self.rotary, Rotary) else {}
+            query, key = self.rotary(query, positions, **memo), self.rotary(key, positions, **memo)
         if documents is not None:
             documents = self._local_documents(documents, inner)
-        if self.parallel.sequence is not None:
+        if cache is not None:
+            self._require_plain_causal(mask, documents)
+            out = cache.attend(self, query, key, value)
+        elif self.parallel.sequence is not None:
             out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
         else:
             mask = self._local_mask(mask, x.shape[0])
@@ -141,11 +146,26 @@ class Attention(Layer):
 
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
-        sequence = self.parallel.sequence
+        sequence, cache = self.parallel.sequence, self.parallel.batch_info.cache
+        if cache is not None:
+            return cache.positions(query.shape[-2], query.device)
         if sequence is None:
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
+
+    def _require_plain_causal(self, mask: Tensor | None, documents: Tensor | None) -> None:
+        """That this attention can be continued from a key/value cache."""
+        found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
+        if self.parallel.sequence is not None:
+            found.append("parallel.sequence")
+        if not self.causal:
+            found.append("causal=False")
+        if found:
+            raise refusal(
+                f"{self.title}: {' and '.join(found)} with a key/value cache, from which each token looks at all "
+                f"tokens before it: such a model is called with whole sequences"
+            )
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""

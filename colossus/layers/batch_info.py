@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from colossus.layers.kv_cache import KeyValueCache
+
 
 @dataclass(frozen=True)
 class BatchInfo:
@@ -15,9 +17,13 @@ class BatchInfo:
         num_tokens: length of its sequences without padding, where tokens are split over the sequence axis; None where
             they are not, and for a layer that is called outside of the engine: then a sequence has the tokens that the
             ranks hold.
+        cache: of a model that decodes: the tokens it is called with follow those that are in the cache.
+        only_last_token: the model may leave out all logits but those of the last token of each sample.
     """
 
     num_tokens: int | None = None
+    cache: KeyValueCache | None = None
+    only_last_token: bool = False
 
 
 class BatchScope:

@@ -259,15 +259,16 @@ class PositionEmbedding(Layer):
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""
         index, num_shards = self.context.index(activation.tokens), self.context.size(activation.tokens)
-        sequence = self.parallel.sequence
-        total = self.parallel.batch_info.num_tokens or count * num_shards
+        sequence, info = self.parallel.sequence, self.parallel.batch_info
+        seen = info.cache.seen if info.cache is not None else 0
+        total = seen + (info.num_tokens or count * num_shards)
         if total > self.num_positions:
             raise refusal(
                 f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions: cut the "
                 f"sequences, or make it for {total} or more (seq_len of the model, num_positions of the layer)"
             )
         if sequence is None:
-            return self.weight[index * count : (index + 1) * count]
+            return self.weight[seen + index * count : seen + (index + 1) * count]
         # padding may lie behind the last position; no other token attends to it
         positions = sequence.positions(count, index, num_shards, device).clamp(max=self.num_positions - 1)
         return self.weight.index_select(0, positions)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, MutableMapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -51,9 +54,22 @@ class Rotary(nn.Module):
         scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
         return torch.tensor(scaled, dtype=torch.float64, device=device)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, memo: MutableMapping[Hashable, Any] | None = None
+    ) -> Tensor:
+        """The heads of x, rotated.
+
+        Args:
+            positions: [tokens], the same object as long as it has the same values; None is 0, 1, 2, ...
+            memo: shared by the layers that are called with the same positions: what one has computed, others find.
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+        if memo is None:
+            cos, sin = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+        else:
+            key = self.head_dim, self.base, self.scaling, x.shape[-2], wide, x.device
+            if key not in memo:
+                memo[key] = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+            cos, sin = memo[key]
         low, high = x.chunk(2, dim=-1)
         return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

@@ -245,6 +245,14 @@ def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     return wrap(out, outer, outer, parallel, num_features, token_dim)
 
 
+def last_token(x: Tensor) -> Tensor:
+    """x [batch, tokens, features], whose tokens no ranks split -> [batch, 1, features], laid out as it was."""
+    if not isinstance(x, ShardedActivation):
+        return x[:, -1:]
+    shard, activation, output_layout = unwrap(x, x.parallel)
+    return wrap(shard[:, -1:], activation, output_layout, x.parallel, x.num_features, x.token_dim)
+
+
 def as_batch_of_one(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
     """A layer's ``forward`` on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):

@@ -12,7 +12,7 @@ from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.head import LMHead
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import to_user, wrap
+from colossus.layers.sharded import last_token, to_user, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local
 from colossus.layout.activation import Activation
@@ -74,7 +74,10 @@ class Decoder(Transformer[DecoderOptions]):
         return embedding.apply_local(local(ids), target)
 
     def _logits(self, hidden: Hidden) -> Tensor:
-        x = self.between_blocks(self.norm, hidden[0] if isinstance(hidden, tuple) else hidden)
+        x = hidden[0] if isinstance(hidden, tuple) else hidden
+        if self.parallel.batch_info.only_last_token and not self.parallel.regions.outer.tokens:
+            x = last_token(x)
+        x = self.between_blocks(self.norm, x)
         logits: Tensor = self.head(x if computes_as_ours(self.head) else to_user(x))
         return logits
 

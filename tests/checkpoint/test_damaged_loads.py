@@ -24,6 +24,7 @@ from torch import distributed as dist
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.sources import open_weights
 from colossus.engine import checkpoints
 from colossus.engine.engine import Engine
 
@@ -104,9 +105,9 @@ def _loads(rank: int, root: Path) -> list[tuple[str, str, bool]]:
     with watched(unreadable, ("open",)):
         attempt("unreadable", root / "step-00000002")
     if rank == 1:  # a node that does not have the folder
-        checkpoints.CheckpointReader = lambda found: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
+        checkpoints.open_weights = lambda found: CheckpointReader(found.with_name("step-00000007"))  # type: ignore
     attempt("not seen", root / "step-00000002")
-    checkpoints.CheckpointReader = CheckpointReader  # type: ignore[attr-defined]
+    checkpoints.open_weights = open_weights  # type: ignore[attr-defined]
     engine.checkpoints.close()
     for name, model, _ in _other_models(root):
         attempt(name, root / "step-00000002", make_engine(None, model=model))
@@ -221,7 +222,10 @@ def test_no_pickle_is_opened(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -
             lambda at: (at.mkdir(), (at / ".metadata").write_bytes(PICKLE)),
             r"torch.distributed.checkpoint, whose .metad",
         ),
-        (lambda at: _hugging_face(at), r"it holds safetensors files \(of Hugging Face, say\).*load_full_state_dict"),
+        (
+            lambda at: _hugging_face(at),
+            r"safetensors files: of a model folder of Hugging Face checkpoint.weights.*load_full_sta",
+        ),
         (lambda at: at.write_text("weights"), r"it is a file: name the folder"),
         (lambda at: at.mkdir(), r"it holds nothing"),
         (lambda at: None, r"there is no such folder"),

@@ -404,7 +404,7 @@ def test_progress_is_shown_to_who_watches(
     saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:  # fmt: skip
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("colossus.cli.checkpoint._BETWEEN", 0.0)
+    monkeypatch.setattr("colossus.cli.progress._BETWEEN", 0.0)
     assert checkpoint("verify", saved / "tensor") == 0
     err = capsys.readouterr().err
     assert " KB of " in err

@@ -67,10 +67,13 @@ class EngineState:
         engine = self._engine
         grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
+        tokenizer = getattr(engine.loaders, "tokenizer", None)
         return About(
             engine.completed_steps,
             {"axes": dict(grid.sizes), "text": f"{text}, {zero}" if zero else text, "num_ranks": grid.world_size},
             as_dict(engine.config),
+            None if tokenizer is None else tokenizer.name,
+            {} if tokenizer is None else tokenizer.files,
         )
 
     # -- giving -------------------------------------------------------------------------------------------
@@ -167,6 +170,11 @@ class EngineState:
         """
         engine = self._engine
         context, world = engine.context, self._world
+        if reader.manifest.is_weights_only:
+            raise CheckpointError(
+                f"{reader.folder} has weights only, no optimizer and no place in the data: nothing can go on from it; "
+                f"checkpoint.weights, or engine.checkpoints.load_weights, begins a run with them"
+            )
         reader.verify(world, on_progress)
         with as_shards(), torch.no_grad():
             boxes = on_all_ranks(world, self._made_boxes)

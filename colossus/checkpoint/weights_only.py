@@ -1,0 +1,93 @@
+"""A checkpoint that has weights alone: what a run begins with (``checkpoint.weights``), not what one goes on from."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colossus import __version__
+from colossus.checkpoint.checksum import checksum
+from colossus.checkpoint.companions import companions_of, copy_companions
+from colossus.checkpoint.dtypes import ITEM_BYTES
+from colossus.checkpoint.durable import naming, write_flushed
+from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.new_folder import new_folder
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
+from colossus.checkpoint.tensor_file import DTYPES, dtype_name, make_header, write_file
+
+
+def to_colossus(
+    reader: CheckpointReader,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_tensor: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    """Write the parameters and buffers that a reader has as a checkpoint; no more than one of them is held.
+
+    Args:
+        dtype: of the floating-point ones; None is that in which each is stored.
+        max_shard_bytes: of one file, unless a single tensor is larger.
+        on_tensor: called with the bytes of each that is written.
+
+    Raises:
+        CheckpointError: when the target is there, or cannot be written.
+    """
+    entries = {
+        name: TensorEntry(_stored_as(entry.dtype, dtype), entry.shape, ())
+        for name in reader.manifest.names("model")
+        for entry in (reader.entry(f"model/{name}"),)
+    }
+    shards = split_into_shards(entries, lambda name: entries[name].num_bytes, max_shard_bytes)
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    with new_folder(target) as folder:
+        for number, names in enumerate(shards, 1):
+            file = f"weights-{number:05d}.safetensors"
+            wanted = [(f"model/{name}", DTYPES[entries[name].dtype], entries[name].shape) for name in names]
+            header = make_header(wanted)
+            with naming(folder / file):
+                crc = write_file(folder / file, header, _read(reader, wanted, on_tensor))
+            files[file] = FileEntry(header.num_bytes, crc)
+            for key, of_file, shape in wanted:
+                chunk = Chunk(file, header.offsets[key], (0,) * len(shape), shape)
+                tensors[key] = TensorEntry(dtype_name(of_file), shape, (chunk,))
+        for copy in copy_companions(companions_of(reader.folder), folder):
+            files[copy.name] = FileEntry(copy.stat().st_size, checksum(copy))
+        source = reader.manifest
+        manifest = Manifest(
+            step=source.step,
+            saved_at=time.time(),
+            versions={"colossus": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            plan={"axes": {}, "text": f"no plan: weights only, converted from {reader.folder.name}", "num_ranks": 1},
+            config=source.config,
+            files=files,
+            tensors=tensors,
+            aliases=source.aliases,
+            tokenizer=source.tokenizer,
+        )
+        write_flushed(folder / MANIFEST, manifest.to_bytes())
+
+
+def _stored_as(dtype: str, wanted: torch.dtype | None) -> str:
+    return dtype_name(wanted) if wanted is not None and DTYPES[dtype].is_floating_point else dtype
+
+
+def _read(
+    reader: CheckpointReader,
+    wanted: list[tuple[str, torch.dtype, tuple[int, ...]]],
+    on_tensor: Callable[[int], None],
+) -> Iterator[Tensor]:
+    for key, dtype, shape in wanted:
+        out = torch.empty(shape, dtype=dtype)
+        reader.read_box(key, tuple((0, size) for size in shape), out)
+        yield out
+        on_tensor(out.numel() * ITEM_BYTES[dtype_name(dtype)])
+        del out

@@ -1,0 +1,207 @@
+"""A model folder of Hugging Face: its config as our model, its tensors found and checked. No torch.
+
+Everything that can be wrong is found from ``config.json`` and the headers of the files, before a process starts.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.tensor_header import StoredTensor, read_header
+from colossus.hf.family import Family, HFTensor
+from colossus.hf.settings import Settings
+from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+#: token ids that generation needs, as they stand in config.json
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+#: names that an error lists of each kind
+_MOST_LISTED = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor of theirs is, and which."""
+
+    tensor: HFTensor
+    stored: StoredTensor
+    file: str
+
+
+@dataclass(frozen=True)
+class HFFolder:
+    """A model folder whose tensors are those that its config tells of.
+
+    Attributes:
+        path: of the folder.
+        family: of its model.
+        spec: our model with all of its options, ``dict(type="Llama", num_layers=..., ...)``.
+        options: the same, checked.
+        token_ids: of those of `TOKEN_IDS` that it names.
+        files: bytes by name, of those that hold tensors.
+        placed: in the order of the model.
+    """
+
+    path: Path
+    family: Family
+    spec: Mapping[str, Any]
+    options: Any
+    token_ids: Mapping[str, Any]
+    files: Mapping[str, int]
+    placed: Sequence[Placed]
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether it is meant as one: it has a config with a ``model_type``, or weights under their names."""
+    if not path.is_dir():
+        return False
+    if any((path / name).exists() for name in (SINGLE, INDEX)):
+        return True
+    try:
+        return "model_type" in read_json(path / CONFIG)
+    except CheckpointError:
+        return False
+
+
+def read_folder(path: Path) -> HFFolder:
+    """A model folder, all of whose tensors are there, in the shapes of its config, and no others.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, truncated, or not what it is called.
+        CheckpointError: the model is none that colossus has, or its tensors are others.
+    """
+    config = read_json(path / CONFIG)
+    family, spec = spec_of(path, config, {})
+    options = MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    stored = _stored(path)
+    placed = _place(path, family, family.tensors(options), stored)
+    files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
+    full = {"type": spec["type"], **options.model_dump()}
+    token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
+    return HFFolder(path, family, full, options, token_ids, files, placed)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object out of a JSON file.
+
+    Raises:
+        DamagedCheckpoint: there is none.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.parent}: there is no {path.name} in it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from None
+    if not isinstance(body, dict):
+        raise DamagedCheckpoint(f"{path}: holds a {type(body).__name__} where an object is expected")
+    return body
+
+
+def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+    """The family of a config, and our model with ``given`` options laid over what the config says.
+
+    Raises:
+        CheckpointError: naming the keys and values that colossus has no model for.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in HF_FAMILIES:
+        known = ", ".join(HF_FAMILIES.names())
+        raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
+    family: Family = HF_FAMILIES.get(kind)()
+    settings = Settings(config)
+    for key in ("quantization_config", "auto_map"):
+        if config.get(key):
+            why = "quantised weights" if key == "quantization_config" else "code of the model's own"
+            settings.problems.append(f"{key}: colossus reads no {why}")
+    spec = family.to_spec(settings, given) | dict(given)
+    if settings.problems:
+        raise CheckpointError(f"{path / CONFIG}: {'; '.join(settings.problems)}")
+    return family, spec
+
+
+def _stored(path: Path) -> dict[str, tuple[str, StoredTensor]]:
+    """(file, where in it) of all tensors by name."""
+    if (path / SINGLE).exists():
+        return {name: (SINGLE, tensor) for name, tensor in read_header(path / SINGLE).items()}
+    if not (path / INDEX).exists():
+        raise CheckpointError(f"{path}: {_without_weights(path)}")
+    by_name = read_json(path / INDEX).get("weight_map")
+    if not isinstance(by_name, dict) or not by_name:
+        raise DamagedCheckpoint(f"{path / INDEX}: has no weight_map")
+    stored: dict[str, tuple[str, StoredTensor]] = {}
+    for file in sorted({str(file) for file in by_name.values()}):
+        if not _FILE_NAME.fullmatch(file):
+            raise DamagedCheckpoint(f"{path / INDEX}: names a file {file!r}, which is no plain file name")
+        for name, tensor in read_header(path / file).items():
+            if name in stored:
+                raise DamagedCheckpoint(f"{path}: {name} is in {stored[name][0]} and in {file}")
+            stored[name] = file, tensor
+    if lost := [name for name, file in by_name.items() if name not in stored or stored[name][0] != file]:
+        raise DamagedCheckpoint(f"{path / INDEX}: says that {lost[0]} is in {by_name[lost[0]]}, where it is not")
+    return stored
+
+
+def _without_weights(path: Path) -> str:
+    inside = sorted(each.name for each in path.iterdir())
+    for name in inside:
+        if name.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt")):
+            return (
+                f"has {name} and no {SINGLE}: a pickle can run code, so colossus opens none. Convert it once with "
+                f"transformers, if you trust it: AutoModel...from_pretrained(folder).save_pretrained(new_folder, "
+                f"safe_serialization=True)"
+            )
+    others = [name for name in inside if name.endswith(".safetensors")]
+    more = f"; it has {', '.join(others[:_MOST_LISTED])}" if others else ""
+    return f"has neither {SINGLE} nor {INDEX}{more}"
+
+
+def _place(
+    path: Path, family: Family, tensors: Sequence[HFTensor], stored: Mapping[str, tuple[str, StoredTensor]]
+) -> list[Placed]:
+    """Each tensor of the model where it is.
+
+    Raises:
+        CheckpointError: naming what is missing, left over, of another shape or dtype.
+    """
+    placed, used, missing, wrong = [], set(), [], []
+    for tensor in tensors:
+        names = [tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names]
+        found = next((name for name in names if name in stored), None)
+        used.update(names)
+        if found is None:
+            missing += [] if tensor.may_be_missing else [tensor.name]
+            continue
+        file, there = stored[found]
+        if there.shape != tensor.shape:
+            wrong.append(f"{found} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
+        elif there.dtype not in _FLOATS:
+            wrong.append(f"{found} has dtype {there.dtype}, which are no weights that can be trained")
+        placed.append(Placed(tensor, there, file))
+    extra = [
+        name
+        for name in stored
+        if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
+    ]
+    problems = [*wrong[:_MOST_LISTED], *_listed("missing", missing), *_listed(f"not in a {family.model_type}", extra)]
+    if problems:
+        raise CheckpointError(f"{path}: is not the {family.architecture} of its {CONFIG}: {'; '.join(problems)}")
+    return placed
+
+
+def _listed(title: str, names: Sequence[str]) -> list[str]:
+    more = ", .." if len(names) > _MOST_LISTED else ""
+    return [f"{len(names)} {title}: {', '.join(names[:_MOST_LISTED])}{more}"] if names else []

@@ -1,0 +1,33 @@
+"""``model = dict(type="hf", path=...)``: our own model with its weights, told from the folder's config. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from colossus.hf.folder import CONFIG, is_hf_folder, read_json, spec_of
+
+
+def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The model that is meant, and the path of its weights; None where it begins with fresh ones.
+
+    Args:
+        options: ``path``, a model folder of Hugging Face, relative to where the run is started; ``weights``, False for
+            the initial values of a new model; all others are options of ours that differ from what the folder says.
+
+    Raises:
+        ValueError: without a path, or when the folder's model is none that colossus has.
+    """
+    given = dict(options)
+    path, weights = given.pop("path", None), given.pop("weights", True)
+    if not isinstance(path, str) or not path:
+        raise ValueError(f'needs the path of a model folder: dict(type="hf", path="models/gpt2"), got path = {path!r}')
+    if not isinstance(weights, bool):
+        raise ValueError(f"weights = {weights!r}: True takes those of the folder, False begins with fresh ones")
+    folder = Path(path).expanduser()
+    if not is_hf_folder(folder):
+        what = f"has no {CONFIG} with a model_type" if folder.is_dir() else "there is no such folder"
+        raise ValueError(f"path = {path!r}: {what}; a model folder of Hugging Face has one")
+    _, spec = spec_of(folder, read_json(folder / CONFIG), given)
+    return spec, path if weights else None

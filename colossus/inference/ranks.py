@@ -1,0 +1,170 @@
+"""The ranks that hold a model: this process, or processes of it that answer to this one.
+
+Their parent has the prompts and prints the text. So what ends it (Ctrl-C, a closed pipe) ends them, in no collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from colossus import machine
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.config import Config, ConfigError
+from colossus.config.sizes import world_size
+from colossus.context.local_ranks import LocalRanks
+from colossus.inference.decoding import Decoding
+from colossus.inference.sampling_options import Sampling
+from colossus.inference.source import Source
+from colossus.inference.text_model import TextModel, load_model
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What rank 0 tells of its model, or why there is none."""
+
+    problem: Exception | None = None
+    num_positions: int | None = None
+    why_not_cached: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gave, by row: the new tokens, and why rows have ended so far."""
+
+    tokens: list[int | None]
+    ended: list[str | None]
+
+
+class _Rank:
+    """The model on one rank; its methods are called on all of them at once."""
+
+    def __init__(self, source: Source, config: Config) -> None:
+        self._model: TextModel | None = None
+        self._decoding: Decoding | None = None
+        try:
+            model = self._model = load_model(source, config)
+        except (CheckpointError, ConfigError, ValueError) as error:
+            kind = next(each for each in (DamagedCheckpoint, CheckpointError, ValueError) if isinstance(error, each))
+            self.loaded = Loaded(kind(str(error)))
+        else:
+            self.loaded = Loaded(None, model.num_positions, model.why_not)
+
+    def told(self) -> Loaded:
+        return self.loaded
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        sampling: Sampling,
+        stop: Collection[int],
+        num_ids: int | None,
+    ) -> None:
+        assert self._model is not None
+        self._decoding = Decoding(
+            self._model, prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, num_ids=num_ids
+        )
+
+    def step(self) -> Step:
+        assert self._decoding is not None
+        return Step(self._decoding.step(), list(self._decoding.ended))
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+
+
+class Ranks:
+    """The ranks of a plan; ``with Ranks(..) as ranks``.
+
+    Raises:
+        CheckpointError, ValueError: what a rank finds wrong when it loads the model.
+        RanksFailed: when one fails otherwise, here and in calls.
+    """
+
+    def __init__(self, source: Source, config: Config) -> None:
+        count = world_size(config.parallel)
+        self._alone: _Rank | None = None
+        self._ranks: LocalRanks | None = None
+        if count == 1:
+            self._alone = _Rank(source, config)
+        else:
+            uses_cuda = config.device != "cpu" and torch.cuda.is_available()
+            sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+            sys.stderr.flush()
+            self._ranks = LocalRanks(
+                count,
+                partial(_make, source, config, os.getpid(), machine.threads_per_rank(count)),
+                start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
+                backend="nccl" if uses_cuda else "gloo",
+                collective_timeout=config.comm.timeout_seconds,
+            )
+        try:
+            self.loaded: Loaded = self._call("told")
+            if self.loaded.problem is not None:
+                raise self.loaded.problem
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        stop: Collection[int] = (),
+        num_ids: int | None = None,
+    ) -> None:
+        """Begin with a batch; see `Decoding`."""
+        self._call("begin", prompts, max_tokens, sampling, stop, num_ids)
+
+    def step(self) -> Step:
+        """One step of all ranks."""
+        made: Step = self._call("step")
+        return made
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self._alone is not None:
+            return getattr(self._alone, method)(*args)
+        assert self._ranks is not None
+        return self._ranks.call(method, *args)[0]
+
+    def close(self) -> None:
+        if self._alone is not None:
+            self._alone.close()
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _make(source: Source, config: Config, parent: int, threads: int, rank: int) -> _Rank:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(threads)
+    return _Rank(source, config)
+
+
+def _end_with(parent: int) -> None:
+    """End when the parent has, however it did."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,264 @@
+"""A language model for inference: this rank's shards of it under a plan, and the logits of the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.arithmetic import round_up
+from colossus.checkpoint.sources import open_weights
+from colossus.checkpoint.together import on_all_ranks
+from colossus.comm import collectives, shared_memory
+from colossus.config import Config
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.initialize import pick_device
+from colossus.engine.inputs import batch_axes
+from colossus.engine.pipeline import PipelineRuntime
+from colossus.engine.state.boxes import parameter_boxes
+from colossus.engine.state.weights import known_weights, load_matched, require_same_model
+from colossus.inference.plan import plan_config
+from colossus.inference.source import Source
+from colossus.layers.batch_info import BatchInfo
+from colossus.layers.embedding import PositionEmbedding
+from colossus.layers.kv_cache import KeyValueCache
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.sharded import to_user
+from colossus.refusal import add_place
+from colossus.registry import MODELS, TENSOR_MODES
+from colossus.schedule.runtime.stage_scope import MetaTensorGuard
+
+#: tokens with which a model of a user's own shows whether it can be continued from a cache
+_PROBE = (0, 1, 1, 0, 1, 0, 0, 1)
+#: largest difference of logits, relative to the largest of them, that is rounding
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+
+
+class TextModel:
+    """What `load_model` returns.
+
+    Attributes:
+        module: this rank's shards, in eval mode, without gradients.
+        context: ranks, axes, groups.
+        row_multiple: a batch has a multiple of so many rows, which ranks share out.
+        num_positions: what comes behind so many tokens the model has no position for; None without an end.
+        can_cache: whether a token can be computed from a cache of those before it. Where not, whole sequences are.
+        why_not: in words.
+    """
+
+    def __init__(self, config: Config, context: ParallelContext, module: nn.Module, pipeline: PipelineRuntime) -> None:
+        self.config, self.context, self.module = config, context, module
+        self._parallel = model_parallel_of(context)
+        self._autocast = context.precision.autocast(context.device)
+        self._stages = _Stages(pipeline, module)
+        self._pipeline = pipeline
+        self._executor = pipeline.make_executor(self._stages, self._parallel) if pipeline.partition else None
+        self._axes = batch_axes(context)
+        mode = TENSOR_MODES.get(context.options.tensor_mode)
+        ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
+        self.row_multiple = ways * context.size("data")
+        self._world = context.group(context.grid.names)
+        found = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
+        self.num_positions = min(found, default=None)
+        is_ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+        self.why_not = "" if is_ours else self._probe()
+        self.can_cache = not self.why_not
+
+    # -- forwards -----------------------------------------------------------------------------------------
+
+    def logits(self, ids: Tensor, cache: KeyValueCache | None = None, *, only_last: bool = True) -> Tensor | None:
+        """The logits of this rank's rows, with the whole vocabulary. Collective.
+
+        Args:
+            ids: [rows, tokens] of the whole batch, the same on all ranks; rows a multiple of `row_multiple`. With a
+                cache they follow what it holds, and are added to it.
+            only_last: of the last token of each row.
+
+        Returns:
+            [rows / ranks that split them, tokens or 1, vocabulary], see `rows`; None but on the last pipeline stage.
+        """
+        local = ids[self.rows(len(ids))].to(self.context.device)
+        info = BatchInfo(cache=cache, only_last_token=only_last)
+        with torch.inference_mode(), self.context, self._parallel.batch_scope.enter(info), self._autocast:
+            try:
+                out = self._run(local)
+            except BaseException as error:
+                add_place(error)
+                raise
+            if cache is not None:
+                cache.advance(ids.shape[1])
+            if not self._stages.has_last:
+                return None
+            logits = to_user(_checked(out, local, type(self.module).__name__))
+            return logits[:, -1:] if only_last else logits
+
+    def rows(self, count: int) -> slice:
+        """Those of ``count`` rows that this rank computes."""
+        data, ways = self.context.size("data"), self.context.size(self._axes) if self._axes else 1
+        index = self.context.index("data") * ways + (self.context.index(self._axes) if self._axes else 0)
+        size = count // (data * ways)
+        return slice(index * size, (index + 1) * size)
+
+    def agree(self, count: int, of_rows: Tensor | None) -> Tensor:
+        """Numbers of all rows, on all ranks, out of those of each rank's rows. Collective.
+
+        Args:
+            of_rows: int64 [rows of this rank], on the last pipeline stage; of ranks with the same rows one is heard.
+        """
+        out = torch.zeros(count, dtype=torch.int64, device=self.context.device)
+        if of_rows is not None and self._is_first_with_its_rows:
+            out[self.rows(count)] = of_rows
+        return collectives.all_reduce(out, self._world, owned=True).wait()
+
+    def new_cache(self, first: int, limit: int | None = None) -> KeyValueCache:
+        """An empty cache with room for ``first`` tokens; see `KeyValueCache`."""
+        return KeyValueCache(first, limit)
+
+    @property
+    def _is_first_with_its_rows(self) -> bool:
+        split = {*self.context.grid.axes("data"), *self._axes, "pipeline"}
+        return self._stages.has_last and all(
+            index == 0 for axis, index in self.context.coordinates.items() if axis not in split
+        )
+
+    def _run(self, ids: Tensor) -> Any:
+        if self._executor is None:
+            return self.module(ids)
+        self._executor.run(self._pipeline.forward_actions(1), [ids])
+        return self._stages.output
+
+    # -- a cache for models of a user's own ---------------------------------------------------------------
+
+    def _probe(self) -> str:
+        """Why the model cannot be continued from a cache; nothing when it can. Collective.
+
+        Whether a module of a user's own mixes tokens cannot be seen from outside. So the logits behind some tokens are
+        computed at once, and with a cache in parts: they differ where something looks at other tokens by itself, or
+        counts positions from 0.
+        """
+        if self._executor is not None:
+            return "a model of your own is not tried with a cache under parallel.pipeline"
+        length = min(len(_PROBE), self.num_positions or len(_PROBE))
+        ids = torch.tensor([_PROBE[:length]]).expand(self.row_multiple, -1)
+        whole = self.logits(ids)
+        problem, gap = "", 0.0
+        cache = self.new_cache(length)
+        try:
+            for start, stop in ((0, length // 2), *((at, at + 1) for at in range(length // 2, length))):
+                if stop > start:
+                    parts = self.logits(ids[:, start:stop], cache)
+        except (ValueError, RuntimeError, IndexError) as error:
+            problem = str(error).partition("\n")[0]
+        else:
+            if whole is not None and parts is not None:
+                highest = whole.abs().amax().clamp(min=1e-30)
+                gap = float((whole - parts).abs().amax() / highest)
+        allowed = _ROUNDING.get(self.context.precision.compute, 1e-3)
+        if not problem and not gap <= allowed:
+            problem = (
+                f"its logits change by {gap:.2g} of the largest when tokens are computed one by one: something but "
+                f"colossus.layers.Attention mixes tokens, or counts positions from 0"
+            )
+        count = self.row_multiple
+        mine = torch.full((count,), int(bool(problem)), dtype=torch.int64)[self.rows(count)]
+        elsewhere = bool(self.agree(count, mine if self._stages.has_last else None).any())
+        return problem or ("another rank found that it cannot" if elsewhere else "")
+
+    def close(self) -> None:
+        self._pipeline.close()
+        self.context.close()
+
+
+class _Stages:
+    """The stages of this rank as the executor calls them, of which it runs forwards only.
+
+    Attributes:
+        output: of the last stage.
+    """
+
+    def __init__(self, pipeline: PipelineRuntime, module: nn.Module) -> None:
+        self._forwards = pipeline.stage_forwards(module)
+        self._last_stage = pipeline.last_stage
+        self._to_guard = set(self._forwards) if pipeline.partition else set()
+        self.has_last = self._last_stage in self._forwards
+        self.output: Any = None
+        self._nothing = torch.zeros(())
+
+    def forward(self, stage: int, microbatch: int, value: Any, batch: Any) -> Any:
+        with MetaTensorGuard(stage) if stage in self._to_guard else nullcontext():
+            out = self._forwards[stage](value if stage else batch)
+        self._to_guard.discard(stage)
+        if stage != self._last_stage:
+            return out
+        self.output = out
+        return self._nothing, self._nothing  # where training has a loss
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} belongs to a backward")
+
+
+def load_model(
+    source: Source, config: Config | None = None, *, overrides: Sequence[str] = (), config_file: str | None = None
+) -> TextModel:
+    """The model of a checkpoint, with its weights, under a plan. Collective over the ranks of the plan.
+
+    Args:
+        source: as `find_source` gives it.
+        config: as `plan_config` gives it; by default made of the rest, which are its arguments.
+
+    Raises:
+        CheckpointError: on all ranks, when it is damaged or of another model.
+        ValueError: for sizes the plan cannot split.
+    """
+    config = config or plan_config(source, overrides, config_file)
+    shared_memory.enable(config.comm.shared_memory)
+    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    try:
+        pipeline = PipelineRuntime(config, context)
+        precision = context.precision
+        assert config.model is not None
+        spec = config.model.spec()
+        module = build(
+            lambda: MODELS.build(spec),
+            context,
+            dtype=precision.params,
+            wide_dtype=precision.data,
+            draw=False,
+            prepare=pipeline.split,
+        )
+        module.requires_grad_(False)
+        module.eval()
+        _load(source, module, context)
+        return TextModel(config, context, module, pipeline)
+    except BaseException:
+        context.close()
+        raise
+
+
+@torch.no_grad()
+def _load(source: Source, module: nn.Module, context: ParallelContext) -> None:
+    world = context.group(context.grid.names)
+    with on_all_ranks(world, lambda: open_weights(source.folder)) as reader:
+        reader.verify(world)
+        boxes = parameter_boxes(module, context, (), replicas_differ=False)
+        match = require_same_model(reader, known_weights(module, boxes, context))
+        on_all_ranks(world, lambda: load_matched(reader, match, module, boxes, None))
+
+
+def _checked(out: Any, ids: Tensor, title: str) -> Tensor:
+    if not isinstance(out, Tensor) or out.dim() != 3:
+        found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise ValueError(
+            f"{title} returned {found} for ids {tuple(ids.shape)}: a language model returns logits "
+            f"[batch, tokens, vocabulary]"
+        )
+    return out
+
+
+def padded_rows(count: int, multiple: int) -> list[int]:
+    """Indices of ``count`` rows, repeated from the first until they divide."""
+    return [index % count for index in range(round_up(count, multiple))]

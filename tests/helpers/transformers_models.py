@@ -1,0 +1,138 @@
+"""Small random models of transformers, in float64: the oracle of `colossus.hf`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from helpers.training import batch_of
+from helpers.twins import llama3_rates
+from torch import Tensor, nn
+
+from colossus.hf.folder import read_folder
+from colossus.layers.rotary_scaling import RotaryScaling
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+BATCH, TOKENS, VOCAB = 8, 12, 53
+#: meets all three of its cases with the pairs of a head of 8
+SCALING = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+_GPT2: dict[str, Any] = dict(
+    n_embd=24, n_layer=2, n_head=4, n_positions=TOKENS, vocab_size=VOCAB, resid_pdrop=0.0, embd_pdrop=0.0,
+    attn_pdrop=0.0, layer_norm_epsilon=1e-3, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+_LLAMA: dict[str, Any] = dict(
+    hidden_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, max_position_embeddings=TOKENS,
+    intermediate_size=28, rms_norm_eps=1e-3,
+)  # fmt: skip
+_VIT: dict[str, Any] = dict(
+    hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=28, image_size=[8, 12], patch_size=4,
+    num_labels=5, layer_norm_eps=1e-3,
+)  # fmt: skip
+CONFIGS: dict[str, transformers.PreTrainedConfig] = {
+    "gpt2": transformers.GPT2Config(**_GPT2),
+    "gpt2 untied, exact gelu": transformers.GPT2Config(
+        **_GPT2, n_inner=28, activation_function="gelu", tie_word_embeddings=False
+    ),
+    "llama 2": transformers.LlamaConfig(**_LLAMA),
+    "llama 3": transformers.LlamaConfig(
+        **_LLAMA,
+        head_dim=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        rope_parameters=SCALING,
+        attention_bias=True,
+        mlp_bias=True,
+        eos_token_id=[2, 5],
+    ),
+    "vit": transformers.ViTConfig(**_VIT),
+}
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A random one, whose every parameter matters: norms are not 1, biases not 0."""
+    config = CONFIGS[kind]
+    models = {"gpt2": transformers.GPT2LMHeadModel, "llama": transformers.LlamaForCausalLM}
+    model = models.get(config.model_type, transformers.ViTForImageClassification)(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(len(kind))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2
+            parameter.copy_(drawn + 1 if "norm" in name or ".ln_" in name else drawn)
+    return model
+
+
+def in_float64(model: Any) -> Any:
+    """transformers computes two things of a Llama in float32 whatever its dtype; here they are in that of the model:
+    angles, cosines and sines of the rotary positions, and what RMS norms divide by."""
+    if model.config.model_type == "llama":
+        model.model.rotary_emb = _Rotary64(model.config)
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = partial(_rms_norm, module)
+    return model
+
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+class _Rotary64(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rope = dict(config.rope_parameters)
+        dim, base, kind = config.head_dim, rope.pop("rope_theta"), rope["rope_type"]
+        rates = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        self.rates = llama3_rates(rates, RotaryScaling(**rope)) if kind == "llama3" else rates
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].double() * torch.cat((self.rates, self.rates))
+        return angles.cos(), angles.sin()
+
+
+def batch_for(kind: str, step: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """``inputs`` and ``labels``, as an engine of the model takes them."""
+    if kind != "vit":
+        return batch_of(step, dict(vocab_size=VOCAB, seq_len=TOKENS), BATCH)
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 8, 12, generator=generator, dtype=torch.float64).to(dtype)
+    return {"inputs": images, "labels": torch.randint(0, 5, (BATCH,), generator=generator)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What transformers computes of a batch: logits, the mean loss over valid labels, gradients by our names."""
+
+    logits: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def step_of(model: Any, batch: dict[str, Tensor], folder: Path) -> Step:
+    model.zero_grad()
+    logits = model(batch["inputs"]).logits
+    loss = F.cross_entropy(logits.flatten(0, -2), batch["labels"].flatten())
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return Step(logits.detach(), loss.item(), by_our_names(gradients, folder))
+
+
+def by_our_names(theirs: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Tensors of theirs as our parameters. That they are the right ones, logits show."""
+    found = {}
+    for placed in read_folder(folder).placed:
+        names = [placed.tensor.name, *placed.tensor.other_names]
+        value = next(theirs[name] for name in names if name in theirs).reshape(placed.tensor.rows)
+        value = value.T if placed.tensor.transposed else value
+        for part, first in placed.tensor.located():
+            found[part.name] = value[first : first + part.shape[0]].clone()
+    return found

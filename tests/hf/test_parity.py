@@ -1,0 +1,187 @@
+"""Models of transformers, read from their folders under a plan: logits, gradients, training; and written back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.long import but
+from helpers.ranks import run_ranks
+from helpers.training import is_key_bias
+from helpers.transformers_models import CONFIGS, batch_for, by_our_names, in_float64, make_model, step_of
+from safetensors.torch import load_file
+from torch import Tensor
+
+import colossus
+import colossus.hf
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.layers.model_parallel import model_parallel_of
+
+STEPS = 3
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "1d": (2, dict(tensor=dict(mode="1d", size=2))),
+    "1d, as many as heads": (4, dict(tensor=dict(mode="1d", size=4, sequence_sharded=True))),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4))),
+    "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2))),
+    "3d": (8, dict(tensor=dict(mode="3d", size=8))),
+    "pipeline": (2, dict(pipeline=2)),
+    "pipeline, 1d": (4, dict(pipeline=2, tensor=dict(mode="1d", size=2))),
+    "zero 3": (2, dict(data=2, zero=3)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of each model, as transformers writes it: the odd ones in several files."""
+    root = tmp_path_factory.mktemp("hf")
+    for number, kind in enumerate(CONFIGS):
+        make_model(kind).save_pretrained(root / kind, max_shard_size="20KB" if number % 2 else "1GB")
+    assert len(list((root / "llama 3").glob("*.safetensors"))) > 2
+    return root
+
+
+def config_of(path: Path, plan: dict[str, Any], precision: str = "fp64") -> dict[str, Any]:
+    return dict(
+        parallel=plan,
+        model=dict(type="hf", path=str(path)),
+        optimizer=dict(type="AdamW", lr=1e-2, weight_decay=0.1),
+        train=dict(steps=STEPS, global_batch_size=8, precision=precision, clip_grad_norm=None),
+        schedule=dict(microbatches=2),
+        device="cpu",
+    )
+
+
+def body(rank: int, folders: Path, plan: dict[str, Any], written: Path) -> dict[str, Any]:
+    """Of each model: what it was, logits where one rank can ask for them, and some steps."""
+    found = {}
+    for kind in CONFIGS:
+        engine = colossus.initialize(config_of(folders / kind, plan))
+        engine.checkpoints.resume()
+        loaded = full_state_dict(engine.model, engine.context, aliases=False)
+        logits = None
+        if not ({"pipeline", "zero"} & plan.keys()):
+            with torch.no_grad():
+                axes = model_parallel_of(engine.context).regions.user.batch
+                parts = batch_for(kind)["inputs"].chunk(engine.context.size(axes) if axes else 1)
+                at = engine.context.index(axes) if axes else 0
+                logits = at, len(parts), layers.to_user(engine.model.eval()(parts[at]))
+        colossus.hf.save(engine, written / kind, max_shard_bytes=20_000)
+        losses, gradients = [], {}
+        index, count = engine.context.index("data"), engine.context.size("data")
+        for step in range(STEPS):
+            batch = batch_for(kind, step)
+            batch = {name: value.chunk(count)[index] for name, value in batch.items()}
+            losses.append(engine.train_step(batch).loss)
+            if not step:
+                gradients = full_state_dict(engine.model, engine.context, gradients=True)
+        end = full_state_dict(engine.model, engine.context, aliases=False)
+        found[kind] = loaded, logits, losses, gradients, end
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def references(folders: Path) -> dict[str, Any]:
+    """What transformers computes: the logits, loss and gradients of the first step, and weights after all."""
+    found = {}
+    for kind in CONFIGS:
+        model = in_float64(make_model(kind))
+        first = step_of(model, batch_for(kind), folders / kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        losses = []
+        for step in range(STEPS):
+            losses.append(step_of(model, batch_for(kind, step), folders / kind).loss)
+            optimizer.step()
+        found[kind] = first, losses, by_our_names(model.state_dict(), folders / kind)
+    return found
+
+
+def gap(mine: Tensor, other: Tensor) -> float:
+    assert mine.shape == other.shape
+    return ((mine - other).abs().max() / other.abs().max().clamp(min=1e-3)).item()
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("plan", but({"1d, as many as heads", "2.5d", "3d", "pipeline, 1d"}, PLANS))
+def test_models_of_transformers(plan: str, folders: Path, references: dict[str, Any], tmp_path: Path) -> None:
+    world, parallel = PLANS[plan]
+    for of_rank in run_ranks(world, body, folders, parallel, tmp_path, with_context=False):
+        for kind, (loaded, logits, losses, gradients, end) in of_rank.items():
+            first, wanted_losses, wanted_end = references[kind]
+            exact = by_our_names(stored(folders / kind), folders / kind)
+            assert loaded.keys() == exact.keys()
+            assert all(torch.equal(loaded[name], value) for name, value in exact.items()), kind
+            if logits is not None:
+                at, count, mine = logits
+                assert gap(mine, first.logits.chunk(count)[at]) < 1e-10, kind
+            assert gap(torch.tensor(losses), torch.tensor(wanted_losses)) < 1e-10, kind
+            assert gradients.keys() == first.gradients.keys()
+            for name, wanted in first.gradients.items():
+                assert gap(gradients[name], wanted) < 1e-9, f"{kind}, gradient of {name}"
+            for name, wanted in wanted_end.items():
+                assert is_key_bias(name) or gap(end[name], wanted) < 1e-9, f"{kind}, {name} after {STEPS} steps"
+    for kind in CONFIGS:
+        assert_is_written(tmp_path / kind, folders / kind)
+
+
+def assert_is_written(mine: Path, theirs: Path) -> None:
+    """The same bytes, which transformers loads into the same model."""
+    here, there = stored(mine), stored(theirs)
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], value) for name, value in there.items())
+    (architecture,) = json.loads((mine / "config.json").read_text())["architectures"]
+    model_class = getattr(transformers, architecture)
+    model, told = model_class.from_pretrained(mine, dtype="auto", output_loading_info=True)
+    assert not any(told.values()), told
+    original = model_class.from_pretrained(theirs, dtype="auto")
+    assert model.dtype == original.dtype == torch.float64
+    kind = theirs.name
+    with torch.no_grad():
+        inputs = batch_for(kind)["inputs"]
+        assert torch.equal(model.eval()(inputs).logits, original.eval()(inputs).logits)
+
+
+def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
+    """Logits in float32; and in float64, of which transformers computes norms and positions of Llama in float32."""
+
+    def logits_of(rank: int, path: Path, kind: str, precision: str, dtype: torch.dtype) -> Tensor:
+        engine = colossus.initialize(config_of(path, {}, precision))
+        engine.checkpoints.resume()
+        with torch.no_grad():
+            return layers.to_user(engine.model.eval()(batch_for(kind, dtype=dtype)["inputs"]))
+
+    for kind in CONFIGS:
+        for precision, dtype, most in (("fp32", torch.float32, 1e-5), ("fp64", torch.float64, 1e-6)):
+            model = make_model(kind, dtype)
+            model.save_pretrained(tmp_path / kind)
+            with torch.no_grad():
+                wanted = model(batch_for(kind, dtype=dtype)["inputs"]).logits
+            (mine,) = run_ranks(1, logits_of, tmp_path / kind, kind, precision, dtype, with_context=False)
+            assert mine.dtype == dtype
+            assert gap(mine, wanted) < most, f"{kind} in {precision}"
+
+
+def test_names_that_transformers_5_has_for_a_vit(folders: Path, tmp_path: Path) -> None:
+    make_model("vit").save_pretrained(tmp_path / "new", save_original_format=False)
+    assert "vit.layers.0.attention.q_proj.weight" in stored(tmp_path / "new")
+    new, old = (colossus.checkpoint.read_state_dict(path) for path in (tmp_path / "new", folders / "vit"))
+    assert all(torch.equal(new[name], value) for name, value in old.items())
+
+
+def test_a_base_model_has_the_names_without_the_prefix(folders: Path, tmp_path: Path) -> None:
+    for kind, base in (("gpt2", "transformer"), ("vit", "vit")):
+        getattr(make_model(kind), base).save_pretrained(tmp_path / kind)
+        assert not any(name.startswith(base) for name in stored(tmp_path / kind))
+        found = colossus.checkpoint.read_state_dict(tmp_path / kind)
+        whole = colossus.checkpoint.read_state_dict(folders / kind)
+        assert set(whole) - set(found) == ({"head.weight", "head.bias"} if kind == "vit" else set())
+        assert all(torch.equal(value, whole[name]) for name, value in found.items())
