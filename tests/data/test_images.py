@@ -63,6 +63,14 @@ def test_data_ranks_take_different_images(splits: dict[str, Digits]) -> None:
     assert sum(len(batch["labels"]) for loader in held for batch in loader) == 357
 
 
+def test_a_language_model_takes_no_images(splits: Any) -> None:
+    config = load_config(dict(model=dict(type="GPT"), data=dict(type="Digits")), nproc=1)
+    with pytest.raises(
+        ConfigError, match=r"sample 0 of Digits has inputs of torch.float32, but the model takes token ids"
+    ):
+        check_data(config)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
