@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-TOKENIZER = "tokenizer.json"
+from colossus.checkpoint.manifest import TOKENIZER_FILE
+
 GENERATION = "generation_config.json"
 #: by the names that Hugging Face gives them
-COMPANIONS = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+COMPANIONS = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
 
 
 def companions_of(folder: Path) -> list[Path]:

@@ -71,6 +71,7 @@ def to_colossus(
             files=files,
             tensors=tensors,
             aliases=source.aliases,
+            tokenizer=source.tokenizer,
         )
         write_flushed(folder / MANIFEST, manifest.to_bytes())
 

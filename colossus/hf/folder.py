@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.tensor_header import StoredTensor, read_header
 from colossus.hf.family import Family, HFTensor
 from colossus.hf.settings import Settings
@@ -61,6 +62,11 @@ class HFFolder:
     token_ids: Mapping[str, Any]
     files: Mapping[str, int]
     placed: Sequence[Placed]
+
+    @property
+    def tokenizer(self) -> str | None:
+        """As a manifest names it."""
+        return TOKENIZER_FILE if (self.path / TOKENIZER_FILE).is_file() else None
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -93,4 +93,5 @@ def _manifest(folder: HFFolder) -> Manifest:
             for part in placed.tensor.parts
         },
         aliases=folder.family.aliases(folder.options),
+        tokenizer=folder.tokenizer,
     )

@@ -19,7 +19,7 @@ from colossus.inference.plan import describe, num_positions, plan_config, traine
 from colossus.inference.request import Request
 from colossus.inference.sampling_options import Sampling
 from colossus.inference.source import Source, find_source
-from colossus.inference.tokenizers import Tokenizer, tokenizer_of, without_tokenizer
+from colossus.inference.tokenizers import Tokenizer, stop_ids, tokenizer_of, without_tokenizer
 from colossus.launch.command import worker_variables
 from colossus.launch.model_check import check_model
 
@@ -146,7 +146,8 @@ def _generate(request: Request, work: _Work, ranks: Ranks) -> int:
         )
     if work.tokenizer is not None and work.tokenizer.num_ids > (vocabulary_size(work.config) or 0) > 0:
         _tell(f"the tokenizer has {work.tokenizer.num_ids} tokens, the model {vocabulary_size(work.config)}")
-    stop, num_ids = (work.tokenizer.stop, work.tokenizer.num_ids) if work.tokenizer is not None else ((), None)
+    tokenizer = work.tokenizer
+    stop, num_ids = (tokenizer.stop, tokenizer.num_ids) if tokenizer is not None else (stop_ids(work.source), None)
     ranks.begin(work.tokens, max_tokens=request.max_tokens, sampling=work.sampling, stop=stop, num_ids=num_ids)
     texts = Texts(work.prompts, work.tokens, work.tokenizer, is_json=request.json)
     clock = _Clock(work)
@@ -231,7 +232,7 @@ def _print_json(work: _Work, texts: Texts, clock: _Clock) -> None:
 def _describe_model(work: _Work) -> str:
     kind = work.config.model.type if work.config.model is not None else "?"
     name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
-    return name if work.source.is_hf else f"{name}, step {work.source.manifest.step}"
+    return name if work.source.is_foreign else f"{name}, step {work.source.manifest.step}"
 
 
 def _tell(line: str) -> None:

@@ -18,7 +18,7 @@ from colossus.registry import MODEL_OPTIONS, MODELS
 
 #: keys that mean something without training
 _KEYS = ("parallel", "train.precision", "comm", "device")
-_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def plan_config(source: Source, overrides: Sequence[str] = (), config_file: str | None = None) -> Config:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.arithmetic import round_up
+from colossus.checkpoint.sources import open_weights
 from colossus.checkpoint.together import on_all_ranks
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config
@@ -241,7 +242,7 @@ def load_model(
 @torch.no_grad()
 def _load(source: Source, module: nn.Module, context: ParallelContext) -> None:
     world = context.group(context.grid.names)
-    with on_all_ranks(world, source.open) as reader:
+    with on_all_ranks(world, lambda: open_weights(source.folder)) as reader:
         reader.verify(world)
         boxes = parameter_boxes(module, context, (), replicas_differ=False)
         match = require_same_model(reader, known_weights(module, boxes, context))

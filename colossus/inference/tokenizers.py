@@ -94,11 +94,14 @@ class ByteStream:
 class FileTokenizer:
     """A ``tokenizer.json`` of Hugging Face.
 
+    Args:
+        token_ids: ``eos_token_id`` and the like, where no file beside it says them.
+
     Raises:
         ConfigError: without the library `tokenizers`, and for a file that it cannot read.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, token_ids: Mapping[str, Any] | None = None) -> None:
         library = _library(file)
         try:
             self._tokenizer: Any = library.Tokenizer.from_file(str(file))
@@ -106,7 +109,7 @@ class FileTokenizer:
             raise ConfigError(f"{file}: the library tokenizers cannot read it: {error}") from None
         self._file = file
         self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        told = _told(file.parent)
+        told = {**(token_ids or {}), **_told(file.parent)}
         self.stop = self._ids(told, "eos", _ENDS)
         self._start = self._ids(told, "bos", _STARTS)[:1]
 
@@ -125,9 +128,7 @@ class FileTokenizer:
 
     def _ids(self, told: Mapping[str, Any], which: str, names: Sequence[str]) -> tuple[int, ...]:
         """The tokens that end or begin a text: as a config beside the file says, else special ones by their names."""
-        given = told.get(f"{which}_token_id")
-        listed = given if isinstance(given, list) else [given]
-        ids = tuple(each for each in listed if isinstance(each, int) and 0 <= each < self.num_ids)
+        ids = tuple(each for each in _listed(told.get(f"{which}_token_id")) if each < self.num_ids)
         name = told.get(f"{which}_token")
         name = name.get("content") if isinstance(name, dict) else name
         if not ids and isinstance(name, str) and self._tokenizer.token_to_id(name) is not None:
@@ -195,7 +196,12 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer | None:
     if not file.is_file():
         where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
         raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
-    return FileTokenizer(file)
+    return FileTokenizer(file, source.token_ids)
+
+
+def stop_ids(source: Source) -> tuple[int, ...]:
+    """The tokens that end a text, as the files of a checkpoint say, where there is no tokenizer."""
+    return _listed({**source.token_ids, **_told(source.folder)}.get("eos_token_id"))
 
 
 def without_tokenizer(source: Source) -> str:
@@ -215,6 +221,12 @@ def _library(file: Path) -> Any:
             f"{file}: needs the library tokenizers, which is not installed: pip install colossus[hf], or give the "
             f"prompt as numbers, --tokens 1,2,3"
         ) from None
+
+
+def _listed(given: Any) -> tuple[int, ...]:
+    """Ids out of a number, a list of them, or something else."""
+    listed = given if isinstance(given, list) else [given]
+    return tuple(each for each in listed if type(each) is int and each >= 0)
 
 
 def _told(folder: Path) -> dict[str, Any]:

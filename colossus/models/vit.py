@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -136,9 +137,10 @@ class ViT(Transformer[ViTOptions]):
         """(sum, count) over the images of a batch: (images, labels [batch]), or a dict with ``labels``."""
         return cross_entropy(logits, labels_of(batch), label_smoothing=self.options.label_smoothing)
 
-    def accuracy(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """How many images of a batch have their label as the highest logit, and how many there are."""
-        return accuracy(logits, labels_of(batch))
+    @property
+    def eval_metrics(self) -> dict[str, Callable[[Tensor, Any], tuple[Tensor, Tensor]]]:
+        """What an evaluation reports beside the loss: the share of images whose label has the highest logit."""
+        return {"accuracy": lambda logits, batch: accuracy(logits, labels_of(batch))}
 
 
 def labels_of(batch: Any) -> Tensor:

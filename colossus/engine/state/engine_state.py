@@ -67,10 +67,13 @@ class EngineState:
         engine = self._engine
         grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
+        tokenizer = getattr(engine.loaders, "tokenizer", None)
         return About(
             engine.completed_steps,
             {"axes": dict(grid.sizes), "text": f"{text}, {zero}" if zero else text, "num_ranks": grid.world_size},
             as_dict(engine.config),
+            None if tokenizer is None else tokenizer.name,
+            {} if tokenizer is None else tokenizer.files,
         )
 
     # -- giving -------------------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""Checkpoints of small language models whose logits differ, and the same models in plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.twins import PlainGPT
+from torch import Tensor
+
+import colossus
+from colossus.checkpoint.saved_state_dict import read_state_dict
+from colossus.inference.source import Source, find_source
+
+LENGTH = 12
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": dict(type="GPT", num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=LENGTH),
+    # fewer key/value heads than four ranks; every frequency is scaled otherwise
+    "llama": dict(
+        type="Llama", num_layers=2, hidden_size=48, num_heads=8, num_kv_heads=2, ffn_hidden_size=64, vocab_size=61,
+        seq_len=LENGTH, rotary_base=100.0, rotary_scaling=dict(factor=8.0, original_max_position_embeddings=16),
+    ),
+}  # fmt: skip
+
+
+def save(folder: Path, model: dict[str, Any], **train: Any) -> Source:
+    """A checkpoint of one process, its initial weights grown so that logits differ by whole numbers."""
+    config = dict(
+        parallel=dict(data=1),
+        model=model,
+        train=dict(global_batch_size=4, seed=1, **{"precision": "fp64", **train}),
+        checkpoint=dict(dir=str(folder), keep_last=0),
+        device="cpu",
+    )
+    engine = colossus.initialize(config)
+    with torch.no_grad():
+        for name, param in engine.model.named_parameters():
+            param.mul_(1.5 if "norm" in name else 8.0)
+    engine.checkpoints.save(background=False).wait()
+    engine.close()
+    return find_source(folder)
+
+
+def plain(source: Source, model: dict[str, Any]) -> PlainGPT:
+    """The oracle with the weights of the checkpoint."""
+    options = {key: value for key, value in model.items() if key != "type"}
+    if model["type"] == "Llama":
+        options |= dict(
+            positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False, norm_eps=1e-5
+        )
+    twin = PlainGPT(**options).double()
+    twin.load_state_dict(read_state_dict(source.folder))
+    return twin.eval()
+
+
+def ids_of(rows: int, vocab_size: int, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,232 @@
+"""Logits in parts with a key/value cache, and the text that follows, under every plan: those of plain torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from helpers.inference import LENGTH, MODELS, ids_of, plain, save
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+from colossus.config.sizes import world_size
+from colossus.inference import Sampling, generate, load_model
+from colossus.inference.decoding import Decoding, steps
+from colossus.inference.plan import plan_config
+from colossus.inference.source import Source
+from colossus.layers.kv_cache import KeyValueCache, capacity_for
+
+#: the sizes of the parts: a prompt, single tokens, some at once, across the sizes at which the room is doubled
+PARTS = (3, 1, 4, 1, 1, 2)
+PROMPTS = ([3, 1, 4, 1, 5], [9], [2, 6, 5])
+SAMPLING = Sampling(temperature=0.9, top_k=30, top_p=0.95, seed=7)
+
+PLANS = {
+    "one": [],
+    "1d": ["parallel.tensor=2"],
+    "pipeline": ["parallel.pipeline=2"],
+    "data": ["parallel.data=2"],
+    "1d_4": ["parallel.tensor=4"],
+    "2d": ["parallel.tensor=dict(mode='2d',size=4)"],
+    "2.5d_depth1": ["parallel.tensor=dict(mode='2.5d',shape=(1,2,2))"],
+    "3d_2x1x2": ["parallel.tensor=dict(mode='3d',shape=(2,1,2))"],
+    "pipeline_1d": ["parallel.pipeline=2", "parallel.tensor=2"],
+    "data_1d": ["parallel.data=2", "parallel.tensor=2"],
+    "data_pipeline": ["parallel.data=2", "parallel.pipeline=2"],
+    "1d_4_options": ["parallel.tensor=dict(size=4,weights='step',coalesce=True,panels=True)"],
+}
+LONG_PLANS = {
+    "2d_2x4": ["parallel.tensor=dict(mode='2d',shape=(2,4))"],
+    "2.5d": ["parallel.tensor=dict(mode='2.5d',size=8,depth=2)"],
+    "3d": ["parallel.tensor=dict(mode='3d',size=8)"],
+    "pipeline_2d": ["parallel.pipeline=2", "parallel.tensor=dict(mode='2d',size=4)"],
+    "data_2d": ["parallel.data=2", "parallel.tensor=dict(mode='2d',size=4)"],
+    "pipeline_4": ["parallel.pipeline=4"],
+    "all": ["parallel.data=2", "parallel.pipeline=2", "parallel.tensor=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    return {name: save(tmp_path_factory.mktemp(name), model) for name, model in MODELS.items()}
+
+
+def in_parts(source: Source, overrides: list[str]) -> dict[str, Any]:
+    """Of a rank: logits of its rows computed in parts, and where they lie; what is held; the text."""
+    model = load_model(source, overrides=overrides)
+    try:
+        assert model.can_cache
+        assert not any(param.requires_grad for param in model.module.parameters())
+        vocab = source.model["vocab_size"]
+        ids = ids_of(2 * model.row_multiple, vocab)
+        cache = KeyValueCache(2)
+        parts, start = [], 0
+        for size in PARTS:
+            parts.append(model.logits(ids[:, start : start + size], cache, only_last=False))
+            start += size
+        assert start == LENGTH
+        last = model.logits(ids)
+        rows = model.rows(len(ids))
+        return dict(
+            rows=(rows.start, rows.stop),
+            logits=None if parts[0] is None else torch.cat([part for part in parts if part is not None], 1).numpy(),
+            last=None if last is None else last.numpy(),
+            held=cache.num_bytes,
+            text=generate(model, PROMPTS, max_tokens=7, sampling=SAMPLING),
+        )
+    finally:
+        model.close()
+
+
+def run_plans(rank: int, sources: dict[str, Source], plans: dict[str, list[str]]) -> Any:
+    torch.set_grad_enabled(True)
+    return {(name, plan): in_parts(source, plans[plan]) for name, source in sources.items() for plan in plans}
+
+
+def check(sources: dict[str, Source], plans: dict[str, list[str]]) -> None:
+    by_world: dict[int, dict[str, list[str]]] = defaultdict(dict)
+    for plan, overrides in plans.items():
+        by_world[world_size(plan_config(sources["gpt"], overrides).parallel)][plan] = overrides
+    twins = {name: plain(source, MODELS[name]) for name, source in sources.items()}
+    texts = {name: in_parts(source, [])["text"] for name, source in sources.items()}
+    for world, of_world in by_world.items():
+        ranks = run_ranks(world, run_plans, sources, of_world, with_context=False)
+        for name, plan in ranks[0]:
+            found = [each[name, plan] for each in ranks]
+            assert {str(each["text"]) for each in found} == {str(texts[name])}, f"{name}, {plan}: another text"
+            compare(found, twins[name], f"{name}, {plan}")
+            check_memory(found, name, plan)
+
+
+def compare(found: list[dict[str, Any]], twin: torch.nn.Module, what: str) -> None:
+    """Every row on some rank, and on each rank right."""
+    seen: set[int] = set()
+    ids = ids_of(max(each["rows"][1] for each in found), twin.options.vocab_size)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        wanted: Tensor = twin(ids)
+    assert wanted.std() > 0.5, "logits that hardly differ would hide a wrong one"
+    for each in found:
+        if each["logits"] is None:
+            continue
+        start, stop = each["rows"]
+        seen |= set(range(start, stop))
+        gap = (torch.from_numpy(each["logits"]) - wanted[start:stop]).abs().amax((0, 2)) / wanted.abs().amax()
+        assert gap.max() <= 1e-12, f"{what}: relative difference by position {gap.tolist()}"
+        last = (torch.from_numpy(each["last"])[:, 0] - wanted[start:stop, -1]).abs().max() / wanted.abs().amax()
+        assert last <= 1e-12, f"{what}: of the last token alone {last}"
+    assert seen == set(range(len(ids))), f"{what}: rows {seen} of {len(ids)} were computed"
+
+
+def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
+    """2 x layers x rows x key/value heads of the rank x room x head_dim numbers, and not one more."""
+    model, size = MODELS[name], 8
+    ways = {"1d": 2, "1d_4": 4, "1d_4_options": 4, "pipeline_1d": 2, "data_1d": 2}.get(plan)
+    if ways is None and plan not in ("one", "pipeline", "data", "data_pipeline"):
+        return
+    kv = model.get("num_kv_heads", model["num_heads"])
+    heads = max(1, kv // (ways or 1))
+    stages = 2 if "pipeline" in plan else 1
+    room = capacity_for(LENGTH, first=2 * 2)  # 3 tokens come first, so 4 are there room for
+    assert room == 16
+    for each in found:
+        elements = 2 * (model["num_layers"] // stages) * 2 * heads * room * (model["hidden_size"] // model["num_heads"])
+        assert each["held"] == elements * size, f"{name}, {plan}"
+
+
+def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source]) -> None:
+    check(sources, PLANS)
+
+
+@pytest.mark.long
+def test_parts_equal_whole_forwards_on_eight_ranks(sources: dict[str, Source]) -> None:
+    check(sources, LONG_PLANS)
+
+
+def test_a_rank_without_rotation_by_its_position_would_be_seen(
+    sources: dict[str, Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeyValueCache, "positions", lambda self, tokens, device: torch.arange(tokens))
+    with pytest.raises(AssertionError, match="relative difference by position"):
+        check({"gpt": sources["gpt"], "llama": sources["llama"]}, {"one": []})
+
+
+def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, Source]) -> None:
+    for source in sources.values():
+        model = load_model(source)
+        greedy = Sampling(greedy=True)
+        together = generate(model, PROMPTS, max_tokens=5, sampling=greedy)
+        assert together == [generate(model, [prompt], max_tokens=5, sampling=greedy)[0] for prompt in PROMPTS]
+        assert [len(each) for each in together] == [5, 5, 5]
+        model.close()
+
+
+def test_greedy_text_is_that_of_whole_forwards_of_plain_torch(sources: dict[str, Source]) -> None:
+    for name, source in sources.items():
+        model, twin = load_model(source), plain(source, MODELS[name])
+        (made,) = generate(model, [PROMPTS[0]], max_tokens=7, sampling=Sampling(greedy=True))
+        ids = list(PROMPTS[0])
+        with torch.no_grad():
+            for token in made:
+                assert int(twin(torch.tensor([ids]))[0, -1].argmax()) == token
+                ids.append(token)
+        model.close()
+
+
+def test_rows_end_by_themselves(sources: dict[str, Source]) -> None:
+    """A row that has ended changes nothing of the others."""
+    model = load_model(sources["llama"])
+    free = generate(model, PROMPTS, max_tokens=9, sampling=SAMPLING)
+    stop = free[0][3]
+    decoding = Decoding(model, PROMPTS, max_tokens=9, sampling=SAMPLING, stop=[stop])
+    for _ in steps(decoding):
+        pass
+    for prompt, tokens, whole in zip(PROMPTS, decoding.tokens, free, strict=True):
+        cut = whole[: whole.index(stop) + 1] if stop in whole else whole
+        assert tokens[len(prompt) :] == cut
+    assert decoding.ended[0] == "stop"
+    assert set(decoding.ended) <= {"stop", "max_tokens"}
+    model.close()
+
+
+def test_learned_positions_end_a_text(sources: dict[str, Source]) -> None:
+    """All positions are used: the last token is chosen behind the last of them."""
+    model = load_model(sources["gpt"])
+    decoding = Decoding(model, PROMPTS, max_tokens=100)
+    for _ in steps(decoding):
+        pass
+    assert decoding.ended == ["positions"] * 3
+    assert [len(tokens) for tokens in decoding.tokens] == [LENGTH + 1] * 3
+    assert decoding.cache is not None
+    assert decoding.cache.seen == LENGTH
+    with pytest.raises(ValueError, match=r"prompt 1 has 13 tokens, but the model has learned 12 positions"):
+        Decoding(model, [[1], [1] * 13])
+    model.close()
+
+
+def test_rotary_positions_go_on(sources: dict[str, Source]) -> None:
+    model = load_model(sources["llama"])
+    (made,) = generate(model, [[1, 2]], max_tokens=3 * LENGTH)
+    assert len(made) == 3 * LENGTH
+    model.close()
+
+
+def test_what_is_no_prompt_is_refused(sources: dict[str, Source]) -> None:
+    model = load_model(sources["llama"])
+    for prompts, words in (([], "there is no prompt"), ([[1], []], "prompt 1 is empty")):
+        with pytest.raises(ValueError, match=words):
+            Decoding(model, prompts)
+    with pytest.raises(ValueError, match="max_tokens = 0"):
+        Decoding(model, [[1]], max_tokens=0)
+    model.close()
+
+
+def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None:
+    model = load_model(sources["gpt"])
+    with torch.no_grad():
+        model.module.get_parameter("norm.weight").fill_(float("nan"))
+    for greedy in (True, False):
+        with pytest.raises(ValueError, match="row 0 behind 2 tokens are not numbers"):
+            generate(model, [[1, 2]], sampling=Sampling(greedy=greedy))
+    model.close()

@@ -1,0 +1,183 @@
+"""Tokens to text as they come: what was shown is never taken back, and together it is the whole text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.checkpoint.manifest import Manifest
+from colossus.config import ConfigError
+from colossus.inference.source import Source
+from colossus.inference.tokenizers import ByteTokenizer, FileTokenizer, TextStream, tokenizer_of
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+CORPUS = ["the quick brown fox, the lazy dog", "naïve café 你好 世界 😀😃 ünïcödé", "  two  spaces\n\tand tabs"]
+
+
+def told(stream: TextStream, tokens: Any) -> str:
+    return "".join([*(stream.push(token) for token in tokens), stream.finish()])
+
+
+@given(st.binary(max_size=40))
+def test_bytes_are_decoded_as_python_does(data: bytes) -> None:
+    assert told(ByteTokenizer().stream(), data) == data.decode(errors="replace")
+
+
+@given(TEXTS)
+def test_a_character_comes_when_it_is_whole(text: str) -> None:
+    stream, shown = ByteTokenizer().stream(), ""
+    for letter in text:
+        *first, last = letter.encode()
+        assert [stream.push(byte) for byte in first] == [""] * len(first)
+        shown += stream.push(last)
+        assert shown == text[: len(shown)]
+        assert len(shown) == len(text[: len(shown)])
+    assert shown == text
+    assert stream.finish() == ""
+
+
+@given(TEXTS)
+def test_text_becomes_its_bytes(text: str) -> None:
+    if not text:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            ByteTokenizer().encode(text)
+    else:
+        assert bytes(ByteTokenizer().encode(text)).decode() == text
+
+
+def test_bytes_of_a_shell_that_are_no_text_stay() -> None:
+    assert ByteTokenizer().encode(b"a\xff\xe4".decode("utf-8", "surrogateescape")) == [0x61, 0xFF, 0xE4]
+
+
+def test_an_id_beyond_the_bytes_is_no_character() -> None:
+    stream = ByteTokenizer().stream()
+    assert [stream.push(0xE2), stream.push(300), stream.push(65)] == ["", "\ufffd\ufffd", "A"]
+
+
+# -- tokenizer.json ---------------------------------------------------------------------------------------
+
+
+def trained(kind: str) -> Any:
+    """A small tokenizer: GPT-2's bytes, Llama's spaces as a letter with bytes for what is unknown, or words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    models, decoders, pre, trainers = (
+        tokenizers.models,
+        tokenizers.decoders,
+        tokenizers.pre_tokenizers,
+        tokenizers.trainers,
+    )
+    if kind == "byte_level":
+        made = tokenizers.Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        made.train_from_iterator(CORPUS, trainer)
+        return made
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for letter in ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "\u2581t", "\u2581th", "\u2581the"]:
+        vocabulary[letter] = len(vocabulary)
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e")]
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.pre_tokenizer = pre.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return made
+
+
+@pytest.fixture(scope="module", params=["byte_level", "metaspace"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    trained(request.param).save(str(path / "tokenizer.json"))
+    return path
+
+
+@given(TEXTS)
+def test_text_that_streams_is_the_whole_text(folder: Path, text: str) -> None:
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    if not text:
+        return
+    ids = tokenizer.encode(text)
+    assert told(tokenizer.stream(), ids) == tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(st.lists(st.integers(0, 250), max_size=25))
+def test_any_tokens_stream_to_what_they_decode_to(folder: Path, ids: list[int]) -> None:
+    """Pieces of characters and invalid bytes, too. A decoder that shows a run of bytes as a whole takes letters back
+    when an invalid one follows; what was shown stays."""
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    whole = tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
+    shown = told(tokenizer.stream(), ids)
+    if "\ufffd" not in whole or "byte_level" in folder.name:
+        assert shown == whole
+    else:
+        assert "\ufffd" in shown
+
+
+def test_a_character_of_several_tokens_comes_whole(folder: Path) -> None:
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    stream = tokenizer.stream()
+    shown = [stream.push(token) for token in tokenizer.encode("the \U0001f9ff the")]
+    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown) == "the \U0001f9ff the"
+    assert shown.count("") >= 2, "four bytes that are no piece of their own"
+
+
+def test_what_ends_a_text_is_what_the_files_say(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((folder / "tokenizer.json").read_bytes())
+    byte_level = "byte_level" in folder.name
+    assert FileTokenizer(file).stop == ((0,) if byte_level else (2,)), "the special token of that name"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="a"))))
+    assert FileTokenizer(file).stop == (FileTokenizer(file)._tokenizer.token_to_id("a"),)
+    (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=7)))
+    assert FileTokenizer(file).stop == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, 6, None, 10**6])))
+    assert FileTokenizer(file).stop == (5, 6)
+
+
+def test_an_empty_prompt_begins_with_the_token_for_it(folder: Path) -> None:
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    assert tokenizer.encode("") == ([0] if "byte_level" in folder.name else [1])
+    tokenizer._start = ()
+    if "byte_level" in folder.name:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            tokenizer.encode("")
+
+
+def source(folder: Path, tokenizer: str | None) -> Source:
+    manifest = Manifest(0, 0.0, {}, {}, {}, {}, {})
+    object.__setattr__(manifest, "tokenizer", tokenizer)
+    return Source(folder, manifest)
+
+
+def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tokenizer_of(source(tmp_path, None), None) is None
+    assert isinstance(tokenizer_of(source(tmp_path, "bytes"), None), ByteTokenizer)
+    assert isinstance(tokenizer_of(source(folder, "tokenizer.json"), None), FileTokenizer)
+    for given_path in (folder, folder / "tokenizer.json"):
+        assert isinstance(tokenizer_of(source(tmp_path, "bytes"), str(given_path)), FileTokenizer)
+    with pytest.raises(ConfigError, match=r"--tokenizer .*: there is no file"):
+        tokenizer_of(source(tmp_path, None), str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"its tokenizer tokenizer\.json: there is no file"):
+        tokenizer_of(source(tmp_path, "tokenizer.json"), None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot read it"):
+        tokenizer_of(source(tmp_path, "tokenizer.json"), None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install colossus\[hf\]"):
+        tokenizer_of(source(folder, "tokenizer.json"), None)
