@@ -90,11 +90,11 @@ def test_in_another_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
 
 
-def _train(rank: int, config: dict[str, Any], target: Path, seen: bool) -> dict[str, Tensor]:
+def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:
     engine = colossus.initialize(config)
     engine.train_step(batch_of(0))
     engine.checkpoints.save(background=False).wait()
-    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000)
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, like=like)
     whole = full_state_dict(engine.model, engine.context)
     engine.close()
     return whole
@@ -104,7 +104,12 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
     llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
     config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
-    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", True, with_context=False)
+    like = make_folder(tmp_path / "like", LLAMA)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (like / name).write_text(f'{{"of": "{name}"}}')
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", like, with_context=False)
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert convert(tmp_path / "run", tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
     assert convert(tmp_path / "run", tmp_path / "weights", "--to", "colossus") == 0
@@ -278,7 +283,7 @@ def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pyt
 
 
 CONFIG_REFUSED = [
-    (dict(path="nowhere"), r"model: path = 'nowhere': there is no such folder"),
+    (dict(path="nowhere"), r"model: path = 'nowhere': there is no such folder; colossus downloads nothing"),
     (dict(path="empty"), r"model: path = 'empty': has no config.json with a model_type"),
     (dict(), r"model: needs the path of a model folder: .*got path = None"),
     (dict(path="llama", weights="no"), r"model: weights = 'no': True takes those of the folder"),
