@@ -13,6 +13,8 @@ from colossus.config import Config, ConfigError, model_options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from colossus.data.loader import Loaders
+
 #: samples of a dataset that are looked at
 _SAMPLES = 16
 
@@ -29,10 +31,10 @@ def check_given(config: Config) -> None:
         raise ConfigError(missing, config.source)
 
 
-def check_data(config: Config) -> None:
+def check_data(config: Config) -> Loaders | None:
     """Make the data of the first data rank, as the ranks will, and look at some of its samples.
 
-    An error of a user's own data code is left to the ranks, who raise it with its traceback.
+    An error of a user's own data code is left to the ranks, who raise it with its traceback: None is returned then.
 
     Raises:
         ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
@@ -48,6 +50,8 @@ def check_data(config: Config) -> None:
     except Exception as error:
         if isinstance(error, ValueError) and _is_ours(error):
             raise ConfigError(f"data: {str(error).removeprefix('data: ')}", config.source) from error
+        return None
+    return loaders
 
 
 def _check_samples(dataset: Any, options: Any) -> None:
