@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json as json_module
 import math
 import os
@@ -60,6 +61,7 @@ def run(
         config = evaluation_config(source, overrides, config_file, nproc=nproc)
         if split == "train":
             config = training_data(config)
+        importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
         check_model(config)
         loaders = check_data(config)
         _require_data(loaders, split)

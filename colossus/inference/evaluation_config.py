@@ -55,7 +55,14 @@ def evaluation_config(
     for key, what in (("model", "a model"), ("data", "data: data.type=TextFolder data.path=..., say, or")):
         if getattr(config, key) is None:
             raise ConfigError(f"{source.folder} records no {key}, which was given to the run otherwise: {_give(what)}")
-    return config.model_copy(update={"name": "evaluate"})
+    most = config.train.eval_batches if _is_given("train.eval_batches", overrides) else None
+    train = config.train.model_copy(update={"eval_batches": most})
+    return config.model_copy(update={"name": "evaluate", "train": train})
+
+
+def _is_given(key: str, overrides: Sequence[str]) -> bool:
+    section = key.partition(".")[0]
+    return any(text.startswith((f"{key}=", f"{section}=")) for text in overrides)
 
 
 def _give(what: str) -> str:
@@ -91,9 +98,9 @@ def _plan(recorded: Any, overrides: Sequence[str], nproc: int | None) -> dict[st
 def _train(recorded: Any, source: Source) -> dict[str, Any]:
     train = dict(recorded) if isinstance(recorded, Mapping) else {"precision": recorded_precision(source)}
     # recomputation is of backward; steps and their numbers are nobody's here
-    for key in ("activation_checkpoint", "steps", "schedule_steps", "eval_every"):
+    for key in ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches"):
         train.pop(key, None)
-    return {**train, "eval_batches": None}
+    return train
 
 
 def _schedule(recorded: Any) -> Any:

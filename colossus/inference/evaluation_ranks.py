@@ -35,14 +35,17 @@ def evaluate(folder: Path, config: Config) -> EvalSummary:
         RanksFailed: when a rank of several fails otherwise.
     """
     count = world_size(config.parallel)
+    # as many as `colossus launch` gives a rank: the sums of a matmul depend on it in their last bits
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() and int(given) else machine.threads_per_rank(count)
     if count == 1:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(machine.threads_per_rank(1))
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         try:
             return _evaluate(folder, config)
         finally:
-            torch.set_num_threads(threads)
-    body = partial(_on_rank, folder, config, os.getpid(), machine.threads_per_rank(count))
+            torch.set_num_threads(before)
+    body = partial(_on_rank, folder, config, os.getpid(), threads)
     told, *_ = run_local_ranks(count, body, **rank_options(config))
     if isinstance(told, CheckpointError):
         raise told
