@@ -113,7 +113,7 @@ class Manifest:
     @property
     def is_weights_only(self) -> bool:
         """Whether it has nothing that a run could go on with: no step, no optimizer, no place in the data."""
-        return not self.values
+        return bool(self.tensors) and not self.values
 
     def names(self, section: str) -> Iterator[str]:
         """The names in a section (``model``, ``optimizer``): keys without the section."""

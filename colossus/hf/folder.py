@@ -22,7 +22,6 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
 #: token ids that generation needs, as they stand in config.json
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -62,10 +61,6 @@ class HFFolder:
     token_ids: Mapping[str, Any]
     files: Mapping[str, int]
     placed: Sequence[Placed]
-
-    @property
-    def tokenizer(self) -> str | None:
-        return TOKENIZER if (self.path / TOKENIZER).is_file() else None
 
 
 def is_hf_folder(path: Path) -> bool:
