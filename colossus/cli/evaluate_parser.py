@@ -14,7 +14,7 @@ examples:
   colossus evaluate runs/try --split train
   colossus evaluate runs/try data.type=TextFolder data.path=books                     # what it holds out of books
   colossus evaluate runs/try data.type=TextFolder data.path=books data.validation_fraction=0 --split train  # all of it
-  colossus evaluate path/to/gpt2 data.type=TextFolder data.path=books data.tokenizer=path/to/gpt2   # of Hugging Face
+  colossus evaluate path/to/gpt2 data.type=TextFolder data.path=books train.global_batch_size=8     # of Hugging Face
   colossus evaluate runs/mine --config mine.py          # where the model or the data is a class of yours
 
 The plan is that of the run, on this machine; overrides, which win over what the checkpoint records, change it. Weights
@@ -22,7 +22,8 @@ alone are loaded. All of the data is evaluated, where a run evaluates train.eval
 under the same plan, the loss is to the last bit the one that the run has reported after that step.
 
 Perplexity is exp(loss), of a language model whose loss is plain (no label smoothing, no z-loss). A class or an object
-that the checkpoint names is never imported: --config FILE has it.
+that the checkpoint names is never imported: --config FILE has it. Text becomes tokens by the tokenizer that the
+checkpoint holds; data.tokenizer=PATH, or bytes, names another.
 
 exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, no data, or a plan that does not fit,
             130 stopped by Ctrl-C

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossus import machine
 from colossus.checkpoint.describe import printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError, model_options
+from colossus.config.sizes import world_size
 from colossus.inference.evaluation_config import evaluation_config, training_data
 from colossus.inference.plan import describe
 from colossus.inference.source import find_source
 from colossus.launch.command import worker_variables
-from colossus.launch.data_check import check_data
+from colossus.launch.data_check import check_data, is_ours
 from colossus.launch.model_check import check_model
 
 if TYPE_CHECKING:
@@ -77,6 +79,8 @@ def run(
     _tell(f"{source.folder}{step}: {describe(config)}")
     if loaders is not None:
         _tell(_data_line(loaders, split))
+    if (count := world_size(config.parallel)) > (cores := machine.usable_cores()):
+        _tell(f"{count} processes on {cores} cores: --nproc 1, or another plan, is faster where the model fits")
     began = time.perf_counter()
     try:
         summary = evaluate(source.folder, config)
@@ -85,6 +89,8 @@ def run(
     except CheckpointError as error:
         return _say(str(error), FAILED if isinstance(error, DamagedCheckpoint) else USAGE)
     except ValueError as error:
+        if not is_ours(error):  # a user's own code, with its traceback
+            raise
         return _say(str(error), USAGE)
     numbers = _numbers(summary, config, loaders)
     seconds = time.perf_counter() - began
@@ -95,7 +101,8 @@ def run(
             "split": split,
             "plan": describe(config),
         }
-        print(json_module.dumps({**told, **numbers, "seconds": seconds}, indent=2))
+        shown = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+        print(json_module.dumps({**told, **shown, "seconds": seconds}, indent=2))
     else:
         rows = {**{key: f"{value:.6g}" for key, value in numbers.items() if isinstance(value, float)}}
         rows |= {counted(config): f"{summary.tokens:,}", "seconds": f"{seconds:.1f}"}

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.loading import read_file
+from colossus.config.ranges import BYTE_DATASETS
 from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.inference.plan import recorded_precision
@@ -55,9 +57,21 @@ def evaluation_config(
     for key, what in (("model", "a model"), ("data", "data: data.type=TextFolder data.path=..., say, or")):
         if getattr(config, key) is None:
             raise ConfigError(f"{source.folder} records no {key}, which was given to the run otherwise: {_give(what)}")
+    config = _with_its_tokenizer(config, source, overrides)
     most = config.train.eval_batches if _is_given("train.eval_batches", overrides) else None
     train = config.train.model_copy(update={"eval_batches": most})
     return config.model_copy(update={"name": "evaluate", "train": train})
+
+
+def _with_its_tokenizer(config: Config, source: Source, overrides: Sequence[str]) -> Config:
+    """Text becomes ids by the tokenizer.json that the checkpoint holds, unless an override names another: the file that
+    the run was given may be gone, and other data would be read as bytes."""
+    data = config.data
+    if source.tokenizer != TOKENIZER_FILE or not isinstance(data, Named) or data.type not in BYTE_DATASETS:
+        return config
+    if any(text.startswith("data.tokenizer=") for text in overrides):
+        return config
+    return config.model_copy(update={"data": Named(**{**data.spec(), "tokenizer": str(source.folder)})})
 
 
 def _is_given(key: str, overrides: Sequence[str]) -> bool:

@@ -48,7 +48,7 @@ def check_data(config: Config) -> Loaders | None:
             if part is not None:
                 _check_samples(getattr(part.source, "dataset", None), model_options(config))
     except Exception as error:
-        if isinstance(error, ValueError) and _is_ours(error):
+        if isinstance(error, ValueError) and is_ours(error):
             raise ConfigError(f"data: {str(error).removeprefix('data: ')}", config.source) from error
         return None
     return loaders
@@ -102,7 +102,7 @@ def _check_ids(name: str, inputs: Iterable[tuple[str, Tensor]], vocab_size: int)
             )
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether it was raised by this package, and not by what a user's own code does."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(colossus.__file__).parent)

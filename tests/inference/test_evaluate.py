@@ -191,12 +191,16 @@ def test_a_folder_of_hugging_face(
     assert main(["checkpoint", "convert", str(tmp_path / "one"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     assert "data: data.type=TextFolder data.path=..., say, or --config FILE" in refused(capsys, tmp_path / "hf")
     wanted = evaluate(capsys, tmp_path / "one")
-    given = ["data.type=TextFolder", f"data.path={text}", f"data.tokenizer={tmp_path / 'hf'}"]
+    tokenizer.unlink()  # each folder has its own
+    assert evaluate(capsys, tmp_path / "one") == {**wanted, "seconds": pytest.approx(wanted["seconds"], abs=60)}
+    given = ["data.type=TextFolder", f"data.path={text}"]
     found = evaluate(capsys, tmp_path / "hf", *given, f"train.global_batch_size={BATCH}")
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
     assert found["tokens"] == wanted["tokens"]
     assert "bits_per_byte" not in found
-    words = refused(capsys, tmp_path / "hf", *given[:2], f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
+    as_bytes = evaluate(capsys, tmp_path / "hf", *given, "data.tokenizer=bytes", f"train.global_batch_size={BATCH}")
+    assert as_bytes["tokens"] > found["tokens"]
+    words = refused(capsys, tmp_path / "hf", *given, f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
                     "model.vocab_size=290")  # fmt: skip
     assert "model.vocab_size = 290" in words
 
