@@ -13,6 +13,8 @@ from colossus.config import Config, ConfigError, model_options
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from colossus.data.loader import Loaders
+
 #: samples of a dataset that are looked at
 _SAMPLES = 16
 
@@ -29,10 +31,10 @@ def check_given(config: Config) -> None:
         raise ConfigError(missing, config.source)
 
 
-def check_data(config: Config) -> None:
+def check_data(config: Config) -> Loaders | None:
     """Make the data of the first data rank, as the ranks will, and look at some of its samples.
 
-    An error of a user's own data code is left to the ranks, who raise it with its traceback.
+    An error of a user's own data code is left to the ranks, who raise it with its traceback: None is returned then.
 
     Raises:
         ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
@@ -46,8 +48,10 @@ def check_data(config: Config) -> None:
             if part is not None:
                 _check_samples(getattr(part.source, "dataset", None), model_options(config))
     except Exception as error:
-        if isinstance(error, ValueError) and _is_ours(error):
+        if isinstance(error, ValueError) and is_ours(error):
             raise ConfigError(f"data: {str(error).removeprefix('data: ')}", config.source) from error
+        return None
+    return loaders
 
 
 def _check_samples(dataset: Any, options: Any) -> None:
@@ -104,7 +108,7 @@ def _check_ids(name: str, inputs: Sequence[tuple[str, Tensor]], vocab_size: int)
             )
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether it was raised by this package, and not by what a user's own code does."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(colossus.__file__).parent)
