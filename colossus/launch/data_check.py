@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from colossus.config import Config, ConfigError, model_options
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from colossus.data.loader import Loaders
 
 #: samples of a dataset that are looked at
 _SAMPLES = 16
@@ -29,10 +31,10 @@ def check_given(config: Config) -> None:
         raise ConfigError(missing, config.source)
 
 
-def check_data(config: Config) -> None:
+def check_data(config: Config) -> Loaders | None:
     """Make the data of the first data rank, as the ranks will, and look at some of its samples.
 
-    An error of a user's own data code is left to the ranks, who raise it with its traceback.
+    An error of a user's own data code is left to the ranks, who raise it with its traceback: None is returned then.
 
     Raises:
         ConfigError: what our own code refuses: a file that is not there, options, sizes, ids beyond the vocabulary.
@@ -46,8 +48,10 @@ def check_data(config: Config) -> None:
             if part is not None:
                 _check_samples(getattr(part.source, "dataset", None), model_options(config))
     except Exception as error:
-        if isinstance(error, ValueError) and _is_ours(error):
+        if isinstance(error, ValueError) and is_ours(error):
             raise ConfigError(f"data: {str(error).removeprefix('data: ')}", config.source) from error
+        return None
+    return loaders
 
 
 def _check_samples(dataset: Any, options: Any) -> None:
@@ -67,7 +71,7 @@ def _check_samples(dataset: Any, options: Any) -> None:
     for number in range(min(_SAMPLES, len(dataset))):
         with GLOBAL_RNG.preserved():
             sample = to_tensors(dataset[number])
-        found = tensors(model_input(sample))
+        found = list(tensors(model_input(sample)))
         if check is not None:
             _check_shapes(f"sample {number} of {type(dataset).__name__}", sample, found, check)
         if vocab_size is not None:
@@ -75,7 +79,7 @@ def _check_samples(dataset: Any, options: Any) -> None:
 
 
 def _check_shapes(
-    name: str, sample: Any, inputs: Iterable[tuple[str, Tensor]], check: Callable[..., list[str]]
+    name: str, sample: Any, inputs: Sequence[tuple[str, Tensor]], check: Callable[..., list[str]]
 ) -> None:
     labels = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
     is_label = isinstance(labels, int) or getattr(labels, "ndim", None) == 0
@@ -84,9 +88,15 @@ def _check_shapes(
             raise ValueError(f"{name} {where}{problem}")
 
 
-def _check_ids(name: str, inputs: Iterable[tuple[str, Tensor]], vocab_size: int) -> None:
+def _check_ids(name: str, inputs: Sequence[tuple[str, Tensor]], vocab_size: int) -> None:
     import torch
 
+    kinds = {x.dtype for _, x in inputs}
+    if kinds and all(kind.is_floating_point for kind in kinds):
+        raise ValueError(
+            f"{name} has inputs of {', '.join(map(str, kinds))}, but the model takes token ids, integers from 0 to "
+            f"{vocab_size - 1}"
+        )
     for where, ids in inputs:
         if ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             continue
@@ -98,7 +108,7 @@ def _check_ids(name: str, inputs: Iterable[tuple[str, Tensor]], vocab_size: int)
             )
 
 
-def _is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether it was raised by this package, and not by what a user's own code does."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(colossus.__file__).parent)
