@@ -31,6 +31,7 @@ class Rotary(nn.Module):
         if not base > 1:
             raise refusal(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
+        self._kind = f"rotary {head_dim} {base} {scaling}"
         self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def _cos_sin_of(
@@ -54,22 +55,29 @@ class Rotary(nn.Module):
         scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
         return torch.tensor(scaled, dtype=torch.float64, device=device)
 
-    def forward(
-        self, x: Tensor, positions: Tensor | None = None, memo: MutableMapping[Hashable, Any] | None = None
-    ) -> Tensor:
-        """The heads of x, rotated.
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
+        return rotate(x, *self.cos_sin(x, positions))
+
+    def cos_sin(
+        self, x: Tensor, positions: Tensor | None, memo: MutableMapping[Hashable, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            positions: [tokens], the same object as long as it has the same values; None is 0, 1, 2, ...
             memo: shared by the layers that are called with the same positions: what one has computed, others find.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         if memo is None:
-            cos, sin = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-        else:
-            key = self.head_dim, self.base, self.scaling, x.shape[-2], wide, x.device
-            if key not in memo:
-                memo[key] = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-            cos, sin = memo[key]
-        low, high = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
+            return self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+        key = self._kind, x.shape[-2], wide
+        found: tuple[Tensor, Tensor] | None = memo.get(key)
+        if found is None:
+            found = memo[key] = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+        return found
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The heads x [.., tokens, head_dim], rotated; see `Rotary.cos_sin`."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
