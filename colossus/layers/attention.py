@@ -126,7 +126,7 @@ class Attention(Layer):
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         cache = self.parallel.batch_info.cache
-        positions = self._positions(query, inner, cache)
+        positions = self._positions(query, inner)
         if self.rotary is not None:
             query, key = self._rotated(self.rotary, query, key, positions, cache)
         if documents is not None:
@@ -145,11 +145,9 @@ class Attention(Layer):
         attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
         return attended
 
-    def _positions(self, query: Tensor, inner: Activation, cache: KeyValueCache | None) -> Tensor | None:
+    def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
-        if cache is not None:
-            return None if self.rotary is None else cache.positions(query.shape[-2], query.device)
         if sequence is None:
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
@@ -159,8 +157,10 @@ class Attention(Layer):
         self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor]:
         if type(rotary) is not Rotary or is_listened_to(rotary):
+            if cache is not None:
+                positions = cache.positions(query.shape[-2], query.device)
             return rotary(query, positions), rotary(key, positions)
-        cos, sin = rotary.cos_sin(query, positions, None if cache is None else cache.memo)
+        cos, sin = rotary.cos_sin(query, positions, cache)
         return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.refusal import refusal
 
@@ -42,10 +40,13 @@ class Rotary(nn.Module):
             self._cos_sin.clear()  # only the last positions are kept
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 indices = torch.arange(tokens, device=device) if positions is None else positions
-                angles = indices.to(torch.float64)[:, None] * self._frequencies(device)
-                angles = torch.cat((angles, angles), dim=-1)
-                self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
+                self._cos_sin[key] = *self._compute(indices, dtype), positions
         return self._cos_sin[key][:2]
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.to(torch.float64)[:, None] * self._frequencies(positions.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair, [head_dim / 2], in float64."""
@@ -59,22 +60,19 @@ class Rotary(nn.Module):
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
         return rotate(x, *self.cos_sin(x, positions))
 
-    def cos_sin(
-        self, x: Tensor, positions: Tensor | None, memo: MutableMapping[Hashable, Any] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, x: Tensor, positions: Tensor | None, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            memo: shared by the layers that are called with the same positions: what one has computed, others find.
+            cache: the tokens follow those that it has seen, whatever the positions.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        if memo is None:
+        if cache is None:
             return self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-        key = self._kind, x.shape[-2], wide
-        found: tuple[Tensor, Tensor] | None = memo.get(key)
-        if found is None:
-            found = memo[key] = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-        return found
+        cos, sin = cache.rows(
+            (self._kind, wide), x.shape[-2], lambda count: self._compute(torch.arange(count, device=x.device), wide)
+        )
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
