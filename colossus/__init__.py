@@ -8,9 +8,10 @@ if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.engine.initialize import initialize
+    from colossus.export.plain_module import plain
 
 __version__ = "0.1.0"
-__all__ = ["ParallelContext", "build", "current_context", "initialize"]
+__all__ = ["ParallelContext", "build", "current_context", "initialize", "plain"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -19,5 +20,6 @@ __getattr__, __dir__ = lazy_names(
         "current_context": "context.parallel_context",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
+        "plain": "export.plain_module",
     },
 )

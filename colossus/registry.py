@@ -147,7 +147,11 @@ WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.format:Huggin
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",
-    {"hf": "colossus.hf.convert:to_hf", "colossus": "colossus.checkpoint.weights_only:to_colossus"},
+    {
+        "hf": "colossus.hf.convert:to_hf",
+        "colossus": "colossus.checkpoint.weights_only:to_colossus",
+        "torch": "colossus.export.torch_folder:to_torch",
+    },
 )
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")
 SEQUENCE_MODES = Registry(
@@ -161,6 +165,7 @@ SEQUENCE_MODES = Registry(
 DATASETS = Registry(
     "dataset",
     {
+        "Digits": "colossus.data.images:Digits",
         "PythonStdlib": "colossus.data.text:PythonStdlib",
         "TextFolder": "colossus.data.text:TextFolder",
         "TokenFile": "colossus.data.tokens:TokenFile",

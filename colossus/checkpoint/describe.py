@@ -51,6 +51,7 @@ def as_data(folder: Path, manifest: Manifest, *, everything: bool = False) -> di
         "versions": dict(manifest.versions),
         "plan": dict(manifest.plan),
         "config": dict(manifest.config),
+        "tokenizer": manifest.tokenizer,
         "num_bytes": manifest.num_bytes,
         "num_parameters": _numbers(dict(_sections(manifest)).get("model", {}).values()),
         "files": {
@@ -101,6 +102,8 @@ def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     for section, tensors in _sections(manifest):
         if section in ("model", "optimizer"):
             lines.append((section, _summary(section, tensors, manifest)))
+    if manifest.tokenizer is not None:
+        lines.append(("tokenizer", manifest.tokenizer))
     beside = _beside(manifest)
     if beside:
         lines.append(("beside", beside))

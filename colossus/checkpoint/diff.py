@@ -232,7 +232,8 @@ def _values(a: CheckpointReader, b: CheckpointReader, *, is_same_plan: bool) -> 
 
 def _about(reader: CheckpointReader) -> dict[str, Any]:
     manifest = reader.manifest
-    return _flat({"plan": manifest.plan, "versions": manifest.versions, "config": manifest.config})
+    told = {"plan": manifest.plan, "versions": manifest.versions, "config": manifest.config}
+    return _flat(told | {"tokenizer": manifest.tokenizer})
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

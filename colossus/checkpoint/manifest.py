@@ -23,6 +23,8 @@ from colossus.checkpoint.tiling import is_tiling
 FORMAT = "colossus.checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+#: what a manifest calls the tokenizer of a model: text is taken as bytes, or this file of the checkpoint says how
+BYTES, TOKENIZER_FILE = "bytes", "tokenizer.json"
 
 _PREFIX = re.compile(rb'\{"crc32": "([0-9a-f]{8})", "manifest": ')
 #: within the first bytes of a manifest, behind the step
@@ -88,6 +90,8 @@ class Manifest:
         tensors: by key, ``model/<name>``, ``optimizer/<name>/<entry>``, and those that values refer to.
         aliases: other names of tied parameters and buffers -> the name under which the value is.
         values: everything that is no tensor, by path, encoded (`colossus.checkpoint.values`).
+        tokenizer: how text becomes the ids that the model was trained on: `BYTES`, `TOKENIZER_FILE` (one of ``files``,
+            in the format of Hugging Face's tokenizers), or None, where the data did not say.
     """
 
     step: int
@@ -99,6 +103,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -108,7 +113,7 @@ class Manifest:
     @property
     def is_weights_only(self) -> bool:
         """Whether it has nothing that a run could go on with: no step, no optimizer, no place in the data."""
-        return not self.values
+        return bool(self.tensors) and not self.values
 
     def names(self, section: str) -> Iterator[str]:
         """The names in a section (``model``, ``optimizer``): keys without the section."""
@@ -137,6 +142,7 @@ class Manifest:
             },
             "aliases": dict(self.aliases),
             "values": dict(self.values),
+            "tokenizer": self.tokenizer,
         }
         text = json.dumps(body, default=str).encode()
         return b'{"crc32": "%08x", "manifest": ' % zlib.crc32(text) + text + b"}\n"
@@ -251,6 +257,9 @@ def _parse(body: dict[str, Any]) -> Manifest:
     for alias, name in body["aliases"].items():
         if f"model/{name}" not in tensors:
             raise KeyError(f"{alias} is another name of {name}, which is not there")
+    tokenizer = body.get("tokenizer")  # older manifests have none
+    if tokenizer not in (None, BYTES) and (tokenizer != TOKENIZER_FILE or tokenizer not in files):
+        raise DamagedCheckpoint(f"names a tokenizer {tokenizer!r:.40}, which is no file of it; take another checkpoint")
     return Manifest(
         _count(body["step"]),
         float(body["saved_at"]),
@@ -261,6 +270,7 @@ def _parse(body: dict[str, Any]) -> Manifest:
         tensors,
         body["aliases"],
         body["values"],
+        tokenizer,
     )
 
 

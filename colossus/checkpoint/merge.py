@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,18 @@ from colossus.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 
 @dataclass(frozen=True)
 class About:
-    """What a manifest says of a run, beside what ranks write."""
+    """What a manifest says of a run, beside what ranks write.
+
+    Attributes:
+        tokenizer: as of `Manifest`.
+        files: further files of the checkpoint, by name.
+    """
 
     step: int
     plan: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
@@ -41,6 +49,7 @@ def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
             if held[:2] != (dtype, tuple(shape)):
                 raise CheckpointError(f"{key} is {held[0]} {held[1]} on one rank and {dtype} {tuple(shape)} on another")
             held[2].append(Chunk(name, offset, tuple(start), tuple(size)))
+    files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in about.files.items()}
     return Manifest(
         about.step,
         time.time(),
@@ -51,4 +60,5 @@ def merge(parts: Sequence[Mapping[str, Any]], about: About) -> Manifest:
         {key: TensorEntry(dtype, shape, tuple(chunks)) for key, (dtype, shape, chunks) in found.items()},
         aliases,
         values,
+        about.tokenizer,
     )

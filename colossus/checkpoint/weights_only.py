@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from colossus import __version__
 from colossus.checkpoint.checksum import checksum
+from colossus.checkpoint.companions import companions_of, copy_companions
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
@@ -59,10 +59,7 @@ def to_colossus(
             for key, of_file, shape in wanted:
                 chunk = Chunk(file, header.offsets[key], (0,) * len(shape), shape)
                 tensors[key] = TensorEntry(dtype_name(of_file), shape, (chunk,))
-        tokenizer = reader.folder / "tokenizer.json"
-        if tokenizer.is_file():
-            copy = folder / tokenizer.name
-            shutil.copyfile(tokenizer, copy)
+        for copy in copy_companions(companions_of(reader.folder), folder):
             files[copy.name] = FileEntry(copy.stat().st_size, checksum(copy))
         source = reader.manifest
         manifest = Manifest(
@@ -74,6 +71,7 @@ def to_colossus(
             files=files,
             tensors=tensors,
             aliases=source.aliases,
+            tokenizer=source.tokenizer,
         )
         write_flushed(folder / MANIFEST, manifest.to_bytes())
 

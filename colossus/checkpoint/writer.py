@@ -239,6 +239,8 @@ class CheckpointWriter:
             more = f"; and {len(problems) - 1} more ranks failed" if len(problems) > 1 else ""
             raise RankProblem(problems[0] + more)
         manifest = merge([each["part"] for each in told], about)
+        for name, data in about.files.items():
+            write_flushed(target / name, data)
         for name, file in manifest.files.items():
             try:
                 size = (target / name).stat().st_size

@@ -22,7 +22,8 @@ commands:
   verify DIR    read all of its files and compare their checksums
   diff A B      print what differs between two, whatever the plans that saved them
   convert SRC DST --to FORM
-                write the weights of one as a folder of Hugging Face, or those of such a folder as a checkpoint
+                write the weights of one as a folder of Hugging Face or of plain PyTorch, or those of a folder of
+                Hugging Face as a checkpoint
 
 examples:
   colossus checkpoint inspect runs/first
@@ -138,12 +139,15 @@ def _convert() -> Parser:
         "saved them. DST is a new folder; it is there when it is complete. Optimizer state is not converted.\n\n"
         "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
         "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
-        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them",
+        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them\n"
+        "  --to torch     model.py, config.json, model.safetensors: plain PyTorch, no colossus needed; in that folder\n"
+        "                 python -c 'import model; m = model.load()'",
         "exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or it cannot be written, 130 stopped by Ctrl-C\n\n"
         "examples:\n"
         "  colossus checkpoint convert runs/first models/first --to hf\n"
         "  colossus checkpoint convert runs/first models/first --to hf --dtype bf16 --max-shard-size 2GB\n"
         "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
+        "  colossus checkpoint convert runs/first plain/first --to torch\n"
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
     parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")

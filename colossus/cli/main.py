@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError
-from colossus.cli import checkpoint, generate_parser
+from colossus.cli import checkpoint, evaluate_parser, generate_parser
 from colossus.cli.named_run import path_of
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
 from colossus.cli.show import join_timeline, render, render_timeline
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _stoppable(lambda: checkpoint.run(given[1:]))
     try:
         rest = join_timeline(given[1:]) if command == "show" else given[1:]
-        parser = generate_parser.make_parser() if command == "generate" else make_parser(command)
+        own = {"generate": generate_parser.make_parser, "evaluate": evaluate_parser.make_parser}
+        parser = own[command]() if command in own else make_parser(command)
         arguments = parser.parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "doctor": _doctor,
         "verify": _verify,
         "generate": _generate,
+        "evaluate": _evaluate,
     }
     return _stoppable(lambda: handlers[command](arguments))
 
@@ -131,6 +133,24 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(f"colossus: {error}", file=sys.stderr)
         return 2
     code: int = command.run(generate_parser.request_of(arguments))
+    return code
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    command = importlib.import_module("colossus.inference.evaluate")
+    try:
+        checkpoint = path_of(arguments.checkpoint)
+    except CheckpointError as error:
+        print(f"colossus: {error}", file=sys.stderr)
+        return 2
+    code: int = command.run(
+        checkpoint,
+        arguments.overrides,
+        config_file=arguments.config,
+        split=arguments.split,
+        nproc=arguments.nproc,
+        json=arguments.json,
+    )
     return code
 
 

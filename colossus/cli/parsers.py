@@ -24,6 +24,7 @@ commands:
   show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff DIR
                 what is in a checkpoint, whether it is whole, what differs between two
@@ -37,6 +38,7 @@ a first run:
   colossus show configs/gpt_stdlib.py parallel.tensor=2
   colossus launch configs/gpt_stdlib.py train.steps=50
   colossus verify configs/gpt_stdlib.py
+  colossus evaluate gpt_stdlib
   colossus generate gpt_stdlib --prompt "def "
 
 """
@@ -103,7 +105,7 @@ def make_parser(command: str) -> Parser:
     return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor", "verify", "generate", "checkpoint")
+COMMANDS = ("launch", "config", "show", "doctor", "verify", "evaluate", "generate", "checkpoint")
 
 
 def _config() -> Parser:

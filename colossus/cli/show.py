@@ -93,11 +93,12 @@ def _head(config: Config, grid: RankGrid) -> str:
     if parallel.zero.stage:
         kind += f" ({describe_zero(parallel)})"
     batch, microbatches = config.train.global_batch_size, config.schedule.microbatches
+    samples = getattr(model_options(config), "samples", "sequences")
     each = batch // (parallel.data * microbatches)
     lines = [
         f"plan        {describe_sizes(parallel)} = {total} process{'' if total == 1 else 'es'}{kind}",
         f"rank order  {', '.join(parallel.rank_order)} (outermost first)",
-        f"batch       {batch} sequences = data {parallel.data} x microbatches {microbatches} x {each}",
+        f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
     if config.train.activation_checkpoint.type != "none":

@@ -105,6 +105,8 @@ def vocabulary_problems(config: Config, options: object) -> list[str]:
     vocabulary, data = getattr(options, "vocab_size", None), config.data
     if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
         return []
+    if data.options.get("tokenizer") not in (None, "bytes"):
+        return []  # which ids it gives is known when it has encoded the data, also before the launch
     return [
         f"model.vocab_size = {vocabulary}: data.type = {data.type!r} is bytes, with ids up to 255; "
         f"set model.vocab_size to 256 or more"

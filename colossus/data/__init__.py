@@ -6,6 +6,7 @@ from colossus._lazy import lazy_names
 
 if TYPE_CHECKING:
     from colossus.data.batch import batch_size_of, map_batch, slice_batch, split_microbatches
+    from colossus.data.images import Digits
     from colossus.data.loader import Loader, Loaders, ValidationLoader
     from colossus.data.make_loaders import build_loaders
     from colossus.data.sampler import sample_indices
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchedDataset",
+    "Digits",
     "Loader",
     "Loaders",
     "PythonStdlib",
@@ -35,6 +37,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "BatchedDataset": "windows",
+        "Digits": "images",
         "Loader": "loader",
         "Loaders": "loader",
         "PythonStdlib": "text",

@@ -15,6 +15,7 @@ import torch
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.passes import EndOfPass
 from colossus.data.sources import BatchShard, MapSource, Source
+from colossus.data.tokenizer import Tokenizer
 
 log = logging.getLogger("colossus.data")
 
@@ -165,9 +166,11 @@ class Loaders:
         validation: None without validation data.
         description: one or two lines for the log.
         validation_missing: why there is no validation data, when there is none.
+        tokenizer: what the training data says of its ids; None where it says nothing.
     """
 
     train: Loader
     validation: ValidationLoader | None
     description: str
     validation_missing: str | None = None
+    tokenizer: Tokenizer | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import Config, model_options
 from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.loader import Loader, Loaders, ValidationLoader
@@ -13,6 +16,7 @@ from colossus.data.passes import ONE_PASS
 from colossus.data.sampler import local_batch_size
 from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.streams import StreamSource
+from colossus.data.tokenizer import Tokenizer, tokenizer_of
 from colossus.data.windows import TooLittleData
 from colossus.random import check_seed
 
@@ -81,9 +85,8 @@ def build_loaders(
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
-    if source is None:
-        return Loaders(train, None, description, missing)
-    return Loaders(train, ValidationLoader(source, shard=eval_shard, device=device), description)
+    validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
+    return Loaders(train, validation, description, missing if source is None else None, _tokenizer_of(train_data))
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -154,6 +157,18 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
             f"the data has token ids up to {largest - 1} (a vocabulary of {largest}), but model.vocab_size = "
             f"{vocab_size}: set model.vocab_size to {largest} or more"
         )
+
+
+def _tokenizer_of(data: Any) -> Tokenizer | None:
+    """What data says of its ids. A user's own dataset may have an attribute ``tokenizer``: "bytes", or the path of a
+    tokenizer.json; what else it may mean there is its own."""
+    told = getattr(data, "tokenizer", None)
+    if isinstance(told, Tokenizer):
+        return told
+    if not isinstance(told, str | os.PathLike):
+        return None
+    is_ours = told == BYTES or Path(told).name == TOKENIZER_FILE
+    return tokenizer_of(told, type(data).__name__) if is_ours else None
 
 
 def _describe(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""Text as bytes (vocabulary of 256): Python's own standard library, and a folder of files.
+"""Text as bytes (vocabulary of 256), or as ids of a tokenizer: Python's own standard library, and a folder of files.
 
 Which files are held out for validation depends on a hash of their relative path only. So a file stays in its split when
 others come and go, and from one Python version to the next.
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from colossus.checkpoint.manifest import BYTES
+from colossus.data.tokenizer import tokenizer_of
 from colossus.data.windows import TokenWindows, TooLittleData, check_split
 
 _STDLIB_FRACTION = 0.05
@@ -30,16 +32,37 @@ class _File(NamedTuple):
 
 
 class _TextWindows(TokenWindows):
-    """Bytes of one split of a list of files."""
+    """One split of a list of files.
 
-    def __init__(self, files: list[_File], seq_len: int, split: str, fraction: float, name: str) -> None:
+    Attributes:
+        tokenizer: how the text has become ids.
+    """
+
+    def __init__(
+        self,
+        files: list[_File],
+        seq_len: int,
+        split: str,
+        fraction: float,
+        name: str,
+        tokenizer: str | os.PathLike[str] | None,
+    ) -> None:
         check_split(split, fraction, name)
+        self.tokenizer = tokenizer_of(BYTES if tokenizer is None else tokenizer, name)
+        assert self.tokenizer is not None
         chosen, held_out = _one_split(files, fraction, split)
-        text = b"".join(_read(file) for file in chosen)
+        texts = [_read(file) for file in chosen]
+        text = b"".join(texts)
         if held_out == "tail":
             cut = len(text) - round(len(text) * fraction)
             text = text[:cut] if split == "train" else text[cut:]
-        super().__init__(np.frombuffer(text, dtype=np.uint8), seq_len, name=f"{name} ({split})", vocab_size=256)
+            texts = [text]
+        if self.tokenizer.name == BYTES:
+            ids, vocab_size = np.frombuffer(text, dtype=np.uint8), 256
+        else:
+            ids = self.tokenizer.encode(texts, name)
+            vocab_size = int(ids.max()) + 1 if len(ids) else 0
+        super().__init__(ids, seq_len, name=f"{name} ({split})", vocab_size=vocab_size)
         self.info = {
             "split": split,
             "bytes": len(text),
@@ -47,10 +70,13 @@ class _TextWindows(TokenWindows):
             "sha256": hashlib.sha256(text).hexdigest(),
             "held_out": held_out,
         }
+        if self.tokenizer.name != BYTES:
+            self.info |= {"tokens": len(ids), "tokenizer": self.tokenizer.sha256}
         self.file_names = [file.name for file in chosen]
 
     def describe(self) -> str:
-        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}"
+        tokenizer = f", tokenizer {self.info['tokenizer'][:12]}" if "tokenizer" in self.info else ""
+        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}{tokenizer}"
 
 
 class PythonStdlib(_TextWindows):
@@ -61,16 +87,24 @@ class PythonStdlib(_TextWindows):
     ``files``, ``sha256`` (of this split) and ``python``.
 
     Args:
-        seq_len: bytes of a sample.
+        seq_len: tokens of a sample: bytes, unless there is a tokenizer.
         split: ``"train"`` or ``"validation"``.
         max_bytes: bytes of both splits together.
+        tokenizer: a ``tokenizer.json`` of Hugging Face, or a folder with one (`colossus.data.tokenizer`); each file is
+            encoded by itself. None is bytes.
 
     Raises:
         ValueError: a Python that ships without readable sources.
         TooLittleData: ``max_bytes`` too small for a sample.
     """
 
-    def __init__(self, seq_len: int, split: str = "train", max_bytes: int = 8_000_000) -> None:
+    def __init__(
+        self,
+        seq_len: int,
+        split: str = "train",
+        max_bytes: int = 8_000_000,
+        tokenizer: str | os.PathLike[str] | None = None,
+    ) -> None:
         root = Path(sysconfig.get_path("stdlib"))
         files = _stdlib_files(root)
         if not files:
@@ -78,7 +112,7 @@ class PythonStdlib(_TextWindows):
                 f"PythonStdlib: no .py file under {root}; this Python ships its standard library without source. "
                 f"Use another Python, or data = dict(type='TextFolder', path=...)"
             )
-        super().__init__(_first_bytes(files, max_bytes), seq_len, split, _STDLIB_FRACTION, "PythonStdlib")
+        super().__init__(_first_bytes(files, max_bytes), seq_len, split, _STDLIB_FRACTION, "PythonStdlib", tokenizer)
         self.info["python"] = platform.python_version()
 
     def describe(self) -> str:
@@ -86,7 +120,7 @@ class PythonStdlib(_TextWindows):
 
 
 class TextFolder(_TextWindows):
-    """All files of a folder that match a pattern, as bytes, in the order of their relative paths.
+    """All files of a folder that match a pattern, in the order of their relative paths.
 
     About ``validation_fraction`` of the files is held out. Where whole files cannot give a share within a factor
     of three of that (one file, or a few of unlike size), the tail of the whole text is held out instead;
@@ -94,10 +128,11 @@ class TextFolder(_TextWindows):
 
     Args:
         path: the folder; ``~`` is understood.
-        seq_len: bytes of a sample.
+        seq_len: tokens of a sample: bytes, unless there is a tokenizer.
         pattern: which files, as in `pathlib.Path.glob`.
         split: ``"train"`` or ``"validation"``.
         validation_fraction: share of the bytes held out; 0 holds nothing out.
+        tokenizer: as of `PythonStdlib`.
 
     Raises:
         ValueError: no such folder, or no file that matches.
@@ -111,6 +146,7 @@ class TextFolder(_TextWindows):
         pattern: str = "**/*.txt",
         split: str = "train",
         validation_fraction: float = 0.05,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         root = Path(path).expanduser()
         if not root.is_dir():
@@ -122,7 +158,7 @@ class TextFolder(_TextWindows):
                 f"TextFolder: no file in {str(path)!r} matches {pattern!r}; set data.pattern (for example '**/*.md')"
             )
         files = [_File(name, found, found.stat().st_size) for name, found in sorted(matched)]
-        super().__init__(files, seq_len, split, validation_fraction, f"TextFolder {str(path)!r}")
+        super().__init__(files, seq_len, split, validation_fraction, f"TextFolder {str(path)!r}", tokenizer)
 
 
 def _stdlib_files(root: Path) -> list[_File]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from colossus.data.tokenizer import tokenizer_of
 from colossus.data.windows import TokenWindows, check_split
 
 
@@ -20,6 +21,8 @@ class TokenFile(TokenWindows):
         split: ``"train"`` (the head) or ``"validation"`` (the tail).
         dtype: of a raw file, ``"uint16"`` unless given; a ``.npy`` knows its own and must agree when both are given.
         validation_fraction: share of the tokens held out; 0 holds nothing out.
+        tokenizer: what made the ids, for the record: ``"bytes"``, a ``tokenizer.json`` or a folder with one. Each
+            checkpoint holds it, so that ``colossus generate`` knows it.
         vocab_size: when given (the loader passes the model's), every batch read is checked for ids outside it.
 
     Raises:
@@ -36,9 +39,11 @@ class TokenFile(TokenWindows):
         dtype: str | None = None,
         validation_fraction: float = 0.05,
         vocab_size: int | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
         name = f"TokenFile {str(path)!r}"
         check_split(split, validation_fraction, name)
+        self.tokenizer = tokenizer_of(tokenizer, name)
         self._file = Path(path).expanduser()
         self._dtype = dtype
         tokens = _open(self._file, dtype, name)

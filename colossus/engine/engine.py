@@ -14,6 +14,7 @@ from colossus.config import Config
 from colossus.context.parallel_context import ParallelContext
 from colossus.data.loader import Loaders
 from colossus.engine.checkpoints import Checkpoints
+from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.evaluation import Evaluation
 from colossus.engine.failed_step import agree_on_failure
 from colossus.engine.gradient_watch import GradientWatch
@@ -91,7 +92,7 @@ class Engine:
         self._counts_of_evaluations: dict[str, int] = {}
         self._batch_scope = model_parallel_of(context).batch_scope
         self.checkpoints = Checkpoints(self)
-        self._evaluation = Evaluation(model, context, self._forward, self._mark_failed, reduction)
+        self._evaluation = Evaluation(model, stages.metrics.names, context, self._forward, self._mark_failed, reduction)
 
     @property
     def loss_fn(self) -> LossFunction:
@@ -245,7 +246,7 @@ class Engine:
         return self._evaluation.one_batch(batch)
 
     def evaluate(self) -> EvalSummary:
-        """Mean loss over at most ``train.eval_batches`` validation batches.
+        """Mean loss over at most ``train.eval_batches`` validation batches, and the model's metrics (`metrics_of`).
 
         Raises:
             ValueError: without validation data.
@@ -255,22 +256,25 @@ class Engine:
         result, complete, stops = self._evaluation.all_batches(
             self.eval_loader, self.config.train.eval_batches, lambda: self._stop
         )
-        return EvalSummary(result.loss, result.tokens, self.completed_steps, complete, signal_of(stops))
+        return EvalSummary(
+            result.loss, result.tokens, self.completed_steps, complete, signal_of(stops), result.mean_metrics
+        )
 
-    def _forward(self, batch: Any) -> StepTotals:
+    def _forward(self, batch: Any) -> EvalTotals:
         """Sums of this rank over a batch of any size; a pipeline takes as many microbatches as divide it."""
         most = self.config.schedule.microbatches if self.pipeline.last_stage else 1
         self._stages.step = None
         self._begin_run()
-        sums = StepTotals.zeros(self.device)
+        metrics = self._stages.metrics
+        sums = EvalTotals.zeros(len(metrics.names), self.device)
+        metrics.take()  # of an evaluation that failed
         try:
             batches = list(self.inputs.split_evenly(batch, most))
             self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
             with self.strategy.evaluation():
                 for step_batch, times in batches:
                     totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
-                    sums.loss_sum += totals.loss_sum / times
-                    sums.tokens += totals.tokens / times
+                    sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
         except BaseException:
             self.store.abandon_step()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
-from colossus.schedule.runtime.executor import StepTotals
 
 _NONE = object()
 
@@ -22,6 +22,7 @@ class Evaluation:
     """Evaluates a model.
 
     Args:
+        metrics: names of what is summed beside the loss.
         forward: runs a batch of this rank forward; sums of this rank, not yet over ranks.
         failed: called when a batch could not be read, which other ranks do not know.
     """
@@ -29,19 +30,19 @@ class Evaluation:
     def __init__(
         self,
         model: nn.Module,
+        metrics: Sequence[str],
         context: ParallelContext,
-        forward: Callable[[Any], StepTotals],
+        forward: Callable[[Any], EvalTotals],
         failed: Callable[[], None],
         reduction: StepReduction,
     ) -> None:
         self._model, self._context, self._forward, self._failed = model, context, forward, failed
-        self._reduction = reduction
+        self._metrics, self._reduction = metrics, reduction
 
     @torch.no_grad()
     def one_batch(self, batch: Any) -> EvalResult:
         with self._eval_mode():
-            totals = self._forward(batch)
-            return self._reduction.evaluation(totals.loss_sum, totals.tokens)
+            return self._reduction.evaluation(self._forward(batch), self._metrics)
 
     @torch.no_grad()
     def all_batches(
@@ -55,8 +56,7 @@ class Evaluation:
         Raises:
             ValueError: on all ranks, when the batches of some end before those of others.
         """
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        tokens = torch.zeros((), dtype=torch.float64, device=self._context.device)
+        totals = EvalTotals.zeros(len(self._metrics), self._context.device)
         complete, has_ended, stops = True, False, 0.0
         batches = iter(loader)
         with self._eval_mode():
@@ -72,10 +72,8 @@ class Evaluation:
                     raise
                 has_ended = batch is _NONE
                 if not has_ended:  # if it has, all ranks hear of it before the next batch, or with the sums
-                    totals = self._forward(batch)
-                    loss_sum += totals.loss_sum
-                    tokens += totals.tokens
-            return self._reduction.evaluation(loss_sum, tokens, has_ended), complete, stops
+                    totals.add(self._forward(batch))
+            return self._reduction.evaluation(totals, self._metrics, has_ended), complete, stops
 
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:

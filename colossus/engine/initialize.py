@@ -21,6 +21,7 @@ from colossus.data.make_loaders import loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
 from colossus.engine.engine import Engine
+from colossus.engine.eval_metrics import EvalMetrics, metrics_of
 from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.gradients.gradient_norm import GradientNorm
@@ -182,6 +183,7 @@ def _engine(
         pipeline.last_stage,
         inputs=inputs,
         loss_fn=loss_fn,
+        metrics=EvalMetrics(metrics_of(model), context.device),
         store=store,
         strategy=strategy,
         parameters_by_stage=parts.parameters_by_stage,

@@ -39,31 +39,32 @@ def require_no_parameters(loss_fn: LossFunction) -> None:
         )
 
 
-def checked_loss(result: Any) -> tuple[Tensor, Tensor]:
+def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, Tensor]:
     """What a loss function returned, the count as a tensor.
+
+    Args:
+        what: names the function in messages.
 
     Raises:
         ValueError: when it is no (sum, count).
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         raise ValueError(
-            f"the loss function returned {_describe(result)}; it must return (sum, count): the sum of the losses "
+            f"{what} returned {_describe(result)}; it must return (sum, count): the sum of the losses "
             f"of all valid samples or tokens, and their number, so that the mean over the global batch does not "
             f"depend on how it is split. For example: "
             f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
         )
     total, count = result
     if total.dim():
-        raise ValueError(
-            f"the loss function returned a sum of shape {tuple(total.shape)}; it must be a scalar: total.sum()"
-        )
+        raise ValueError(f"{what} returned a sum of shape {tuple(total.shape)}; it must be a scalar: total.sum()")
     if isinstance(count, float):  # a sum of weights; torch would round it to float32
         count = torch.tensor(count, dtype=torch.float64, device=total.device)
     count = torch.as_tensor(count, device=total.device)
     if count.dim():
-        raise ValueError(f"the loss function returned a count of shape {tuple(count.shape)}; it must be a scalar")
+        raise ValueError(f"{what} returned a count of shape {tuple(count.shape)}; it must be a scalar")
     if count.device.type == "cpu" and not 0 <= count.item() < math.inf:
-        log.error("the loss function returned a count of %s", count.item())
+        log.error("%s returned a count of %s", what, count.item())
         count = torch.tensor(math.nan, dtype=torch.float64)  # makes the sum over ranks NaN, which all of them refuse
     return total, count
 

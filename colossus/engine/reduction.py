@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from colossus.comm import collectives
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.batch_check import BatchCheck
+from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.group_norms import GroupNorms
 from colossus.engine.loss_function import check_totals
@@ -124,17 +127,22 @@ class StepReduction:
             return singles, scale
         return torch.cat((singles, numbers[num_single:].sqrt() * (self._share / divisor))), scale
 
-    def evaluation(self, loss_sum: Tensor, tokens: Tensor, has_ended: bool = False) -> EvalResult:
-        """Sums over all ranks, from float64 scalars of each.
+    def evaluation(self, totals: EvalTotals, metrics: Sequence[str], has_ended: bool = False) -> EvalResult:
+        """Sums over all ranks.
+
+        Args:
+            metrics: names of those in ``totals``.
 
         Raises:
             ValueError: on all ranks alike, see `goes_on` and `check_totals`.
         """
-        numbers = torch.stack([loss_sum, tokens, torch.full_like(tokens, float(has_ended))])
-        total, count, ended = collectives.all_reduce(numbers, self._loss_group, owned=True).wait().tolist()
+        single = torch.stack([totals.loss_sum, totals.count, torch.full_like(totals.count, float(has_ended))])
+        numbers = torch.cat((single, totals.metrics.flatten()))
+        total, count, ended, *of_metrics = collectives.all_reduce(numbers, self._loss_group, owned=True).wait().tolist()
         _check_all_ended(ended, self._loss_group)
         check_totals(total, count)
-        return EvalResult(total, count)
+        pairs = zip(of_metrics[::2], of_metrics[1::2], strict=True)
+        return EvalResult(total, count, dict(zip(metrics, pairs, strict=True)))
 
     def goes_on(self, stop: float, has_ended: bool) -> tuple[bool, float]:
         """Before each batch of an evaluation: whether to go on, and the requests to stop, the same on all ranks.

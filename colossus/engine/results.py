@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -106,10 +106,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Sums over the global batch of one or several evaluation steps."""
+    """Sums over the global batch of one or several evaluation steps.
+
+    Attributes:
+        metrics: name -> (sum, count) of each of the model's ``eval_metrics``.
+    """
 
     loss_sum: float
     count: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -121,12 +126,18 @@ class EvalResult:
         """Mean loss per valid token."""
         return self.loss_sum / self.count if self.count else float("nan")
 
+    @property
+    def mean_metrics(self) -> dict[str, float]:
+        """Name -> sum / count."""
+        return {name: total / count if count else float("nan") for name, (total, count) in self.metrics.items()}
+
 
 @dataclass(frozen=True)
 class EvalSummary:
     """Mean loss per valid token over an evaluation; not ``complete`` when a stop was requested during it.
 
-    ``stop_signal`` is the number of the signal that was the reason, if one was.
+    ``stop_signal`` is the number of the signal that was the reason, if one was; ``metrics`` the mean of each of the
+    model's ``eval_metrics``.
     """
 
     loss: float
@@ -134,3 +145,4 @@ class EvalSummary:
     step: int
     complete: bool = True
     stop_signal: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)

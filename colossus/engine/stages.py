@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.eval_metrics import EvalMetrics
 from colossus.engine.forward_rng import ForwardRng
 from colossus.engine.input_writes import InputWrites
 from colossus.engine.inputs import Inputs, model_input
-from colossus.engine.loss_function import LossFunction, checked_loss
+from colossus.engine.loss_function import LossFunction, checked_sum
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
@@ -33,6 +34,7 @@ class ModelStages:
         last_stage: number of the last stage of the model.
         inputs: from a microbatch of a data rank to this rank's shard of it.
         loss_fn: (output of the last stage, local batch) -> (loss sum, count).
+        metrics: what evaluations sum beside the loss.
         parameters_by_stage: the parameters whose gradients are complete with each stage of this rank.
         splits_backward: whether the schedule splits backwards.
         is_partitioned: whether the model is cut into stages.
@@ -50,6 +52,7 @@ class ModelStages:
         *,
         inputs: Inputs,
         loss_fn: LossFunction,
+        metrics: EvalMetrics,
         store: ParameterStore,
         strategy: Strategy,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
@@ -58,7 +61,7 @@ class ModelStages:
         observers: Sequence[StepObserver] = (),
     ) -> None:
         self._context, self._forwards, self._last_stage = context, forwards, last_stage
-        self._inputs, self.loss_fn = inputs, loss_fn
+        self._inputs, self.loss_fn, self.metrics = inputs, loss_fn, metrics
         self._store, self._strategy, self._weights = store, strategy, store.weights
         self._parameters, self._is_partitioned = parameters_by_stage, is_partitioned
         self._rng, self._autocast = ForwardRng(context), context.precision.autocast(context.device)
@@ -97,7 +100,10 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own):
-                            out = checked_loss(self.loss_fn(tree_map_only(SplitTokens, local, out), own))
+                            outputs = tree_map_only(SplitTokens, local, out)
+                            out = checked_sum(self.loss_fn(outputs, own))
+                            if self.step is None:
+                                self.metrics.add(outputs, own)
                 except AttributeError as error:
                     if self._is_partitioned:
                         error.add_note(

@@ -9,12 +9,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from colossus.checkpoint.companions import companions_of
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.shards import MAX_SHARD_BYTES
 from colossus.checkpoint.state_dict import WholeTensor
 from colossus.checkpoint.tensor_file import DTYPES
-from colossus.hf.folder import TOKENIZER
 from colossus.hf.writer import plan_folder, write_folder
 from colossus.registry import MODEL_OPTIONS
 
@@ -48,10 +48,9 @@ def to_hf(
         for entry in (reader.entry(f"model/{name}"),)
     }
     plan = plan_folder(kind, options, known, dtype, max_shard_bytes, manifest.config.get("token_ids", {}))
-    tokenizer = reader.folder / TOKENIZER
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for name in plan.part_names:
             yield name, reader.tensor(f"model/{name}")
 
-    write_folder(target, plan, parts(), tokenizer=tokenizer if tokenizer.is_file() else None, on_tensor=on_tensor)
+    write_folder(target, plan, parts(), companions=companions_of(reader.folder), on_tensor=on_tensor)

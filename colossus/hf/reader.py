@@ -9,7 +9,7 @@ from torch import Tensor
 
 from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.manifest import TOKENIZER_FILE, Chunk, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
@@ -93,4 +93,5 @@ def _manifest(folder: HFFolder) -> Manifest:
             for part in placed.tensor.parts
         },
         aliases=folder.family.aliases(folder.options),
+        tokenizer=TOKENIZER_FILE if (folder.path / TOKENIZER_FILE).is_file() else None,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from colossus.checkpoint.companions import GENERATION, companions_of, copy_companions
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.new_folder import new_folder, require_new
@@ -22,7 +22,7 @@ from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.together import on_all_ranks
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, HFTensor
-from colossus.hf.folder import CONFIG, INDEX, SINGLE, TOKEN_IDS, TOKENIZER
+from colossus.hf.folder import CONFIG, INDEX, SINGLE, TOKEN_IDS
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
 #: names that an error lists of each kind
@@ -69,7 +69,7 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: Path | str | None = None,
+    like: Path | str | None = None,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
     """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
@@ -82,7 +82,7 @@ def save(
     Args:
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
-        tokenizer: a ``tokenizer.json``, which is copied.
+        like: a folder, of Hugging Face or a checkpoint, whose tokenizer and generation config are copied.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
@@ -92,6 +92,7 @@ def save(
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
             it cannot be written.
     """
+    companions = [] if like is None else companions_of(Path(like).expanduser())
     target, context = Path(target).expanduser(), engine.context
     world = context.group(context.grid.names)
     known = whole_tensors(engine.model, context)
@@ -105,7 +106,7 @@ def save(
     def write() -> None:
         try:
             if is_writer:
-                write_folder(target, plan, parts, tokenizer=tokenizer, on_tensor=on_tensor)
+                write_folder(target, plan, parts, companions=companions, on_tensor=on_tensor)
         finally:
             for _ in parts:  # ranks gather together to the end, also where writing has failed
                 pass
@@ -192,13 +193,14 @@ def write_folder(
     plan: FolderPlan,
     parts: Iterable[tuple[str, Tensor]],
     *,
-    tokenizer: Path | str | None = None,
+    companions: Sequence[Path] = (),
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Write what is planned into a folder that gets its name when it is complete.
 
     Args:
         parts: our parameters with their names, in the order of ``plan.part_names``.
+        companions: files that are copied.
 
     Raises:
         CheckpointError: the folder is there, or cannot be written.
@@ -215,11 +217,9 @@ def write_folder(
             total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / CONFIG, plan.config)
-        if any(key in plan.config for key in TOKEN_IDS):
-            ids = {key: plan.config[key] for key in TOKEN_IDS if plan.config[key] is not None}
-            _write_json(folder / "generation_config.json", {"_from_model_config": True, **ids})
-        if tokenizer is not None:
-            shutil.copyfile(Path(tokenizer).expanduser(), folder / TOKENIZER)
+        copied = [path.name for path in copy_companions(companions, folder)]
+        if plan.token_ids and GENERATION not in copied:
+            _write_json(folder / GENERATION, {"_from_model_config": True, **plan.token_ids})
 
 
 def _assembled(

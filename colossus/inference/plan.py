@@ -35,7 +35,7 @@ def plan_config(source: Source, overrides: Sequence[str] = (), config_file: str 
     values = {
         "name": "generate",
         "model": _model(source, config_file),
-        "train": {"precision": _precision(source)},
+        "train": {"precision": recorded_precision(source)},
     }
     stated = validate(apply_overrides(values, overrides), overrides)
     check_names(stated)
@@ -98,7 +98,7 @@ def _without_checkpointing(model: dict[str, Any]) -> dict[str, Any]:
     return {**model, "activation_checkpoint": "none"} if "activation_checkpoint" in model else model
 
 
-def _precision(source: Source) -> dict[str, Any]:
+def recorded_precision(source: Source) -> dict[str, Any]:
     """That of the run; of a folder that does not say, that of most of its tensors."""
     train = source.manifest.config.get("train")
     recorded = train.get("precision") if isinstance(train, Mapping) else None

@@ -100,16 +100,8 @@ class Ranks:
         if count == 1:
             self._alone = _Rank(source, config)
         else:
-            uses_cuda = config.device != "cpu" and torch.cuda.is_available()
-            sys.stdout.flush()  # what is buffered would be printed again by forked ranks
-            sys.stderr.flush()
-            self._ranks = LocalRanks(
-                count,
-                partial(_make, source, config, os.getpid(), machine.threads_per_rank(count)),
-                start="spawn" if uses_cuda or sys.platform == "darwin" else "fork",
-                backend="nccl" if uses_cuda else "gloo",
-                collective_timeout=config.comm.timeout_seconds,
-            )
+            make = partial(_make, source, config, os.getpid(), machine.threads_per_rank(count))
+            self._ranks = LocalRanks(count, make, **rank_options(config))
         try:
             self.loaded: Loaded = self._call("told")
             if self.loaded.problem is not None:
@@ -157,10 +149,27 @@ class Ranks:
 
 
 def _make(source: Source, config: Config, parent: int, threads: int, rank: int) -> _Rank:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair
+    follow(parent, threads)
+    return _Rank(source, config)
+
+
+def rank_options(config: Config) -> dict[str, Any]:
+    """How `LocalRanks` starts the ranks of a command."""
+    uses_cuda = config.device != "cpu" and torch.cuda.is_available()
+    sys.stdout.flush()  # what is buffered would be printed again by forked ranks
+    sys.stderr.flush()
+    return {
+        "start": "spawn" if uses_cuda or sys.platform == "darwin" else "fork",
+        "backend": "nccl" if uses_cuda else "gloo",
+        "collective_timeout": config.comm.timeout_seconds,
+    }
+
+
+def follow(parent: int, threads: int) -> None:
+    """On a rank of a command: Ctrl-C is the affair of the process that has started it, whose end is its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(threads)
-    return _Rank(source, config)
 
 
 def _end_with(parent: int) -> None:

@@ -10,9 +10,6 @@ from typing import Any
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.sources import find_weights, open_weights
 
-#: how a manifest names a tokenizer.json in the folder
-TOKENIZER_FILE = "tokenizer.json"
-
 
 @dataclass(frozen=True)
 class Source:
@@ -44,10 +41,7 @@ class Source:
     @property
     def tokenizer(self) -> str | None:
         """How text became tokens, as the manifest has it: "bytes", "tokenizer.json", or None."""
-        recorded: str | None = getattr(self.manifest, "tokenizer", None)
-        if recorded is None and self.is_foreign and (self.folder / TOKENIZER_FILE).is_file():
-            return TOKENIZER_FILE
-        return recorded
+        return self.manifest.tokenizer
 
 
 def find_source(path: Path | str) -> Source:

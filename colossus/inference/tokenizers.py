@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config import ConfigError
-from colossus.inference.source import TOKENIZER_FILE, Source
+from colossus.inference.source import Source
 
 BYTES = "bytes"
 _REPLACEMENT = "\ufffd"

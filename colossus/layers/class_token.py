@@ -33,6 +33,7 @@ class ClassToken(Layer):
 
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         features = self.parallel.regions.outer.features
         if features and hidden_size % self.context.size(features):
             features = ()

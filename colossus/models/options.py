@@ -212,6 +212,20 @@ class ViTOptions(TransformerOptions):
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
         return [*self._check_patches(), *super().check(parallel)]
 
+    def check_sample(self, shape: tuple[int, ...], label: int | None) -> list[str]:
+        """What is wrong with a sample of the data: the shape of its image, its label."""
+        problems = []
+        if shape != self.image_shape:
+            problems.append(
+                f"has shape {list(shape)}, but model.in_channels and model.image_size say {list(self.image_shape)} "
+                f"(channels, height, width)"
+            )
+        if label is not None and not 0 <= label < self.num_classes:
+            problems.append(
+                f"has the label {label}, but model.num_classes = {self.num_classes} (labels 0..{self.num_classes - 1})"
+            )
+        return problems
+
     def _check_patches(self) -> list[str]:
         return [
             not_a_multiple(f"model.image_size: {name}", side, f"model.patch_size: {name} = {patch}", patch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -110,6 +111,11 @@ class ViT(Transformer[ViTOptions]):
         """The inverse of `_split_tokens`: a plain local tensor with the tokens of an image."""
         return to_local(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
 
+    def without_padding(self, x: Tensor) -> Tensor:
+        """A block's output in the user layout, without the tokens that were added to those of the image."""
+        is_padded = x.dim() == 3 and x.shape[1] == self._num_padded
+        return x[:, : self.options.num_tokens] if is_padded else x
+
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
         num_tokens, num_padded = self.options.num_tokens, self._num_padded
         if num_tokens == num_padded:
@@ -136,9 +142,10 @@ class ViT(Transformer[ViTOptions]):
         """(sum, count) over the images of a batch: (images, labels [batch]), or a dict with ``labels``."""
         return cross_entropy(logits, labels_of(batch), label_smoothing=self.options.label_smoothing)
 
-    def accuracy(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """How many images of a batch have their label as the highest logit, and how many there are."""
-        return accuracy(logits, labels_of(batch))
+    @property
+    def eval_metrics(self) -> dict[str, Callable[[Tensor, Any], tuple[Tensor, Tensor]]]:
+        """What an evaluation reports beside the loss: the share of images whose label has the highest logit."""
+        return {"accuracy": lambda logits, batch: accuracy(logits, labels_of(batch))}
 
 
 def labels_of(batch: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -41,7 +42,9 @@ class Display(Hook):
         self.total = 0
         self.shown = False
         self.result: StepResult | None = None
-        self.validation_loss: float | None = None
+        #: of the last evaluation: loss, and the model's metrics
+        self.validation: dict[str, float] = {}
+        self.counted = "tokens"
         self.tokens, self.seconds = 0.0, 0.0
         self._timer = StepTimer()
         self._began = time.monotonic()
@@ -58,6 +61,7 @@ class Display(Hook):
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision.compute)
             self._peak = peak * engine.context.world_size if peak else None
+            self.counted = getattr(options, "counted", self.counted)
             flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
             self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
 
@@ -103,7 +107,7 @@ class Display(Hook):
         self.show_step(engine)
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
-        self.validation_loss = summary.loss
+        self.validation = {"loss": summary.loss, **summary.metrics}
         if self.shown:
             self.show_evaluation(summary)
 
@@ -139,12 +143,12 @@ class Display(Hook):
         """The numbers of the last step, one string each."""
         assert self.result is not None
         out = [f"loss {self.result.loss:.4f}"]
-        if self.validation_loss is not None:
-            out.append(f"validation {self.validation_loss:.4f}")
+        if self.validation:
+            out.append(f"validation {_numbers(self.validation, '  ').removeprefix('loss ')}")
         out += [
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
-            f"{_thousands(self.speed)} tokens/s",
+            f"{_thousands(self.speed)} {self.counted}/s",
             f"memory {gigabytes(self.memory)}",
             f"MFU {self.mfu}",
         ]
@@ -154,7 +158,7 @@ class Display(Hook):
 
     @property
     def speed(self) -> float:
-        """Tokens per second of all ranks."""
+        """Tokens, or what else the loss counts, per second of all ranks."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
@@ -169,8 +173,8 @@ class Display(Hook):
         some = f" ({self.result.step - self.first} of them since it was resumed)" if self.first else ""
         out = [f"done: {self.result.step} steps{some} in {_clock(time.monotonic() - self._began)}"]
         out.append(f"loss {self.result.loss:.4f}")
-        if self.validation_loss is not None:
-            out.append(f"validation loss {self.validation_loss:.4f}")
+        if self.validation:
+            out.append(f"validation {_numbers(self.validation, ', ')}")
         if self.result.num_skipped:
             out.append(f"{self.result.num_skipped} skipped")
         return f"{', '.join(out)}; run folder {self.folder}"
@@ -195,7 +199,7 @@ class PlainDisplay(Display):
         self.tokens = self.seconds = 0.0
 
     def show_evaluation(self, summary: EvalSummary) -> None:
-        self.show_line(f"step {summary.step}/{self.total}  validation loss {summary.loss:.4f}")
+        self.show_line(f"step {summary.step}/{self.total}  validation {_numbers(self.validation, '  ')}")
 
 
 class LiveDisplay(Display):
@@ -245,6 +249,11 @@ class LiveDisplay(Display):
         if self._live is not None and self.result is not None:
             self._progress.update(self._task, completed=self.result.step)
             self._live.update(Group(self._progress, Text("  ".join(self.fields()))))
+
+
+def _numbers(named: Mapping[str, float], between: str) -> str:
+    """``loss 1.2345, accuracy 0.9812``"""
+    return between.join(f"{name} {number:.4f}" for name, number in named.items())
 
 
 def _thousands(number: float) -> str:

@@ -73,6 +73,10 @@ def keep_rows(path: Path, last_step: int, more: Mapping[str, Any] | None = None)
     draft.replace(path)
 
 
+def _of_evaluation(summary: EvalSummary) -> dict[str, float]:
+    return {"validation_loss": summary.loss, **{f"validation_{name}": mean for name, mean in summary.metrics.items()}}
+
+
 def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
@@ -82,7 +86,8 @@ def _step_of(line: bytes) -> int:
 
 class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
-    memory_bytes, time, and validation_loss where an evaluation followed.
+    memory_bytes, time, and validation_loss where an evaluation followed, with ``validation_<name>`` of each of the
+    model's ``eval_metrics``.
 
     With ``train.grad_norm_by_group`` a row has ``grad_norms``: parameter group of the optimizer -> norm. Where steps
     can be skipped (``train.on_nonfinite = "skip"``, fp16) it has ``skipped``, how many were so far, and under fp16
@@ -168,10 +173,10 @@ class Metrics(Hook):
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         if self._row is not None:
-            self._row["validation_loss"] = summary.loss
+            self._row |= _of_evaluation(summary)
         elif self._file is not None:  # of a step before the run was resumed
             os.close(self._file)
-            keep_rows(self._path, summary.step, {"validation_loss": summary.loss})
+            keep_rows(self._path, summary.step, _of_evaluation(summary))
             self._open()
         self.flush()
 

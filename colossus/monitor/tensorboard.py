@@ -9,7 +9,7 @@ from colossus.engine.hooks import Hook
 
 
 class TensorBoard(Hook):
-    """Loss, gradient norm, learning rate and validation loss, from the logging rank.
+    """Loss, gradient norm, learning rate, validation loss and metrics, from the logging rank.
 
     Args:
         log_dir: by default ``tensorboard`` in the run folder.
@@ -42,7 +42,8 @@ class TensorBoard(Hook):
 
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:
-            self._writer.add_scalar("validation/loss", summary.loss, summary.step)
+            for name, mean in {"loss": summary.loss, **summary.metrics}.items():
+                self._writer.add_scalar(f"validation/{name}", mean, summary.step)
 
     def on_save(self, engine: Any) -> None:
         if self._writer is not None:

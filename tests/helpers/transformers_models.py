@@ -45,7 +45,10 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     ),
     "llama 2": transformers.LlamaConfig(**_LLAMA),
     "llama 3": transformers.LlamaConfig(
-        **{**_LLAMA, "head_dim": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        **_LLAMA,
+        head_dim=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
         rope_parameters=SCALING,
         attention_bias=True,
         mlp_bias=True,

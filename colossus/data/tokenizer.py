@@ -1,0 +1,133 @@
+"""How text becomes token ids: as bytes, or by a ``tokenizer.json`` of Hugging Face, whose ids are kept on the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
+
+#: changes what is kept on the disk: files of another number are not read
+_VERSION = 1
+#: bytes of text that are encoded at a time
+_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What a dataset says of its ids, and what each checkpoint of a run with it holds.
+
+    Attributes:
+        name: as of `colossus.checkpoint.Manifest`: ``bytes`` or ``tokenizer.json``.
+        content: of the file as it was when the dataset was made; empty for bytes.
+        path: of the file.
+    """
+
+    name: str
+    content: bytes = field(default=b"", repr=False)
+    path: Path | None = None
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """What goes into the folder of a checkpoint."""
+        return {self.name: self.content} if self.content else {}
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
+        """The ids of texts, one behind the other, [ids] uint16 or uint32; without special tokens.
+
+        Each text is UTF-8, in which invalid bytes become U+FFFD. Ids that were made once are kept in
+        ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``) and memory-mapped, by all processes of a machine.
+
+        Raises:
+            ValueError: without the library `tokenizers`, or for a file that it cannot read.
+        """
+        key = hashlib.sha256(f"{_VERSION} {self.sha256}".encode())
+        for text in texts:
+            key.update(hashlib.sha256(text).digest())
+        kept = _cache() / f"{key.hexdigest()}.npy"
+        with contextlib.suppress(OSError, ValueError):
+            return np.load(kept, mmap_mode="r", allow_pickle=False)
+        ids = self._encode(texts, title)
+        with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            temporary = kept.with_name(f".{uuid.uuid4().hex}.npy")
+            try:
+                np.save(temporary, ids, allow_pickle=False)
+                temporary.rename(kept)
+            finally:
+                temporary.unlink(missing_ok=True)
+            with contextlib.suppress(ValueError):
+                return np.load(kept, mmap_mode="r", allow_pickle=False)
+        return ids
+
+    def _encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
+        try:
+            library = importlib.import_module("tokenizers")
+        except ModuleNotFoundError:
+            raise ValueError(
+                f"{title}: tokenizer = {str(self.path)!r} needs the library tokenizers, which is not installed: pip "
+                f"install colossus[hf]"
+            ) from None
+        try:
+            encoder = library.Tokenizer.from_buffer(self.content)
+        except Exception as error:  # the library raises bare ones
+            raise ValueError(f"{title}: tokenizer {str(self.path)!r} cannot be read: {error}") from None
+        largest = max(encoder.get_vocab(with_added_tokens=True).values(), default=0)
+        dtype = np.uint16 if largest < 1 << 16 else np.uint32
+        parts = [np.zeros(0, dtype)]
+        for some in _together(texts):
+            decoded = [text.decode("utf-8", "replace") for text in some]
+            parts += [np.array(each.ids, dtype) for each in encoder.encode_batch(decoded, add_special_tokens=False)]
+        return np.concatenate(parts)
+
+
+def _together(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
+    some: list[bytes] = []
+    for text in texts:
+        some.append(text)
+        if sum(map(len, some)) >= _AT_ONCE:
+            yield some
+            some = []
+    yield some
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
+
+
+def tokenizer_of(given: str | os.PathLike[str] | None, title: str) -> Tokenizer | None:
+    """What ``data.tokenizer`` means: ``"bytes"``, a tokenizer.json, a folder with one, or None.
+
+    Raises:
+        ValueError: for a file that is not there, or is none.
+    """
+    if given is None:
+        return None
+    if given == BYTES:
+        return Tokenizer(BYTES)
+    path = Path(given).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        what = f"has no {TOKENIZER_FILE}" if path.is_dir() else error.strerror or str(error)
+        raise ValueError(
+            f"{title}: tokenizer = {str(given)!r}: {what} (looked from {os.getcwd()}); name a {TOKENIZER_FILE}, a "
+            f"folder with one, or {BYTES!r}"
+        ) from None
+    if not content.lstrip().startswith(b"{"):
+        raise ValueError(f"{title}: tokenizer = {str(given)!r}: {file} is no {TOKENIZER_FILE} (it is no JSON object)")
+    return Tokenizer(TOKENIZER_FILE, content, file)

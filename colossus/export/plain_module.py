@@ -1,0 +1,212 @@
+"""`plain`: the model of an engine as plain torch modules, with its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
+from colossus.comm.objects import all_gather_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.export.counterparts import Counterparts
+from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layout.parameter import logical_parameters
+from colossus.nest import tensors
+
+#: the dicts of a module whose values are its hooks, or say more of them by the same keys
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+#: dicts of a module of which it has the values as attributes
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+class HasModel(Protocol):
+    """An engine: the shards of a model, and the ranks that have the others."""
+
+    model: nn.Module
+    context: ParallelContext
+
+
+def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
+    """The model of an engine as a plain ``torch.nn`` module with its weights, which runs in one process.
+
+        model = colossus.plain(engine)          # on all ranks
+        model.eval()(ids)
+
+    Collective: all ranks call, between steps, under any plan. Layers of ours become torch's, or those of
+    `colossus.export.torch_modules`, a file that imports nothing but torch; modules and classes of your own stay what
+    they are, copied as ``copy.deepcopy`` does. The state dict has the names and shapes of `full_state_dict`; what is
+    tied is one parameter. Dropout keeps its rates (torch draws its masks), each module its mode, each parameter its
+    dtype and ``requires_grad``. Activation checkpointing, and the hooks of colossus, are left out; yours stay.
+
+    Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
+    alone, and the others hold one whole parameter at a time.
+
+    Args:
+        everywhere: give the model on every rank; else on rank 0, and None on the others.
+
+    Returns:
+        The module, on the device of the context.
+
+    Raises:
+        ValueError: on all ranks, for a layer that has no plain counterpart.
+    """
+    model, context = engine.model, engine.context
+    told = _tell_stages(model, context)
+    copied = _Copy(model, context, told).make()
+    if everywhere:
+        _fill(copied, full_state_dict(model, context).items(), told)
+        return copied
+    if context.rank:
+        for _ in stream_state_dict(model, context):
+            pass
+        return None
+    _fill(copied, stream_state_dict(model, context), told)
+    return copied
+
+
+class _Told:
+    """What stages of a pipeline tell each other of the whole model.
+
+    Attributes:
+        trains: name of a parameter -> ``requires_grad``.
+        attributes: (name of a module, name of an attribute of it) -> a buffer outside of the state dict, or another
+            tensor that it holds.
+    """
+
+    def __init__(self, trains: Mapping[str, bool], attributes: Mapping[tuple[str, str], Tensor]) -> None:
+        self.trains, self.attributes = dict(trains), dict(attributes)
+
+
+def _tell_stages(model: nn.Module, context: ParallelContext) -> _Told:
+    trains = {each.name: each.parameter.requires_grad for each in logical_parameters(model, keep_ties=True)}
+    kept = model.state_dict(keep_vars=True)
+    attributes = {}
+    for name, module in model.named_modules():
+        buffers = {leaf: held for leaf, held in module._buffers.items() if _join(name, leaf) not in kept}
+        held = {leaf: value for leaf, value in vars(module).items() if isinstance(value, Tensor)}
+        for leaf, value in (buffers | held).items():
+            if value is not None and not value.is_meta:
+                attributes[name, leaf] = value.detach()
+    told = _Told(trains, attributes)
+    pipeline = context.group("pipeline")
+    if pipeline.size > 1:
+        for of_trains, of_attributes in reversed(all_gather_object((trains, _on_host(attributes)), pipeline)):
+            told.trains.update(of_trains)
+            told.attributes.update({key: value.to(context.device) for key, value in of_attributes.items()})
+    return told
+
+
+def _on_host(tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    return {key: value.cpu() for key, value in tensors.items()}
+
+
+class _Copy:
+    """A copy of a model in which layers of ours are their counterparts; parameters are on the meta device."""
+
+    def __init__(self, model: nn.Module, context: ParallelContext, told: _Told) -> None:
+        self._model = model
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._counterparts = Counterparts(told.trains, self._convert)
+        #: of `copy.deepcopy`: what is not copied, or has another copy
+        self._memo: dict[int, Any] = {id(context): context}
+
+    def make(self) -> nn.Module:
+        for parameter in self._model.parameters():
+            placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            self._memo[id(parameter)] = placeholder
+        for module in self._model.modules():
+            self._memo |= {id(hook): hook for hooks in _hooks_of(module) for hook in hooks.values() if _is_ours(hook)}
+        copied = self._convert(self._model)
+        for module in copied.modules():
+            _clean(module)
+        return copied
+
+    def _convert(self, module: nn.Module) -> nn.Module:
+        """The copy of a module, of which there is one."""
+        if id(module) not in self._memo:
+            made = self._counterparts.make(module, self._names.get(id(module), ""))
+            if made is not None:
+                made.training = module.training
+                for hooks, others in zip(_hooks_of(made), _hooks_of(module), strict=True):
+                    hooks.update(others)
+                self._memo[id(module)] = made
+            else:
+                for inner in module.children():  # deepcopy finds them here
+                    self._convert(inner)
+                self._memo[id(module)] = copy.deepcopy(module, self._memo)
+        converted: nn.Module = self._memo[id(module)]
+        return converted
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [getattr(module, name) for name in _HOOKS]
+
+
+def _clean(module: nn.Module) -> None:
+    """Take away what colossus has put onto a module."""
+    for hooks in _hooks_of(module):
+        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
+    if is_checkpointed(module):
+        replaced = vars(module).pop("forward")._replaced
+        if replaced is not None:
+            vars(module)["forward"] = replaced
+    for leaf in [leaf for leaf in vars(module) if leaf.startswith("_colossus_")]:
+        del vars(module)[leaf]
+
+
+def _is_ours(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0] == "colossus"
+
+
+def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], told: _Told) -> None:
+    """Give a copy the values of parameters and buffers, and what stages of a pipeline hold beside them.
+
+    Args:
+        state: what is tied has one tensor under each of its names.
+    """
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+    for name, whole in state:
+        path, _, leaf = name.rpartition(".")
+        module = copied.get_submodule(path)
+        if name not in told.trains:
+            value = held.setdefault(id(whole), (whole, whole))[1]
+            module._buffers.pop(leaf, None)
+            module._buffers[leaf] = value
+            continue
+        if id(whole) not in held:
+            held[id(whole)] = whole, nn.Parameter(whole, told.trains[name])
+        module._parameters.pop(leaf, None)  # so that all come in the order of the whole model
+        setattr(module, leaf, held[id(whole)][1])
+    for (path, leaf), value in told.attributes.items():
+        module = copied.get_submodule(path)
+        if not isinstance(getattr(module, leaf, None), Tensor) or getattr(module, leaf).is_meta:
+            places = module._buffers if leaf in module._non_persistent_buffers_set else vars(module)
+            places[leaf] = value
+    _require_whole(copied)
+
+
+def _require_whole(copied: nn.Module) -> None:
+    """That nothing is left that another stage of a pipeline has."""
+    for name, module in copied.named_modules():
+        own = {leaf: value for leaf, value in vars(module).items() if leaf not in _OF_TORCH}
+        for leaf, value in (own | module._parameters | module._buffers).items():
+            if any(tensor.is_meta for _, tensor in tensors(value)):
+                raise ValueError(
+                    f"{_join(name, leaf)}: {type(module).__name__} holds tensors there that are on another stage of "
+                    f"the pipeline, and that are no buffer: register them (self.register_buffer(name, tensor, "
+                    f"persistent=False)), and they are in the plain module, too"
+                )
+
+
+def _join(*parts: str) -> str:
+    return ".".join(filter(None, parts))

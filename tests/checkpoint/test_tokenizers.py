@@ -1,0 +1,123 @@
+"""The tokenizer of a run is in each of its checkpoints, checked like all of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.tokenizer import TEXT, make_tokenizer
+
+import colossus
+from colossus.checkpoint.errors import DamagedCheckpoint
+from colossus.checkpoint.folder import locate, named
+from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.checkpoint.reader import CheckpointReader
+from colossus.cli.main import main
+
+MODEL: dict[str, Any] = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=2, vocab_size=300, seq_len=8)
+
+
+def train(rank: int, dir: Path, data: dict[str, Any], steps: int, tokenizer: Path | None, world: int) -> None:
+    engine = colossus.initialize(
+        dict(
+            parallel=dict(data=world),
+            model=MODEL,
+            data=data,
+            train=dict(global_batch_size=2),
+            checkpoint=dict(dir=str(dir), keep_last=2),
+            device="cpu",
+        )
+    )
+    for _ in range(steps):
+        engine.train_step(next(iter(engine.loader)))
+        if tokenizer is not None:
+            tokenizer.unlink(missing_ok=True)  # what was read when the run began is what counts
+        engine.checkpoints.save().wait()
+    engine.close()
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT * 40)
+    return folder
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    """The manifest with other values of keys; None removes one."""
+    body = json.loads((folder / MANIFEST).read_bytes())["manifest"]
+    for key, value in changes.items():
+        if value is None:
+            del body[key]
+        else:
+            body[key] = value
+    data = json.dumps(body).encode()
+    (folder / MANIFEST).write_bytes(b'{"crc32": "%08x", "manifest": ' % zlib.crc32(data) + data + b"}\n")
+
+
+def test_each_checkpoint_holds_the_file(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make_tokenizer(tmp_path / "hf")
+    content, runs = path.read_bytes(), tmp_path / "runs"
+    data = dict(type="TextFolder", path=str(text), tokenizer=str(path.parent))
+    run_ranks(2, train, runs, data, 3, path, 2, with_context=False)
+    assert [step for _, step in named(runs)] == [2, 3]
+    for folder, _ in named(runs):
+        manifest = read_manifest(folder)
+        assert manifest.tokenizer == "tokenizer.json"
+        assert (folder / "tokenizer.json").read_bytes() == content
+        entry = manifest.files["tokenizer.json"]
+        assert (entry.num_bytes, entry.crc32) == (len(content), zlib.crc32(content))
+    latest = locate(runs)
+    assert main(["checkpoint", "verify", str(runs)]) == 0
+    assert main(["checkpoint", "inspect", str(runs)]) == 0
+    assert re.search(r"\ntokenizer +tokenizer.json\n", capsys.readouterr().out)
+    assert main(["checkpoint", "inspect", str(runs), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokenizer"] == "tokenizer.json"
+    for form in ("colossus", "torch"):
+        assert main(["checkpoint", "convert", str(runs), str(tmp_path / form), "--to", form]) == 0
+        assert (tmp_path / form / "tokenizer.json").read_bytes() == content
+    assert read_manifest(tmp_path / "colossus").tokenizer == "tokenizer.json"
+    assert main(["checkpoint", "verify", str(tmp_path / "colossus")]) == 0
+
+    # damaged, it is as any other file: told, and passed over
+    (latest / "tokenizer.json").write_bytes(b"[" + content[1:])
+    with CheckpointReader(latest) as reader, pytest.raises(DamagedCheckpoint, match=r"tokenizer\.json is corrupted"):
+        reader.verify()
+    assert main(["checkpoint", "verify", str(latest)]) == 1
+    (latest / "tokenizer.json").unlink()
+    assert locate(runs).name == "step-00000002"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "none"])
+def test_bytes_are_recorded_and_silence_is(text: Path, tmp_path: Path, kind: str) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(200, dtype=np.uint16))
+    data: dict[str, Any] = dict(type="TextFolder", path=str(text))
+    if kind == "none":
+        data = dict(type="TokenFile", path=str(tmp_path / "ids.npy"))
+    run_ranks(1, train, tmp_path / "runs", data, 1, None, 1, with_context=False)
+    found = locate(tmp_path / "runs")
+    assert read_manifest(found).tokenizer == ("bytes" if kind == "bytes" else None)
+    assert not (found / "tokenizer.json").exists()
+
+
+def test_manifests_of_before_and_of_others(text: Path, tmp_path: Path) -> None:
+    run_ranks(1, train, tmp_path / "runs", dict(type="TextFolder", path=str(text)), 1, None, 1, with_context=False)
+    found = locate(tmp_path / "runs")
+    weight = CheckpointReader(found).tensor("model/norm.weight")
+    rewritten(found, tokenizer=None)
+    assert read_manifest(found).tokenizer is None
+    assert torch.equal(CheckpointReader(found).tensor("model/norm.weight"), weight)
+    for wrong in ("tokenizer.json", "../secret", 3):
+        rewritten(found, tokenizer=wrong)
+        with pytest.raises(DamagedCheckpoint, match="names a tokenizer"):
+            read_manifest(found)

@@ -1,0 +1,166 @@
+"""Text datasets with a tokenizer of Hugging Face: the same ids as the library gives, once; errors in words."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.tokenizer import TEXT, make_tokenizer
+
+from colossus.config import ConfigError, load_config
+from colossus.data import PythonStdlib, TextFolder, TokenFile, build_loaders
+from colossus.data.tokenizer import Tokenizer, tokenizer_of
+from colossus.launch.data_check import check_data
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    return tmp_path / "cache" / "colossus" / "tokens"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(24):
+        (folder / f"{number}.txt").write_bytes(TEXT.encode() * (1 + number % 3) + b"caf\xc3\xa9 \xff\xfe end")
+    return folder
+
+
+def of_library(path: Path, texts: list[bytes]) -> list[int]:
+    library: Any = pytest.importorskip("tokenizers")
+    encoder = library.Tokenizer.from_file(str(path))
+    return [
+        number
+        for text in texts
+        for number in encoder.encode(text.decode("utf-8", "replace"), add_special_tokens=False).ids
+    ]
+
+
+def test_ids_are_those_of_the_library_file_by_file(tmp_path: Path, texts: Path, cache: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "model")
+    for given in (tokenizer, tokenizer.parent, str(tokenizer)):
+        train, held = (TextFolder(texts, 8, split=split, tokenizer=given, validation_fraction=0.3)
+                       for split in ("train", "validation"))  # fmt: skip
+        for part in (train, held):
+            wanted = of_library(tokenizer, [(texts / name).read_bytes() for name in part.file_names])
+            assert part.tokens.tolist() == wanted
+            assert part.tokens.dtype == np.uint16
+            assert part.vocab_size == max(wanted) + 1 <= 300
+            assert part.tokenizer == Tokenizer("tokenizer.json", tokenizer.read_bytes(), tokenizer)
+            assert part.info["tokens"] == len(wanted)
+            assert part.info["tokenizer"][:12] in part.describe()
+    assert len(list(cache.iterdir())) == 2  # of either split, once
+    assert set(train.file_names) & set(held.file_names) == set()
+    assert pickle.loads(pickle.dumps(train)).tokens.tolist() == train.tokens.tolist()
+
+
+def test_the_tail_of_one_file_is_held_out_before_it_is_encoded(tmp_path: Path, texts: Path) -> None:
+    for path in sorted(texts.iterdir())[1:]:
+        path.unlink()
+    (only,) = texts.iterdir()
+    only.write_bytes(TEXT.encode() * 30)
+    tokenizer = make_tokenizer(tmp_path)
+    train, held = (TextFolder(texts, 8, split=split, tokenizer=tokenizer) for split in ("train", "validation"))
+    whole = only.read_bytes()
+    cut = len(whole) - round(len(whole) * 0.05)
+    assert train.info["held_out"] == "tail"
+    assert train.tokens.tolist() == of_library(tokenizer, [whole[:cut]])
+    assert held.tokens.tolist() == of_library(tokenizer, [whole[cut:]])
+
+
+def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another text, or another tokenizer, is made anew; a damaged file is, too; no place for it is no matter."""
+    tokenizer = make_tokenizer(tmp_path)
+    other = make_tokenizer(tmp_path / "other", 290)
+    first = TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "tokenizers", None)  # not needed for what is kept
+        again = TextFolder(texts, 8, tokenizer=tokenizer)
+        assert isinstance(again.tokens, np.memmap)
+        assert again.tokens.tolist() == first
+        with pytest.raises(ValueError, match=r"needs the library tokenizers.*pip install colossus\[hf\]"):
+            TextFolder(texts, 8, tokenizer=other)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(kept.read_bytes()[:-10])
+    assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first
+    (texts / "0.txt").write_text("something else " * 9)
+    assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() != first
+    assert len(list(cache.iterdir())) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(texts / "0.txt"))  # no folder
+    assert len(TextFolder(texts, 8, tokenizer=tokenizer).tokens)
+
+
+def test_bytes_are_what_they_were(texts: Path) -> None:
+    for given in (None, "bytes"):
+        data = TextFolder(texts, 8, tokenizer=given)
+        assert data.tokenizer == Tokenizer("bytes")
+        assert data.vocab_size == 256
+        assert "tokenizer" not in data.info
+    assert PythonStdlib(8, max_bytes=50_000).tokenizer == Tokenizer("bytes")
+
+
+def test_the_standard_library_as_ids(tmp_path: Path) -> None:
+    data = PythonStdlib(8, max_bytes=50_000, tokenizer=make_tokenizer(tmp_path))
+    assert 1000 < len(data.tokens) < 50_000
+    assert data.tokenizer is not None
+    assert data.tokenizer.name == "tokenizer.json"
+
+
+def test_a_file_of_ids_records_its_tokenizer(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(100, dtype=np.uint16))
+    tokenizer = make_tokenizer(tmp_path / "model")
+    for given, name in ((None, None), ("bytes", "bytes"), (tokenizer.parent, "tokenizer.json")):
+        data = dict(type="TokenFile", path=str(tmp_path / "ids.npy"), tokenizer=given)
+        loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8)
+        assert (None if loaders.tokenizer is None else loaders.tokenizer.name) == name
+    assert TokenFile(tmp_path / "ids.npy", 8).tokenizer is None
+
+
+def test_datasets_of_users_may_say_theirs(tmp_path: Path) -> None:
+    class Mine(list[Any]):
+        tokenizer: Any = None
+
+    tokenizer = make_tokenizer(tmp_path)
+    for given, name in (("bytes", "bytes"), (tokenizer, "tokenizer.json"), ("gpt2", None), (object(), None)):
+        data = Mine([{"inputs": [1], "labels": [2]}] * 4)
+        data.tokenizer = given
+        loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
+        assert (None if loaders.tokenizer is None else loaders.tokenizer.name) == name
+
+
+def test_errors(tmp_path: Path, texts: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer = '/nowhere': No such file.*looked from"):
+        tokenizer_of("/nowhere", "TextFolder")
+    with pytest.raises(ValueError, match=r"has no tokenizer.json"):
+        tokenizer_of(texts, "TextFolder")
+    with pytest.raises(ValueError, match=r"0.txt is no tokenizer.json \(it is no JSON object\)"):
+        tokenizer_of(texts / "0.txt", "TextFolder")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"TextFolder '.*': tokenizer '.*' cannot be read"):
+        TextFolder(texts, 8, tokenizer=tmp_path)
+
+
+def test_the_vocabulary_is_checked_before_the_launch(tmp_path: Path, texts: Path) -> None:
+    """Ids beyond the model's are refused with the number; more than 256 are no matter, as those of bytes would be."""
+    tokenizer = make_tokenizer(tmp_path)
+    data = dict(type="TextFolder", path=str(texts), tokenizer=str(tokenizer))
+
+    def check(vocab_size: int) -> None:
+        model = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=1, vocab_size=vocab_size, seq_len=8)
+        check_data(load_config(dict(model=model, data=data, train=dict(global_batch_size=2))))
+
+    check(300)
+    largest = max(of_library(tokenizer, [path.read_bytes() for path in texts.iterdir()]))
+    assert largest > 255
+    with pytest.raises(
+        ConfigError, match=rf"up to \d+ .*model.vocab_size = {256}: set model.vocab_size to \d+ or more"
+    ):
+        check(256)
+    check(largest + 1)

@@ -1,0 +1,206 @@
+"""`colossus.plain`: what a plan trains, in one process and in plain torch: outputs, gradients, names, ties."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from helpers.training import SIZES, batch_of
+from helpers.twins import PlainGPT
+from helpers.user_models import MODELS
+from helpers.user_models.cases import BATCH, Kit, PlainKit
+from helpers.user_models.table import LR, PLANS
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.data.batch import slice_batch
+
+#: of the table of user models: each with other layers, or other things that a copy may lose
+SOME = ("gated", "two_inputs", "tied_by_hand", "norm_inside_of_a_pair", "transformer_of_pairs", "vision_transformer",
+        "weight_norm", "ema_teacher", "generator_in_constructor", "checkpointed_reentrant")  # fmt: skip
+#: have hooks on gradients, which a copy of a parameter has not
+WITH_GRADIENT_HOOKS = {"GradientHooks", "ClampedGradients"}
+#: rotary with fewer key/value heads than ranks, learned positions with a tied head
+DECODERS: list[dict[str, Any]] = [
+    dict(type="GPT", **SIZES, attention_dropout=0.1, dropout=0.2),
+    dict(type="GPT", **SIZES, mlp="gelu_tanh", tie_embeddings=False, bias=False),
+    dict(type="Llama", **SIZES, num_kv_heads=2, rotary_base=500.0,
+         rotary_scaling=dict(factor=4.0, original_max_position_embeddings=16)),
+    dict(type="Llama", **SIZES, num_kv_heads=1, tie_embeddings=True, activation_checkpoint="full"),
+]  # fmt: skip
+
+
+def config_of(plan: str, **more: Any) -> dict[str, Any]:
+    chosen = PLANS[plan]
+    return dict(
+        parallel=chosen.parallel,
+        schedule=chosen.schedule,
+        optimizer=dict(type="SGD", lr=LR),
+        train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
+        comm=dict(timeout_seconds=20.0),
+        device="cpu",
+        **more,
+    )
+
+
+def step_on(engine: Any, batch: dict[str, Any]) -> None:
+    index, size = engine.context.index("data"), engine.context.size("data")
+    part = BATCH // size
+    engine.train_step(slice_batch(batch, index * part, (index + 1) * part))
+
+
+# -- models of users --------------------------------------------------------------------------------------------
+
+
+def of_users(rank: int, names: Sequence[str], plan: str) -> list[str]:
+    """What is wrong, one line for each model."""
+    wrong = []
+    for name in names:
+        given = MODELS[name]
+        if given.refusal_under(plan) is not None:
+            continue
+        engine = colossus.initialize(config_of(plan), model=lambda: given.make(Kit), loss_fn=given.loss)
+        step_on(engine, given.batch(0))
+        model = colossus.plain(engine)
+        state = full_state_dict(engine.model, engine.context)
+        engine.close()
+        assert model is not None
+        problem = compare(model, state, given.make(PlainKit), given.batch(1), given.loss)
+        if problem:
+            wrong.append(f"{name} under {plan}: {problem}")
+    return wrong
+
+
+def compare(model: nn.Module, state: dict[str, Tensor], twin: nn.Module, batch: Any, loss: Any) -> str | None:
+    """A plain module with the twin in torch, with the same values."""
+    own = model.state_dict()
+    if own.keys() != state.keys() or any(not torch.equal(own[name], state[name]) for name in state):
+        return f"its state dict has {list(own)}, not {list(state)}"
+    ours = [name for name, each in model.named_modules() if isinstance(each, layers.Linear | layers.LayerNorm)]
+    if ours:
+        return f"{ours} are layers of colossus"
+    twin.double().load_state_dict(own)
+    found = []
+    for each in (model, twin):
+        each.eval().zero_grad()
+        out = each(batch["inputs"])
+        total, count = loss(out, batch)
+        (total / count).backward()
+        found.append((total.detach(), {name: param.grad for name, param in each.named_parameters()}))
+    (mine, gradients), (other, wanted) = found
+    if not torch.allclose(mine, other, rtol=1e-12, atol=1e-12):
+        return f"loss {mine}, of the twin {other}"
+    for name, grad in wanted.items():
+        if type(model).__name__ in WITH_GRADIENT_HOOKS:
+            continue
+        if (grad is None) != (gradients[name] is None):
+            return f"one of the gradients of {name} is None"
+        if grad is not None and not torch.allclose(gradients[name], grad, rtol=1e-10, atol=1e-12):
+            return f"gradient of {name} differs by {(gradients[name] - grad).abs().max()}"
+    return None
+
+
+def require(names: Sequence[str], plan: str) -> None:
+    for wrong in run_ranks(PLANS[plan].world, of_users, names, plan, with_context=False):
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("plan", ["data 2 zero 3", "3d 4 (2,1,2)", "pipeline 2 zb-h1"])
+def test_models_of_users(plan: str) -> None:
+    require(SOME, plan)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_models_of_users(plan: str) -> None:
+    require(tuple(MODELS), plan)
+
+
+# -- our own models ---------------------------------------------------------------------------------------------
+
+
+def of_decoders(rank: int, plan: str) -> list[tuple[Any, ...]]:
+    """Of each: what rank 0 alone is given, whether this rank was given the same, whether a step leaves it alone."""
+    found = []
+    for options in DECODERS:
+        engine = colossus.initialize(config_of(plan, model=options))
+        step_on(engine, batch_of(0))
+        only_first = colossus.plain(engine, everywhere=False)
+        model = colossus.plain(engine)
+        before = copy.deepcopy(model.state_dict())
+        step_on(engine, batch_of(1))
+        engine.close()
+        after = model.state_dict()
+        unchanged = all(torch.equal(after[name], value) for name, value in before.items())
+        same = only_first is None or equal(only_first, model)
+        found.append((only_first if rank == 0 else only_first is None, same, unchanged, model.training))
+    return found
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return list(mine) == list(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@cache
+def decoders(plan: str) -> list[list[tuple[Any, ...]]]:
+    return run_ranks(PLANS[plan].world, of_decoders, plan, with_context=False)
+
+
+def as_twin(options: dict[str, Any]) -> PlainGPT:
+    changed = {key: value for key, value in options.items() if key not in ("type", "activation_checkpoint")}
+    if options["type"] == "Llama":
+        changed = dict(positions="rotary", norm="rmsnorm", norm_eps=1e-5, mlp="swiglu", bias=False,
+                       tie_embeddings=False) | changed  # fmt: skip
+    return PlainGPT(**changed).double()
+
+
+PLANS_OF_DECODERS = ["data 2 zero 3", "1d 2", "pipeline 2 x 1d 2 zb-h1", "3d 4 (2,1,2)"]
+
+
+@pytest.mark.parametrize("plan", PLANS_OF_DECODERS)
+def test_decoders_equal_plain_torch(plan: str) -> None:
+    """Outputs to 1e-12, each gradient; names in the order of the model; what is tied is one parameter."""
+    of_ranks = decoders(plan)
+    for number, options in enumerate(DECODERS):
+        for of_rank in of_ranks:
+            given, same, unchanged, training = of_rank[number]
+            assert given is not False, "a rank other than the first was given a model"
+            assert same, "rank 0 alone is given another model"
+            assert unchanged, "a later step changes the copy"
+            assert training
+        model = of_ranks[0][number][0]
+        assert (model.head.weight is model.embedding.weight) is (
+            options.get("tie_embeddings", options["type"] == "GPT")
+        )
+        if options["type"] == "GPT" and options.get("mlp") == "gelu_tanh":
+            twin: nn.Module = with_tanh(as_twin({**options, "mlp": "gelu"}))
+        else:
+            twin = as_twin(options)
+        twin.load_state_dict(model.state_dict(), strict=True)
+        batch = batch_of(7)
+        outputs = []
+        for each in (model, twin):
+            each.eval()
+            logits = each(batch["inputs"])
+            F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+            outputs.append((logits.detach(), {name: param.grad for name, param in each.named_parameters()}))
+        torch.testing.assert_close(outputs[0][0], outputs[1][0], rtol=1e-12, atol=1e-12)
+        assert outputs[0][1].keys() == outputs[1][1].keys()
+        for name, grad in outputs[1][1].items():
+            torch.testing.assert_close(outputs[0][1][name], grad, rtol=1e-9, atol=1e-13, msg=name)
+
+
+def with_tanh(twin: PlainGPT) -> PlainGPT:
+    for block in twin.blocks:
+        mlp: Any = block.mlp
+        mlp.forward = lambda x, mlp=mlp: mlp.down(F.gelu(mlp.up(x), approximate="tanh"))
+    return twin

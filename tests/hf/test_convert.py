@@ -1,0 +1,275 @@
+"""``colossus checkpoint convert`` and `colossus.hf.save`: no tensor changes, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder
+from helpers.ranks import run_ranks
+from helpers.training import BATCH, batch_of, config_of
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import colossus
+import colossus.hf
+from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict, tensor_file
+from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.cli.main import main
+from colossus.config import ConfigError, load_config
+from colossus.launch.origin import choose
+from colossus.registry import MODEL_OPTIONS
+
+Captured = pytest.CaptureFixture[str]
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
+TOKENIZER = b'{"version": "1.0"}'
+
+
+def convert(*words: object) -> int:
+    return main(["checkpoint", "convert", *map(str, words)])
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def assert_same(mine: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert mine.keys() == other.keys()
+    for name, value in other.items():
+        assert mine[name].dtype == value.dtype
+        assert torch.equal(mine[name], value), name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_there_and_back(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    """Hugging Face -> colossus -> Hugging Face, and back again: names, bytes, sizes, ids of tokens, the tokenizer."""
+    source = make_folder(tmp_path / "source", CONFIGS[kind], files=3)
+    (source / "tokenizer.json").write_bytes(TOKENIZER)
+    ours, again, back, checkpoint = (tmp_path / name for name in ("ours", "again", "back", "a folder/checkpoint"))
+    assert convert(source, ours, "--to", "colossus", "--max-shard-size", "500B") == 0
+    assert convert(ours, back, "--to", "hf") == 0
+    assert convert(back, checkpoint, "--to", "colossus") == 0
+    assert convert(source, again, "--to", "hf", "--max-shard-size", "2KB") == 0
+    assert "weights from" in capsys.readouterr().out
+    assert_same(tensors_of(back), tensors_of(source))
+    assert_same(tensors_of(again), tensors_of(source))
+    assert_same(read_state_dict(checkpoint), read_state_dict(source))
+    assert len(list(again.glob("*.safetensors"))) > 1
+    assert {*os.listdir(back)} - {"generation_config.json"} == {"config.json", "model.safetensors", "tokenizer.json"}
+    with CheckpointReader(ours) as reader:
+        assert len(reader.manifest.files) > 2
+        assert "tokenizer.json" in reader.manifest.files
+        assert reader.manifest.is_weights_only
+        assert reader.manifest.step == 0
+        assert reader.manifest.config["model"]["type"] in MODEL_OPTIONS
+        reader.verify()
+    specs = [colossus.hf.HFReader(folder).manifest.config["model"] for folder in (source, again, back)]
+    assert specs[0] == specs[1] == specs[2]
+    for folder in (back, again):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model_type"] == kind
+        assert config["dtype"] == config["torch_dtype"] == "float32"
+        assert config.get("eos_token_id") == CONFIGS[kind].get("eos_token_id")
+        assert ("eos_token_id" in config) == (kind != "vit")
+        assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
+    if kind == "gpt2":
+        assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == 3
+
+
+def test_in_another_dtype(tmp_path: Path) -> None:
+    source = make_folder(tmp_path / "source", LLAMA)
+    assert convert(source, tmp_path / "ours", "--to", "colossus", "--dtype", "bf16") == 0
+    assert convert(tmp_path / "ours", tmp_path / "hf", "--to", "hf", "--dtype", "fp64") == 0
+    wide = {name: value.to(torch.bfloat16).double() for name, value in tensors_of(source).items()}
+    assert_same(tensors_of(tmp_path / "hf"), wide)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
+
+
+def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:
+    engine = colossus.initialize(config)
+    engine.train_step(batch_of(0))
+    engine.checkpoints.save(background=False).wait()
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, like=like)
+    whole = full_state_dict(engine.model, engine.context)
+    engine.close()
+    return whole
+
+
+def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
+    """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
+    llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
+    config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
+    like = make_folder(tmp_path / "like", LLAMA)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (like / name).write_text(f'{{"of": "{name}"}}')
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", like, with_context=False)
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
+    assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
+    assert convert(tmp_path / "run", tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
+    assert convert(tmp_path / "run", tmp_path / "weights", "--to", "colossus") == 0
+    assert_same(tensors_of(tmp_path / "saved"), tensors_of(tmp_path / "narrow"))
+    assert_same(read_state_dict(tmp_path / "converted"), whole)
+    assert_same(read_state_dict(tmp_path / "weights"), whole)
+    with CheckpointReader(tmp_path / "weights") as reader:
+        assert reader.manifest.step == 1
+        assert not list(reader.manifest.names("optimizer"))
+    spec = colossus.hf.HFReader(tmp_path / "saved").manifest.config["model"]
+    assert spec["type"] == "Llama"
+    assert spec["num_kv_heads"] == 2
+    assert spec["bias"] is True
+
+
+def _grown(rank: int, target: Path) -> tuple[int, int]:
+    """Bytes that saving adds to this rank at most, and those of the largest tensor."""
+    sizes = dict(hidden_size=256, num_layers=16, vocab_size=4096, num_heads=4)
+    engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32", model=sizes))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    colossus.hf.save(engine, target)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), 4 * 4096 * 256
+
+
+def test_no_rank_holds_the_model_while_it_is_saved(tmp_path: Path) -> None:
+    for grown, largest in run_ranks(2, _grown, tmp_path / "hf", with_context=False):
+        assert grown < 5 * largest  # theirs, ours, what is gathered of it and how it travels
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 12 * largest
+
+
+# -- refused ----------------------------------------------------------------------------------------------
+
+
+def _attempts(rank: int, root: Path) -> list[str]:
+    """What `save` says on this rank of models that are no family, of a folder that is there, of a disk that is full."""
+    told = []
+
+    def attempt(target: str, **model: Any) -> None:
+        engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32", model=model))
+        with pytest.raises(CheckpointError) as raised:
+            colossus.hf.save(engine, root / target)
+        told.append(str(raised.value))
+        engine.close()
+
+    attempt("mixed", mlp="swiglu")
+    attempt("there")
+    engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32"))
+    engine.model.extra = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError) as raised:
+        colossus.hf.save(engine, root / "extra")
+    told.append(str(raised.value))
+    engine.close()
+    written = tensor_file._write
+
+    def full(descriptor: int, data: memoryview, *more: Any) -> int:
+        if rank == 0 and len(data) == 24 * 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(descriptor, data, *more)
+
+    tensor_file._write = full
+    attempt("full")
+    tensor_file._write = written
+    return told
+
+
+def test_what_cannot_be_saved_is_told_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    here, there = run_ranks(2, _attempts, tmp_path, with_context=False)
+    assert here == there
+    mixed, exists, extra, full = here
+    assert "no gpt2, since mlp = 'swiglu' (not 'gelu_tanh' or 'gelu')" in mixed
+    assert "no llama, since positions = 'learned' (not 'rotary'), norm = 'layernorm' (not 'rmsnorm')" in mixed
+    assert f"{tmp_path / 'there'}: is there already" in exists
+    assert "a gpt2 has no extra.weight, extra.bias" in extra
+    assert "model.safetensors: cannot be written: No space left on device" in full
+    assert os.listdir(tmp_path) == ["there"]
+    assert not os.listdir(tmp_path / "there")
+
+
+def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
+    source = make_folder(tmp_path / "source", GPT2)
+    for words, code, said in (
+        ((tmp_path / "nowhere", tmp_path / "x", "--to", "hf"), 2, "there is no such folder"),
+        ((source, tmp_path / "x"), 2, "the following arguments are required: --to"),
+        ((source, tmp_path / "x", "--to", "onnx"), 2, "invalid choice: 'onnx'"),
+        ((source, tmp_path / "x", "--to", "hf", "--max-shard-size", "0"), 2, "must be a size of 1 byte or more"),
+        (
+            (source, tmp_path / "x", "--to", "hf", "--max-shard-size", "5 bananas"),
+            2,
+            "such as 500MB or 5GB, got '5 ban",
+        ),
+        ((source, source, "--to", "hf"), 2, f"{source}: is there already"),
+        ((source, source / "config.json" / "x", "--to", "hf"), 2, "cannot be written: Not a directory"),
+    ):
+        assert convert(*words) == code, words
+        assert said in capsys.readouterr().err
+    data = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(data[:-1])
+    assert convert(source, tmp_path / "x", "--to", "colossus") == 1
+    assert "is truncated" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_model_of_ones_own_is_no_family(tmp_path: Path, capsys: Captured) -> None:
+    ours = tmp_path / "ours"
+    assert convert(make_folder(tmp_path / "source", GPT2), ours, "--to", "colossus") == 0
+    for model, said in (
+        (dict(type="my_models:Net"), "it is a my_models:Net; those that can be are GPT, Llama, ViT"),
+        (None, "it is a model that its checkpoint says nothing of"),
+        (dict(type="GPT", num_layers=-1), "its model cannot be understood"),
+        (dict(type="GPT", num_layers=1), "of another shape than its options say is embedding.weight"),
+        (dict(type="GPT", num_layers=2), "it has no blocks.1.attention_norm.weight"),
+    ):
+        manifest = read_manifest(ours)
+        changed = Manifest(**{**vars(manifest), "config": {"model": model}})
+        (ours / MANIFEST).write_bytes(changed.to_bytes())
+        assert convert(ours, tmp_path / "hf", "--to", "hf") == 2
+        assert said in capsys.readouterr().err, model
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    source = make_folder(tmp_path / "source", LLAMA)
+    read, left = CheckpointReader.tensor, [4]
+
+    def stopped(reader: CheckpointReader, key: str) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return read(reader, key)
+
+    monkeypatch.setattr(CheckpointReader, "tensor", stopped)
+    assert convert(source, tmp_path / "hf", "--to", "hf") == 130
+    assert "stopped by Ctrl-C" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def _config(**model: Any) -> dict[str, Any]:
+    return dict(model=model, train=dict(steps=1, global_batch_size=BATCH), device="cpu")
+
+
+def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a process starts, and from an engine; but a run begins with them."""
+    monkeypatch.chdir(tmp_path)
+    assert convert(make_folder(tmp_path / "source", GPT2), "ours", "--to", "colossus") == 0
+    config = load_config(_config(type="hf", path="source"))
+    assert choose(config, "config.py", []).find_weights() == Path("source")
+    resumed = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "ours"})})
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.resume = 'ours': ours has weights only.*checkpoint.weights=ours"
+    ):
+        choose(resumed, "config.py", [])
+
+    def load(rank: int) -> str:
+        engine = colossus.initialize(_config(type="hf", path="source"))
+        engine.checkpoints.load_weights("ours")
+        with pytest.raises(CheckpointError) as raised:
+            engine.checkpoints.load("ours")
+        return str(raised.value)
+
+    (told,) = run_ranks(1, load, with_context=False)
+    assert "ours has weights only, no optimizer and no place in the data" in told

@@ -1,0 +1,200 @@
+"""What is wrong with a model folder of Hugging Face is told from its config and headers, before anything is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.hf_folders import GPT2, LLAMA, make_folder
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from colossus.checkpoint import CheckpointError, DamagedCheckpoint
+from colossus.hf.folder import read_folder
+
+Damage = Callable[[Path], Any]
+
+
+def _header(edit: Callable[[dict[str, Any]], Any]) -> Damage:
+    def change(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        body = json.loads(data[8 : 8 + length])
+        edit(body)
+        text = json.dumps(body).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return change
+
+
+def _config(**changed: Any) -> Damage:
+    def change(folder: Path) -> None:
+        body = {**json.loads((folder / "config.json").read_text()), **changed}
+        (folder / "config.json").write_text(json.dumps(body))
+
+    return change
+
+
+def _tensors(edit: Callable[[dict[str, Tensor]], Any]) -> Damage:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return change
+
+
+def _bytes(data: Callable[[bytes], bytes], file: str = "model.safetensors") -> Damage:
+    return lambda folder: (folder / file).write_bytes(data((folder / file).read_bytes()))
+
+
+WPE = "transformer.wpe.weight"
+DAMAGED: dict[str, tuple[Damage, str]] = {
+    "truncated": (_bytes(lambda data: data[:-10]), r"model.safetensors: is truncated: it has \d+ bytes, its header sa"),
+    "truncated in its header": (_bytes(lambda data: data[:40]), r"is truncated: it has 40 bytes, its header alone"),
+    "longer": (_bytes(lambda data: data + b"more"), r"is too long: it has"),
+    "empty": (_bytes(lambda data: b""), r"is no safetensors file"),
+    "a pickle": (_bytes(lambda data: b"\x80\x02}q\x00." * 9), r"is no safetensors file"),
+    "a header of terabytes": (_bytes(lambda data: struct.pack("<Q", 1 << 40) + data[8:]), r"is no safetensors file"),
+    "no JSON": (_bytes(lambda data: data.replace(b'"shape"', b'"sha:e')), r"its header cannot be understood"),
+    "negative": (_header(lambda b: b[WPE].update(shape=[-6, -8])), r"cannot be understood \(TypeError: -6 where"),
+    "outside": (
+        _header(lambda b: b[WPE].update(data_offsets=[10**6, 10**6 + 192])),
+        r"begins at byte \d+, what lies before it ends at",
+    ),
+    "overlapping": (_header(lambda b: b[WPE].update(data_offsets=[0, 192])), r"begins at byte"),
+    "fewer bytes": (_header(lambda b: b[WPE].update(shape=[6, 9])), r"wpe.weight: F32 \[6, 9\] has 216 bytes, not"),
+    "no dtype": (_header(lambda b: b[WPE].pop("dtype")), r"cannot be understood \(KeyError"),
+    "no file": (lambda folder: (folder / "model.safetensors").unlink(), r"has neither model.safetensors nor model.saf"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"there is no config.json in it"),
+    "config cut": (_bytes(lambda data: data[:9], "config.json"), r"config.json: cannot be read"),
+    "config a list": (_bytes(lambda data: b"[]", "config.json"), r"holds a list where an object is expected"),
+}
+WRONG: dict[str, tuple[Damage, str]] = {
+    "an unknown dtype": (_header(lambda b: b[WPE].update(dtype="F4")), r"has dtype 'F4'; those known are BF16, BOOL"),
+    "missing": (
+        _tensors(lambda t: t.pop(WPE)),
+        r"not the GPT2LMHeadModel of its config.json: 1 missing: transformer.wp",
+    ),
+    "extra": (_tensors(lambda t: t.update(score=torch.ones(2))), r"1 not in a gpt2: score"),
+    "another shape": (_config(n_positions=7), r"wpe.weight has shape \[6, 8\], config.json says \[7, 8\]"),
+    "integers": (
+        _tensors(lambda t: t.update({WPE: t[WPE].to(torch.int8)})),
+        r"wpe.weight has dtype int8, which are no",
+    ),
+    "another model": (_config(model_type="mamba"), r"model_type = 'mamba': colossus reads gpt2, llama, vit"),
+    "no model": (_config(model_type=None), r"model_type = None"),
+    "quantised": (
+        _config(quantization_config={"bits": 4}),
+        r"quantization_config: colossus reads no quantised weights",
+    ),
+    "code of its own": (_config(auto_map={"AutoModel": "x.Y"}), r"auto_map: colossus reads no code of the model's own"),
+    "an activation": (_config(activation_function="relu"), r"activation_function = 'relu': known are 'gelu_new'"),
+    "scaled by layer": (
+        _config(scale_attn_by_inverse_layer_idx=True),
+        r"scale_attn_by_inverse_layer_idx = True: colos",
+    ),
+    "unscaled": (_config(scale_attn_weights=False), r"scale_attn_weights = False: colossus has True only"),
+    "cross attention": (_config(add_cross_attention=True), r"add_cross_attention = True"),
+    "two dropouts": (_config(resid_pdrop=0.1), r"resid_pdrop = 0.1, embd_pdrop = 0: colossus has one number"),
+    "no size": (_config(n_embd="8"), r"n_embd = '8': a whole number"),
+    "a tie that is none": (_config(tie_word_embeddings="no"), r"tie_word_embeddings = 'no': true or false"),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGED, *WRONG])
+def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    read_folder(folder)
+    damage, said = (DAMAGED | WRONG)[name]
+    damage(folder)
+    with pytest.raises(CheckpointError, match=said) as raised:
+        read_folder(folder)
+    assert str(folder) in str(raised.value)
+    is_damaged = name in DAMAGED and name not in ("no file",)
+    assert isinstance(raised.value, DamagedCheckpoint) == is_damaged
+
+
+LLAMA_REFUSED = [
+    (dict(hidden_act="gelu"), r"hidden_act = 'gelu': colossus has 'silu' only"),
+    (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has biases in all"),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), r"rope_scaling.rope_type = 'linear': colossus has 'default'"),
+    (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), r"rope_parameters.rope_type = 'yarn'"),
+    (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), r"rope_scaling of type llama3: high_freq_factor, low"),
+    (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_rotary_factor"),
+    (dict(rope_theta=0.5), r"rope_theta = 0.5: a number above 1"),
+    (
+        dict(
+            rope_scaling=dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=4.0,
+                high_freq_factor=1.0,
+                original_max_position_embeddings=64,
+            )
+        ),
+        r"as our options: rotary_scaling: .*low_freq_factor = 4.0 is not below high_freq_factor = 1.0",
+    ),
+    (dict(rms_norm_eps=0), r"as our options: norm_eps: "),
+    (dict(num_hidden_layers=10**9), r"says 1000000000 layers, the files have 12 tensors"),
+    (dict(rope_scaling=[8]), r"rope_scaling = \[8\]: an object is needed"),
+]
+
+
+@pytest.mark.parametrize(("changed", "said"), LLAMA_REFUSED)
+def test_what_colossus_has_not_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "llama", LLAMA)
+    _config(**changed)(folder)
+    with pytest.raises(CheckpointError, match=said):
+        read_folder(folder)
+
+
+INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
+    "a file that is not there": (
+        lambda names: names.update({WPE: "other.safetensors"}),
+        r"other.safetensors: is missing",
+    ),
+    "a path": (
+        lambda names: names.update({WPE: "../x.safetensors"}),
+        r"names a file '../x.safetensors', which is no plai",
+    ),
+    "another file": (
+        lambda names: names.update({WPE: next(file for file in names.values() if file != names[WPE])}),
+        r"says that transformer.wpe.weight is in model-0000\d-of-00003.safetensors, where it is not",
+    ),
+    "nothing": (lambda names: names.clear(), r"has no weight_map"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_index_that_is_wrong(name: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2, files=3)
+    assert len(read_folder(folder).files) == 3
+    edit, said = INDEXED[name]
+    index = folder / "model.safetensors.index.json"
+    body = json.loads(index.read_text())
+    edit(body["weight_map"])
+    index.write_text(json.dumps(body))
+    with pytest.raises(DamagedCheckpoint, match=said):
+        read_folder(folder)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2, files=2)
+    first, second = sorted(folder.glob("*.safetensors"))
+    save_file({**load_file(second), **load_file(first)}, second)
+    with pytest.raises(DamagedCheckpoint, match=r"is in model-00001-of-00002.safetensors and in model-00002"):
+        read_folder(folder)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"a pickle can run code.*safe_serialization=True"):
+        read_folder(folder)

@@ -1,0 +1,330 @@
+"""``colossus evaluate``: the number that the run has reported, under its plan and in one process; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from helpers.tokenizer import TEXT, make_tokenizer
+
+import colossus
+from colossus.checkpoint import read_state_dict
+from colossus.checkpoint.folder import locate
+from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.cli.main import main
+from colossus.data import TextFolder
+from colossus.engine.fit import fit
+from colossus.export import torch_modules
+
+MODEL: dict[str, Any] = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=256, seq_len=12)
+STEPS, BATCH = 2, 4
+#: world, parallel, microbatches, precision
+PLANS: dict[str, tuple[int, dict[str, Any], int, str]] = {
+    "one": (1, {}, 1, "fp64"),
+    "zero": (2, dict(data=2, zero=3), 1, "fp64"),
+    "tensor": (2, dict(tensor=2), 1, "fp32"),
+    "pipeline": (2, dict(pipeline=2), 2, "fp64"),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4)), 1, "bf16"),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests fork
+
+
+def train(rank: int, config: dict[str, Any], options: dict[str, Any]) -> float | None:
+    engine = colossus.initialize(config, **options)
+    loss = fit(engine).validation_loss
+    engine.close()
+    return loss
+
+
+def write_text(root: Path) -> Path:
+    folder = root / "text"
+    if not folder.exists():
+        folder.mkdir()
+        for number in range(9):
+            (folder / f"{number}.txt").write_text(f"{number} " + TEXT * (3 + number))
+    return folder
+
+
+def config_of(root: Path, name: str, **more: Any) -> dict[str, Any]:
+    _, parallel, microbatches, precision = PLANS[name]
+    config: dict[str, Any] = dict(
+        parallel=parallel,
+        model=MODEL,
+        data=dict(type="TextFolder", path=str(write_text(root)), validation_fraction=0.2),
+        schedule=dict(microbatches=microbatches),
+        train=dict(steps=STEPS, global_batch_size=BATCH, precision=precision, eval_every=STEPS, eval_batches=3),
+        checkpoint=dict(every=STEPS, dir=str(root / name)),
+        device="cpu",
+    )
+    return {**config, **more}
+
+
+def trained(root: Path, name: str, options: dict[str, Any] | None = None, **more: Any) -> float:
+    """The validation loss that the run has reported; its checkpoint is in the folder of that name."""
+    (reported, *_) = run_ranks(PLANS[name][0], train, config_of(root, name, **more), options or {}, with_context=False)
+    return math.nan if reported is None else float(reported)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    root = tmp_path_factory.mktemp("runs")
+    return root, {name: trained(root, name) for name in PLANS}
+
+
+def evaluate(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    code = main(["evaluate", str(path), *words, "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: int = 2) -> str:
+    capsys.readouterr()
+    assert main(["evaluate", str(path), *words]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    return err
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_number_that_the_run_reported(
+    runs: tuple[Path, dict[str, float]], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """To the last bit under its plan; in one process to rounding."""
+    root, reported = runs
+    found = evaluate(capsys, root / name, "train.eval_batches=3")
+    assert found["loss"] == reported[name]
+    assert (found["step"], found["tokens"], found["split"]) == (STEPS, 3 * BATCH * MODEL["seq_len"], "validation")
+    assert found["perplexity"] == math.exp(found["loss"])
+    assert found["bits_per_byte"] == found["loss"] / math.log(2)
+    tolerance = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 1e-2}[PLANS[name][3]]
+    alone = evaluate(capsys, root / name, "train.eval_batches=3", "--nproc", "1")
+    assert alone["plan"].startswith("one process")
+    assert alone["loss"] == pytest.approx(found["loss"], rel=tolerance)
+    assert alone["tokens"] == found["tokens"]
+
+
+def test_all_of_the_data_as_plain_torch_has_it(
+    runs: tuple[Path, dict[str, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every window once, of either split, a last smaller batch included, under other plans than that of the run."""
+    root, _ = runs
+    config = read_manifest(locate(root / "one")).config
+    model = torch_modules.build(config["model"]).double()
+    model.load_state_dict(read_state_dict(root / "one"))
+    for split, plans in (("validation", [(), ("parallel.data=2",), ("parallel.tensor=2",)]), ("train", [()])):
+        windows = TextFolder(root / "text", MODEL["seq_len"], split=split, validation_fraction=0.2)
+        batch = windows.batch(np.arange(len(windows)))
+        assert split == "train" or len(windows) % BATCH
+        with torch.no_grad():
+            logits = model(batch["inputs"])
+            wanted = float(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()))
+        for plan in plans:
+            found = evaluate(capsys, root / "one", "--split", split, *plan)
+            assert found["loss"] == pytest.approx(wanted, rel=1e-12)
+            assert found["tokens"] == batch["labels"].numel()
+            assert found["split"] == split
+
+
+def test_other_data_and_other_numbers(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _ = runs
+    (tmp_path / "a.txt").write_text("something that the model has not seen " * 30)
+    other = ["data.type=TextFolder", f"data.path={tmp_path}", "data.validation_fraction=0", "--split", "train"]
+    found = evaluate(capsys, root / "zero", *other)
+    assert found["tokens"] == (38 * 30 - 1) // 12 * 12
+    assert found["loss"] > evaluate(capsys, root / "zero", "--nproc", "2")["loss"]
+    smoothed = evaluate(capsys, root / "one", "model.label_smoothing=0.1")
+    assert "perplexity" not in smoothed
+    assert main(["evaluate", str(root / "one"), "model.label_smoothing=0.1"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["loss", "tokens", "seconds"]
+    assert "no perplexity: the loss has label smoothing" in err
+
+
+def test_metrics_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images, and how many were right, as plain torch counts them."""
+    pytest.importorskip("sklearn")
+    digits: dict[str, Any] = dict(num_layers=1, hidden_size=8, num_heads=2, patch_size=4, num_classes=10)
+    model = dict(type="ViT", **digits, image_size=8, in_channels=1)
+    trained(tmp_path, "one", model=model, data=dict(type="Digits"))
+    found = evaluate(capsys, tmp_path / "one")
+    plain: Any = torch_modules.build(read_manifest(locate(tmp_path / "one")).config["model"]).double()
+    plain.load_state_dict(read_state_dict(tmp_path / "one"))
+    held = colossus.data.Digits(split="validation")
+    batch = held.batch(np.arange(len(held)))
+    with torch.no_grad():
+        logits = plain(batch["inputs"].double())
+    assert found["accuracy"] == float((logits.argmax(-1) == batch["labels"]).double().mean())
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, batch["labels"])), rel=1e-12)
+    assert found["images"] == len(held)
+    assert "perplexity" not in found
+
+
+def test_a_folder_of_hugging_face(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The same as the checkpoint that it was written from; on text of its own tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    text = write_text(tmp_path)
+    tokenizer = make_tokenizer(tmp_path / "tokens")
+    data = dict(type="TextFolder", path=str(text), tokenizer=str(tokenizer))
+    trained(tmp_path, "one", model={**MODEL, "vocab_size": 300, "mlp": "gelu_tanh"}, data=data)
+    assert main(["checkpoint", "convert", str(tmp_path / "one"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert "data: data.type=TextFolder data.path=..., say, or --config FILE" in refused(capsys, tmp_path / "hf")
+    wanted = evaluate(capsys, tmp_path / "one")
+    tokenizer.unlink()  # each folder has its own
+    assert evaluate(capsys, tmp_path / "one") == {**wanted, "seconds": pytest.approx(wanted["seconds"], abs=60)}
+    given = ["data.type=TextFolder", f"data.path={text}"]
+    found = evaluate(capsys, tmp_path / "hf", *given, f"train.global_batch_size={BATCH}")
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-12)
+    assert found["tokens"] == wanted["tokens"]
+    assert "bits_per_byte" not in found
+    as_bytes = evaluate(capsys, tmp_path / "hf", *given, "data.tokenizer=bytes", f"train.global_batch_size={BATCH}")
+    assert as_bytes["tokens"] > found["tokens"]
+    words = refused(capsys, tmp_path / "hf", *given, f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
+                    "model.vocab_size=290")  # fmt: skip
+    assert "model.vocab_size = 290" in words
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+OWN = """
+from torch import nn
+from colossus import layers
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.words, self.head = layers.Embedding(256, width), layers.LMHead(width, 256)
+
+    def forward(self, ids):
+        return self.head(self.words(ids))
+
+    def loss(self, logits, batch):
+        return layers.cross_entropy(logits, batch["labels"])
+
+model = dict(type=Net, width=8)
+data = dict(type="TextFolder", path={path!r}, seq_len=12, validation_fraction=0.2)
+train = dict(steps=1, global_batch_size=4, eval_every=1, eval_batches=2, precision="fp64")
+parallel = dict(tensor=2)
+checkpoint = dict(every=1, dir={dir!r})
+device = "cpu"
+"""
+
+
+def test_classes_of_users_come_from_a_config_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.format(path=str(write_text(tmp_path)), dir=str(tmp_path / "own")))
+    (reported, _) = run_ranks(2, train, file, {}, with_context=False)
+    for name in [name for name in sys.modules if name.startswith("colossus_config_")]:
+        del sys.modules[name]
+    words = refused(capsys, tmp_path / "own")
+    assert "its model is colossus_config_mine:Net, none of colossus (GPT, Llama, ViT)" in words
+    assert "code is never imported because a checkpoint names it: give --config FILE" in words
+    assert not [name for name in sys.modules if name.startswith("colossus_config_")]
+    found = evaluate(capsys, tmp_path / "own", "--config", str(file), "train.eval_batches=2")
+    assert found["loss"] == reported
+    assert "perplexity" not in found
+
+
+def test_data_that_a_checkpoint_cannot_give(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _ = runs
+    held = TextFolder(write_text(tmp_path), 12)
+    trained(tmp_path, "one", {"data": held}, data=None)
+    assert "records no data, which was given to the run otherwise" in refused(capsys, tmp_path / "one")
+    given = ["data.type=TextFolder", f"data.path={tmp_path / 'text'}"]
+    assert evaluate(capsys, tmp_path / "one", *given)["tokens"]
+    trained(tmp_path, "tensor", data=held)
+    words = refused(capsys, tmp_path / "tensor")
+    assert "its data is <colossus.data.text:TextFolder>, none of colossus" in words
+    words = refused(capsys, root / "one", "data.validation_fraction=0")
+    assert "there is no validation data: none (TextFolder" in words
+    assert "--split train evaluates the training data" in words
+    assert "does not exist (looked from" in refused(capsys, root / "one", "data.path=/nowhere")
+    assert "model.vocab_size = 200" in refused(capsys, root / "one", "model.vocab_size=200")
+
+
+def test_wrong_usage(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each in words, before a process starts; damaged checkpoints with 1."""
+    root, _ = runs
+    words = refused(capsys, root / "one", "optimizer.lr=0.1", "checkpoint.every=3")
+    assert "optimizer.lr=0.1: evaluate trains nothing" in words
+    assert "checkpoint.every=3: evaluate trains nothing" in words
+    assert "3 processes" in refused(capsys, root / "tensor", "--nproc", "3")
+    assert "model.num_layers" in refused(capsys, root / "one", "parallel.pipeline=9")
+    assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")
+    words = refused(capsys, root / "zero", "model.hidden_size=32")
+    assert "it does not fit the model" in words
+    assert "embedding.weight" in words
+    assert main(["evaluate", str(root / "one"), "--split", "test"]) == 2
+    with monkeypatch.context() as launched:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            launched.setenv(name, "1")
+        assert "run it by itself, without torchrun or srun" in refused(capsys, root / "one")
+    copied = tmp_path / "step-00000002"
+    copied.mkdir()
+    for file in locate(root / "one").iterdir():
+        (copied / file.name).write_bytes(file.read_bytes())
+    name = next(each.name for each in copied.iterdir() if each.suffix == ".safetensors")
+    data = (copied / name).read_bytes()
+    (copied / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "is corrupted" in refused(capsys, copied, code=1)
+    (copied / name).write_bytes(data[:-1])
+    assert "is truncated" in refused(capsys, copied, code=1)
+
+
+def test_nothing_that_a_manifest_names_is_imported(
+    runs: tuple[Path, dict[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it says: of the model, the data, how that is read, schedules, strategies, hooks, optimizers."""
+    root, _ = runs
+    source = locate(root / "pipeline")
+    (tmp_path / "planted.py").write_text("raise SystemExit('imported')")
+    for section, value, is_refused in (
+        ("model", {"type": "planted:Net"}, True),
+        ("data", {"type": "planted:Data"}, True),
+        ("data", "<planted:Data>", True),
+        ("data", {"type": "TextFolder", "path": "x", "collate_fn": "planted:collate"}, True),
+        ("data", {"type": "TextFolder", "path": "x", "validation": {"type": "planted:Data"}}, True),
+        ("hooks", ["planted:Hook"], False),
+        ("optimizer", {"type": "planted:Adam", "lr": 0.1}, False),
+        ("lr_schedule", {"type": "planted:f"}, False),
+        ("schedule", {"type": "planted:schedule", "microbatches": 2}, False),
+    ):
+        body = json.loads((source / MANIFEST).read_bytes())["manifest"]
+        body["config"][section] = value
+        folder = tmp_path / "step-00000009"
+        folder.mkdir(exist_ok=True)
+        for file in source.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        text = json.dumps(body).encode()
+        (folder / MANIFEST).write_bytes(b'{"crc32": "%08x", "manifest": ' % zlib.crc32(text) + text + b"}\n")
+        if is_refused:
+            assert "code is never imported because a checkpoint names it" in refused(capsys, folder)
+        else:
+            assert evaluate(capsys, folder, "train.eval_batches=1")["tokens"] == BATCH * MODEL["seq_len"]
+    assert "planted" not in sys.modules
