@@ -314,6 +314,8 @@ def test_nothing_that_a_manifest_names_is_imported(
         ("optimizer", {"type": "planted:Adam", "lr": 0.1}, False),
         ("lr_schedule", {"type": "planted:f"}, False),
         ("schedule", {"type": "planted:schedule", "microbatches": 2}, False),
+        ("parallel", {"data": 2, "strategy": {"type": "planted:Gossip"}}, False),
+        ("parallel", {"data": 2, "zero": {"stage": 1}, "strategy": {"type": "all_reduce"}}, False),  # as once written
     ):
         body = json.loads((source / MANIFEST).read_bytes())["manifest"]
         body["config"][section] = value
