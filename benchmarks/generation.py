@@ -48,11 +48,11 @@ class Plain:
     def run(self, prompts: list[list[int]], count: int) -> Turn:
         began = self.clock()
         self.model.begin(len(prompts), len(prompts[0]) + count)
-        ids = self.model.forward(torch.tensor(prompts)).argmax(-1)
+        ids = self.model(torch.tensor(prompts)).argmax(-1)
         first = self.clock()
         made = [ids.tolist()]
         for _ in range(count - 1):
-            ids = self.model.forward(ids.unsqueeze(1)).argmax(-1)
+            ids = self.model(ids.unsqueeze(1)).argmax(-1)
             made.append(ids.tolist())
         return Turn(first - began, self.clock() - first, [list(row) for row in zip(*made, strict=True)])
 

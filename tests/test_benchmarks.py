@@ -142,6 +142,17 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_hf_loading(tmp_path: Path) -> None:
+    text, payload = smoke("hf_loading", tmp_path)
+    titles = ["gpt2 in float32", "llama in float32", "llama in bfloat16"]
+    assert [result["title"] for result in payload["results"]] == titles
+    for result in payload["results"]:
+        assert result["files"] > 2
+        assert set(result["seconds"]) == {"colossus", "colossus-tensor-2", "transformers"}
+    assert "MB above the weights" in text
+
+
+@pytest.mark.long
 def test_collectives(tmp_path: Path) -> None:
     text, payload = smoke("collectives", tmp_path)
     assert {row["ranks"] for row in payload["results"]} == {2, 3}

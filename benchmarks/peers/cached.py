@@ -2,18 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-State = Mapping[str, Tensor]
+from torch import Tensor, nn
 
 
-class CachedDecoder:
-    """A decoder with preallocated keys and values, one token at a time after the prompt.
+class Linears(nn.Module):
+    """Outputs of one input, in one matmul (``fused``) or one each."""
+
+    def __init__(self, inputs: int, outputs: Sequence[int], bias: bool, *, fused: bool) -> None:
+        super().__init__()
+        self.sizes, self.fused = list(outputs), fused
+        widths = [sum(outputs)] if fused else outputs
+        self.parts = nn.ModuleList(nn.Linear(inputs, width, bias) for width in widths)
+
+    def forward(self, x: Tensor) -> Sequence[Tensor]:
+        return self.parts[0](x).split(self.sizes, -1) if self.fused else [part(x) for part in self.parts]
+
+    def load(self, state: Mapping[str, Tensor], at: str, names: Sequence[str]) -> None:
+        for kind, _ in self.parts[0].named_parameters():
+            given = [state[f"{at}.{name}.{kind}"] for name in names]
+            for part, value in zip(self.parts, [torch.cat(given)] if self.fused else given, strict=True):
+                getattr(part, kind).data = value.clone()
+
+
+class Attention(nn.Module):
+    def __init__(self, o: Any, *, fused: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = o.num_heads, o.num_kv_heads, o.head_dim
+        kv = self.kv_heads * self.size
+        self.qkv = Linears(o.hidden_size, (self.heads * self.size, kv, kv), o.bias, fused=fused)
+        self.out = nn.Linear(self.heads * self.size, o.hidden_size, o.bias)
+
+    def begin(self, batch: int, length: int) -> None:
+        self.keys, self.values = torch.empty(2, batch, self.kv_heads, length, self.size).unbind(0)
+
+    def forward(self, x: Tensor, start: int, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, tokens, _ = x.shape
+        query, key, value = (part.view(batch, tokens, -1, self.size).transpose(1, 2) for part in self.qkv(x))
+        if rotation is not None:
+            query, key = turn(query, *rotation), turn(key, *rotation)
+        stop = start + tokens
+        self.keys[:, :, start:stop] = key
+        self.values[:, :, start:stop] = value
+        key, value = self.keys[:, :, :stop], self.values[:, :, :stop]
+        grouped = self.kv_heads != self.heads
+        if tokens == 1 and grouped:  # heads that share keys as tokens of one head: nothing is repeated
+            query = query.reshape(batch, self.kv_heads, -1, self.size)
+            mixed = F.scaled_dot_product_attention(query, key, value).reshape(batch, self.heads, 1, self.size)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=tokens > 1, enable_gqa=grouped)
+        return self.out(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+class MLP(nn.Module):
+    def __init__(self, o: Any, *, fused: bool) -> None:
+        super().__init__()
+        self.gated = o.mlp == "swiglu"
+        self.up = Linears(o.hidden_size, [o.ffn_hidden_size] * (2 if self.gated else 1), o.bias, fused=fused)
+        self.down = nn.Linear(o.ffn_hidden_size, o.hidden_size, o.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        return self.down(F.silu(up[0]) * up[1] if self.gated else F.gelu(up[0]))
+
+
+def norm_of(o: Any) -> nn.Module:
+    if o.norm == "layernorm":
+        return nn.LayerNorm(o.hidden_size, o.norm_eps, bias=o.bias)
+    return nn.RMSNorm(o.hidden_size, o.norm_eps)
+
+
+class Block(nn.Module):
+    def __init__(self, o: Any, *, fused: bool) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norm_of(o), Attention(o, fused=fused)
+        self.mlp_norm, self.mlp = norm_of(o), MLP(o, fused=fused)
+
+    def forward(self, x: Tensor, start: int, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), start, rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class CachedDecoder(nn.Module):
+    """A decoder with preallocated keys and values.
 
     Args:
         state: weights by colossus's logical names.
@@ -21,43 +101,37 @@ class CachedDecoder:
         fused: query, key and value, and both parts of SwiGLU, in one matmul each.
     """
 
-    def __init__(self, state: State, options: Any, *, fused: bool) -> None:
-        self.o, self.fused = options, fused
-        self.state = dict(state)
-        self.blocks = [self._block(f"blocks.{index}.") for index in range(options.num_layers)]
-        self.embedding = state["embedding.weight"]
-        self.head = self.embedding if options.tie_embeddings else state["head.weight"]
-        self.final = state["norm.weight"], state.get("norm.bias")
+    def __init__(self, state: Mapping[str, Tensor], options: Any, *, fused: bool) -> None:
+        super().__init__()
+        self.o = o = options
+        self.embedding = nn.Embedding(o.vocab_size, o.hidden_size)
+        self.positions = None if o.is_rotary else nn.Embedding(o.seq_len, o.hidden_size)
+        self.blocks = nn.ModuleList(Block(o, fused=fused) for _ in range(o.num_layers))
+        self.norm = norm_of(o)
+        self.head = nn.Linear(o.hidden_size, o.vocab_size, bias=False)
+        self._load(state)
+        self.eval().requires_grad_(False)
 
-    def _block(self, at: str) -> dict[str, Any]:
-        state = self.state
-
-        def linear(*names: str) -> list[tuple[Tensor, Tensor | None]]:
-            parts = [(state[f"{at}{name}.weight"], state.get(f"{at}{name}.bias")) for name in names]
-            if not self.fused or len(parts) == 1:
-                return parts
-            biases = [bias for _, bias in parts if bias is not None]
-            return [(torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None)]
-
-        is_gated = self.o.mlp == "swiglu"
-        return {
-            "norms": [
-                (state[f"{at}{name}_norm.weight"], state.get(f"{at}{name}_norm.bias")) for name in ("attention", "mlp")
-            ],
-            "qkv": linear(*(f"attention.qkv.{name}" for name in ("query", "key", "value"))),
-            "out": linear("attention.out")[0],
-            "up": linear("mlp.up.gate", "mlp.up.value") if is_gated else linear("mlp.up"),
-            "down": linear("mlp.down")[0],
-        }
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        up = ("gate", "value") if self.o.mlp == "swiglu" else ("",)
+        for index, block in enumerate(self.blocks):
+            block.attention.qkv.load(state, f"blocks.{index}.attention.qkv", ("query", "key", "value"))
+            block.mlp.up.load({name.replace("up.", "up..") if len(up) == 1 else name: value for name, value in
+                               state.items()}, f"blocks.{index}.mlp.up", up)  # fmt: skip
+        for name, param in self.named_parameters():
+            if ".parts." not in name and not (name == "head.weight" and self.o.tie_embeddings):
+                param.data = state[name].clone()
+        if self.o.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     def begin(self, batch: int, length: int) -> None:
         """Room for a batch of so many tokens, and the rotation of each position."""
-        o = self.o
-        shape = (2, batch, o.num_kv_heads, length, o.head_dim)
-        self.cache = [torch.empty(shape) for _ in self.blocks]
         self.seen = 0
-        if o.is_rotary:
-            rates = o.rotary_base ** -(torch.arange(0, o.head_dim, 2, dtype=torch.float64) / o.head_dim)
+        for block in self.blocks:
+            block.attention.begin(batch, length)
+        if self.o.is_rotary:
+            size = self.o.head_dim
+            rates = self.o.rotary_base ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
             angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
             angles = torch.cat((angles, angles), -1)
             self.cos, self.sin = angles.cos().float(), angles.sin().float()
@@ -65,52 +139,12 @@ class CachedDecoder:
     def forward(self, ids: Tensor) -> Tensor:
         """Logits behind the last token, [batch, vocabulary]; ids [batch, tokens] follow those before."""
         start, stop = self.seen, self.seen + ids.shape[1]
-        x = F.embedding(ids, self.embedding)
-        if self.o.is_rotary:
-            self.now = self.cos[start:stop], self.sin[start:stop]
+        x, rotation = self.embedding(ids), None
+        if self.positions is None:
+            rotation = self.cos[start:stop], self.sin[start:stop]
         else:
-            x = x + self.state["positions.weight"][start:stop]
-        for block, cache in zip(self.blocks, self.cache, strict=True):
-            x = x + self._attention(self._norm(x, block["norms"][0]), block, cache, start, stop)
-            x = x + self._mlp(self._norm(x, block["norms"][1]), block)
+            x = x + self.positions.weight[start:stop]
+        for block in self.blocks:
+            x = block(x, start, rotation)
         self.seen = stop
-        return F.linear(self._norm(x[:, -1], self.final), self.head)
-
-    def _norm(self, x: Tensor, parameters: tuple[Tensor, Tensor | None]) -> Tensor:
-        weight, bias = parameters
-        if self.o.norm == "layernorm":
-            return F.layer_norm(x, x.shape[-1:], weight, bias, self.o.norm_eps)
-        return F.rms_norm(x, x.shape[-1:], weight, self.o.norm_eps)
-
-    def _attention(self, x: Tensor, block: dict[str, Any], cache: Tensor, start: int, stop: int) -> Tensor:
-        o = self.o
-        batch, tokens, _ = x.shape
-        parts = [F.linear(x, *each) for each in block["qkv"]]
-        if len(parts) == 1:
-            width = o.num_kv_heads * o.head_dim
-            parts = list(parts[0].split((o.num_heads * o.head_dim, width, width), -1))
-        query, key, value = (part.view(batch, tokens, -1, o.head_dim).transpose(1, 2) for part in parts)
-        if o.is_rotary:
-            query, key = self._turn(query), self._turn(key)
-        cache[0, :, :, start:stop] = key
-        cache[1, :, :, start:stop] = value
-        key, value = cache[0, :, :, :stop], cache[1, :, :, :stop]
-        grouped = o.num_kv_heads != o.num_heads
-        if tokens == 1 and grouped:  # heads that share keys as tokens of one head: nothing is repeated
-            query = query.reshape(batch, o.num_kv_heads, -1, o.head_dim)
-            mixed = F.scaled_dot_product_attention(query, key, value).reshape(batch, o.num_heads, 1, o.head_dim)
-        else:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=tokens > 1, enable_gqa=grouped)
-        return F.linear(mixed.transpose(1, 2).reshape(batch, tokens, -1), *block["out"])
-
-    def _turn(self, x: Tensor) -> Tensor:
-        cos, sin = self.now
-        low, high = x.chunk(2, -1)
-        return x * cos + torch.cat((-high, low), -1) * sin
-
-    def _mlp(self, x: Tensor, block: dict[str, Any]) -> Tensor:
-        up = [F.linear(x, *each) for each in block["up"]]
-        if self.o.mlp == "swiglu":
-            gate, value = up if len(up) == 2 else up[0].chunk(2, -1)
-            return F.linear(F.silu(gate) * value, *block["down"])
-        return F.linear(F.gelu(up[0]), *block["down"])
+        return self.head(self.norm(x[:, -1]))

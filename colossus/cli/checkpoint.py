@@ -38,12 +38,16 @@ def run(words: Sequence[str]) -> int:
         command, arguments = parse(list(words))
     except SystemExit as stop:
         return int(stop.code or 0)
-    logging.getLogger("colossus.checkpoint").setLevel(logging.ERROR)  # what was passed over is told here
+    log = logging.getLogger("colossus.checkpoint")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what was passed over is told here
     try:
         return {"inspect": _inspect, "verify": _verify, "diff": _diff, "convert": convert.run}[command](arguments)
     except CheckpointError as error:
         _say(f"colossus checkpoint {command}: {error}")
         return 1 if isinstance(error, DamagedCheckpoint) else 2
+    finally:
+        log.setLevel(level)
 
 
 def _find(given: str) -> tuple[Path, dict[Path, CheckpointError]]:

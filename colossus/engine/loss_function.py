@@ -50,8 +50,8 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         raise ValueError(
-            f"{what} returned {_describe(result)}; it must return (sum, count): the sum over "
-            f"all valid samples or tokens, and their number, so that the mean over the global batch does not "
+            f"{what} returned {_describe(result)}; it must return (sum, count): the sum of the losses "
+            f"of all valid samples or tokens, and their number, so that the mean over the global batch does not "
             f"depend on how it is split. For example: "
             f"F.cross_entropy(logits, labels, reduction='sum'), labels.numel()"
         )

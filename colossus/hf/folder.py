@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.tensor_header import StoredTensor, read_header
 from colossus.hf.family import Family, HFTensor
 from colossus.hf.settings import Settings
@@ -62,6 +65,11 @@ class HFFolder:
     files: Mapping[str, int]
     placed: Sequence[Placed]
 
+    @property
+    def tokenizer(self) -> str | None:
+        """As a manifest names it."""
+        return TOKENIZER_FILE if (self.path / TOKENIZER_FILE).is_file() else None
+
 
 def is_hf_folder(path: Path) -> bool:
     """Whether it is meant as one: it has a config with a ``model_type``, or weights under their names."""
@@ -84,8 +92,12 @@ def read_folder(path: Path) -> HFFolder:
     """
     config = read_json(path / CONFIG)
     family, spec = spec_of(path, config, {})
-    options = MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    options = _options(path, spec)
     stored = _stored(path)
+    if options.num_layers > len(stored):
+        raise CheckpointError(
+            f"{path / CONFIG}: says {options.num_layers} layers, the files have {len(stored)} tensors"
+        )
     placed = _place(path, family, family.tensors(options), stored)
     files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
     full = {"type": spec["type"], **options.model_dump()}
@@ -131,6 +143,14 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     if settings.problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(settings.problems)}")
     return family, spec
+
+
+def _options(path: Path, spec: Mapping[str, Any]) -> Any:
+    try:
+        return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise CheckpointError(f"{path / CONFIG}: as our options: {told}") from None
 
 
 def _stored(path: Path) -> dict[str, tuple[str, StoredTensor]]:

@@ -27,7 +27,13 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
         raise ValueError(f"weights = {weights!r}: True takes those of the folder, False begins with fresh ones")
     folder = Path(path).expanduser()
     if not is_hf_folder(folder):
-        what = f"has no {CONFIG} with a model_type" if folder.is_dir() else "there is no such folder"
-        raise ValueError(f"path = {path!r}: {what}; a model folder of Hugging Face has one")
+        if folder.is_dir():
+            raise ValueError(
+                f"path = {path!r}: has no {CONFIG} with a model_type; a model folder of Hugging Face has one"
+            )
+        raise ValueError(
+            f"path = {path!r}: there is no such folder; colossus downloads nothing: of a model of the Hub, "
+            f"huggingface_hub.snapshot_download(..) makes a folder and returns its path"
+        )
     _, spec = spec_of(folder, read_json(folder / CONFIG), given)
     return spec, path if weights else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ def _check_samples(dataset: Any, options: Any) -> None:
     for number in range(min(_SAMPLES, len(dataset))):
         with GLOBAL_RNG.preserved():
             sample = to_tensors(dataset[number])
-        found = tensors(model_input(sample))
+        found = list(tensors(model_input(sample)))
         if check is not None:
             _check_shapes(f"sample {number} of {type(dataset).__name__}", sample, found, check)
         if vocab_size is not None:
@@ -79,7 +79,7 @@ def _check_samples(dataset: Any, options: Any) -> None:
 
 
 def _check_shapes(
-    name: str, sample: Any, inputs: Iterable[tuple[str, Tensor]], check: Callable[..., list[str]]
+    name: str, sample: Any, inputs: Sequence[tuple[str, Tensor]], check: Callable[..., list[str]]
 ) -> None:
     labels = sample.get("labels") if isinstance(sample, dict) else sample[-1] if isinstance(sample, tuple) else None
     is_label = isinstance(labels, int) or getattr(labels, "ndim", None) == 0
@@ -88,9 +88,15 @@ def _check_shapes(
             raise ValueError(f"{name} {where}{problem}")
 
 
-def _check_ids(name: str, inputs: Iterable[tuple[str, Tensor]], vocab_size: int) -> None:
+def _check_ids(name: str, inputs: Sequence[tuple[str, Tensor]], vocab_size: int) -> None:
     import torch
 
+    kinds = {x.dtype for _, x in inputs}
+    if kinds and all(kind.is_floating_point for kind in kinds):
+        raise ValueError(
+            f"{name} has inputs of {', '.join(map(str, kinds))}, but the model takes token ids, integers from 0 to "
+            f"{vocab_size - 1}"
+        )
     for where, ids in inputs:
         if ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from colossus.arithmetic import factors
 from colossus.checkpoint.sources import describe_weights
-from colossus.config import Config
+from colossus.config import Config, model_options
 from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder
@@ -74,4 +74,5 @@ def _parameters(model: ModelInfo | None) -> str:
 def _batch(config: Config) -> str:
     batch, data, microbatches = config.train.global_batch_size, config.parallel.data or 1, config.schedule.microbatches
     each = batch // data // microbatches
-    return f"{batch} sequences per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"
+    samples = getattr(model_options(config), "samples", "sequences")
+    return f"{batch} {samples} per step: {data} data rank(s) x {microbatches} microbatch(es) x {each}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import local_mask
+from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
 from colossus.layers.rotary import Rotary
@@ -125,14 +126,15 @@ class Attention(Layer):
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         cache = self.parallel.batch_info.cache
-        positions = self._positions(query, inner)
+        positions = self._positions(query, inner, cache)
         if self.rotary is not None:
             memo = {"memo": cache.memo} if cache is not None and isinstance(self.rotary, Rotary) else {}
             query, key = self.rotary(query, positions, **memo), self.rotary(key, positions, **memo)
         if documents is not None:
             documents = self._local_documents(documents, inner)
         if cache is not None:
-            self._require_plain_causal(mask, documents)
+            if mask is not None or documents is not None or not self.causal or self.parallel.sequence is not None:
+                self._refuse_cache(mask, documents)
             out = cache.attend(self, query, key, value)
         elif self.parallel.sequence is not None:
             out = self._attend_over_sequence_ranks(query, key, value, mask, documents, positions)
@@ -144,28 +146,26 @@ class Attention(Layer):
         attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
         return attended
 
-    def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
+    def _positions(self, query: Tensor, inner: Activation, cache: KeyValueCache | None) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
-        sequence, cache = self.parallel.sequence, self.parallel.batch_info.cache
+        sequence = self.parallel.sequence
         if cache is not None:
-            return cache.positions(query.shape[-2], query.device)
+            return None if self.rotary is None else cache.positions(query.shape[-2], query.device)
         if sequence is None:
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
 
-    def _require_plain_causal(self, mask: Tensor | None, documents: Tensor | None) -> None:
-        """That this attention can be continued from a key/value cache."""
+    def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
         found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
         if self.parallel.sequence is not None:
             found.append("parallel.sequence")
         if not self.causal:
             found.append("causal=False")
-        if found:
-            raise refusal(
-                f"{self.title}: {' and '.join(found)} with a key/value cache, from which each token looks at all "
-                f"tokens before it: such a model is called with whole sequences"
-            )
+        raise refusal(
+            f"{self.title}: {' and '.join(found)} with a key/value cache, from which each token looks at all tokens "
+            f"before it: such a model is called with whole sequences"
+        )
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""
@@ -217,7 +217,7 @@ class Attention(Layer):
 
     def _heads(self, x: Tensor) -> Tensor:
         """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+        return x.view((*x.shape[:-1], -1, self.head_dim)).transpose(-3, -2)
 
     def _local_mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
         if mask is None or not self.is_split:

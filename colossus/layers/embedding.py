@@ -254,6 +254,8 @@ class PositionEmbedding(Layer):
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             rows = self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
+        if self.layout.dims[1] == activation.features:
+            return x + rows
         return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:

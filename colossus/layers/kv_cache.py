@@ -98,8 +98,14 @@ class KeyValueCache:
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the new ones, which are written behind those that are there."""
-        calls = self._held.setdefault(layer, [])
-        held = next((each for each in calls if each.length == self.seen), None)
+        calls = self._held.get(layer)
+        if calls is None:
+            calls = self._held[layer] = []
+        held = None
+        for each in calls:
+            if each.length == self.seen:
+                held = each
+                break
         stop = self.seen + key.shape[-2]
         if held is None:
             if self.seen:
@@ -117,10 +123,11 @@ class KeyValueCache:
             )
         if stop > held.keys.shape[-2]:
             held.keys, held.values = self._grown(held.keys, stop), self._grown(held.values, stop)
-        held.keys[..., self.seen : stop, :] = key
-        held.values[..., self.seen : stop, :] = value
+        # narrow: an index takes twice as long
+        held.keys.narrow(2, self.seen, stop - self.seen).copy_(key)
+        held.values.narrow(2, self.seen, stop - self.seen).copy_(value)
         held.length = stop
-        return held.keys[..., :stop, :], held.values[..., :stop, :]
+        return held.keys.narrow(2, 0, stop), held.values.narrow(2, 0, stop)
 
     def _room_for(self, like: Tensor, tokens: int) -> Tensor:
         capacity = capacity_for(tokens, self._capacity, self._limit)

@@ -199,7 +199,7 @@ class Linear(Layer):
         )
 
     def _outputs(self, y: Tensor) -> Any:
-        return torch.split(y, self.local_outputs, dim=-1) if self.is_fused else y
+        return y.split_with_sizes(self.local_outputs, -1) if self.is_fused else y
 
     def extra_repr(self) -> str:
         outputs = self.outputs[""] if not self.is_fused else self.outputs

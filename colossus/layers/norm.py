@@ -124,7 +124,7 @@ class LayerNorm(_Norm):
 
     def _normalize(self, x: Tensor) -> Tensor:
         # the kernel computes in float32 inside, but on accelerators under autocast it returns that, too
-        weight, bias = (as_wide_as(x, parameter) for parameter in (self.weight, self.bias))
+        weight, bias = as_wide_as(x, self.weight), as_wide_as(x, self.bias)
         y = F.layer_norm(x, self.normalized_shape, weight, bias, self.eps or 0.0)
         return y.to(x.dtype) if x.dtype in LOW else y
 

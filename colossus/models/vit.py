@@ -111,6 +111,11 @@ class ViT(Transformer[ViTOptions]):
         """The inverse of `_split_tokens`: a plain local tensor with the tokens of an image."""
         return to_local(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
 
+    def without_padding(self, x: Tensor) -> Tensor:
+        """A block's output in the user layout, without the tokens that were added to those of the image."""
+        is_padded = x.dim() == 3 and x.shape[1] == self._num_padded
+        return x[:, : self.options.num_tokens] if is_padded else x
+
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
         num_tokens, num_padded = self.options.num_tokens, self._num_padded
         if num_tokens == num_padded:

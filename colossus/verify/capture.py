@@ -190,6 +190,8 @@ class ForwardCapture(StepObserver):
         self._last, self._stage, self._places = last, 0, places
         self._positions: list[int] = []
         self._num_positions = 0
+        #: of a model that adds tokens of its own to make them divide
+        self._without_padding = getattr(model, "without_padding", lambda x: x)
         self._counts: Counter[str] = Counter()
         self._forward: dict[Call, Output] = {}
         self._outputs: dict[Call, dict[int, Output]] = {}
@@ -228,7 +230,7 @@ class ForwardCapture(StepObserver):
     def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            value = local(to_user(tensor.detach()))
+            value = self._without_padding(local(to_user(tensor.detach())))
             if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
                 tokens = token_fingerprints(value, len(self._positions)) if self._positions else {}

@@ -1,10 +1,11 @@
-"""``colossus checkpoint convert`` and ``model = dict(type="hf")``: no tensor changes, and what cannot be is refused."""
+"""``colossus checkpoint convert`` and `colossus.hf.save`: no tensor changes, and what cannot be is refused."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict, tensor_file
+from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
-from colossus.config import ConfigError, as_dict, load_config
+from colossus.config import ConfigError, load_config
 from colossus.launch.origin import choose
 from colossus.registry import MODEL_OPTIONS
 
@@ -90,11 +92,11 @@ def test_in_another_dtype(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
 
 
-def _train(rank: int, config: dict[str, Any], target: Path, seen: bool) -> dict[str, Tensor]:
+def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:
     engine = colossus.initialize(config)
     engine.train_step(batch_of(0))
     engine.checkpoints.save(background=False).wait()
-    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000)
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, like=like)
     whole = full_state_dict(engine.model, engine.context)
     engine.close()
     return whole
@@ -104,7 +106,12 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
     llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
     config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
-    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", True, with_context=False)
+    like = make_folder(tmp_path / "like", LLAMA)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (like / name).write_text(f'{{"of": "{name}"}}')
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", like, with_context=False)
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert convert(tmp_path / "run", tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
     assert convert(tmp_path / "run", tmp_path / "weights", "--to", "colossus") == 0
@@ -118,6 +125,21 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     assert spec["type"] == "Llama"
     assert spec["num_kv_heads"] == 2
     assert spec["bias"] is True
+
+
+def _grown(rank: int, target: Path) -> tuple[int, int]:
+    """Bytes that saving adds to this rank at most, and those of the largest tensor."""
+    sizes = dict(hidden_size=256, num_layers=16, vocab_size=4096, num_heads=4)
+    engine = colossus.initialize(config_of(dict(tensor=2), 1, "fp32", model=sizes))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    colossus.hf.save(engine, target)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before), 4 * 4096 * 256
+
+
+def test_no_rank_holds_the_model_while_it_is_saved(tmp_path: Path) -> None:
+    for grown, largest in run_ranks(2, _grown, tmp_path / "hf", with_context=False):
+        assert grown < 5 * largest  # theirs, ours, what is gathered of it and how it travels
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 12 * largest
 
 
 # -- refused ----------------------------------------------------------------------------------------------
@@ -196,8 +218,6 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: Captured) -> None:
 def test_a_model_of_ones_own_is_no_family(tmp_path: Path, capsys: Captured) -> None:
     ours = tmp_path / "ours"
     assert convert(make_folder(tmp_path / "source", GPT2), ours, "--to", "colossus") == 0
-    from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-
     for model, said in (
         (dict(type="my_models:Net"), "it is a my_models:Net; those that can be are GPT, Llama, ViT"),
         (None, "it is a model that its checkpoint says nothing of"),
@@ -228,6 +248,10 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert os.listdir(tmp_path) == ["source"]
 
 
+def _config(**model: Any) -> dict[str, Any]:
+    return dict(model=model, train=dict(steps=1, global_batch_size=BATCH), device="cpu")
+
+
 def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a process starts, and from an engine; but a run begins with them."""
     monkeypatch.chdir(tmp_path)
@@ -249,71 +273,3 @@ def test_nothing_goes_on_from_weights_alone(tmp_path: Path, monkeypatch: pytest.
 
     (told,) = run_ranks(1, load, with_context=False)
     assert "ours has weights only, no optimizer and no place in the data" in told
-
-
-# -- model = dict(type="hf") ------------------------------------------------------------------------------
-
-
-def _config(**model: Any) -> dict[str, Any]:
-    return dict(model=model, train=dict(steps=1, global_batch_size=BATCH), device="cpu")
-
-
-def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_folder(tmp_path / "llama", LLAMA)
-    found = as_dict(load_config(_config(type="hf", path="llama", attention_dropout=0.25, seq_len=5)))
-    assert found["model"]["type"] == "Llama"
-    assert (found["model"]["hidden_size"], found["model"]["seq_len"]) == (8, 5)
-    assert found["model"]["attention_dropout"] == 0.25
-    assert "path" not in found["model"]
-    assert found["checkpoint"]["weights"]["path"] == "llama"
-    fresh = load_config(_config(type="hf", path="llama", weights=False))
-    assert fresh.checkpoint.weights is None
-    other = load_config({**_config(type="hf", path="llama"), "checkpoint": dict(weights="elsewhere")})
-    assert other.checkpoint.weights is not None
-    assert other.checkpoint.weights.path == "elsewhere"
-    over = load_config(_config(type="hf", path="llama"), ["model.activation_checkpoint=full"])
-    assert over.model is not None
-    assert over.model.options["activation_checkpoint"] == "full"
-
-
-CONFIG_REFUSED = [
-    (dict(path="nowhere"), r"model: path = 'nowhere': there is no such folder"),
-    (dict(path="empty"), r"model: path = 'empty': has no config.json with a model_type"),
-    (dict(), r"model: needs the path of a model folder: .*got path = None"),
-    (dict(path="llama", weights="no"), r"model: weights = 'no': True takes those of the folder"),
-    (dict(path="llama", hiden_size=8), r"model.hiden_size: no such key; did you mean model.hidden_size\?"),
-    (dict(path="llama", norm="layernorm"), r"model.norm"),
-    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads gpt2, llama, vit"),
-]
-
-
-@pytest.mark.parametrize(("model", "said"), CONFIG_REFUSED)
-def test_what_a_config_says_wrong(
-    model: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_folder(tmp_path / "llama", LLAMA)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "mamba").mkdir()
-    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
-    with pytest.raises(ConfigError, match=said):
-        load_config(_config(type="hf", **model))
-
-
-def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
-    """Without a process; headers are enough."""
-    monkeypatch.chdir(tmp_path)
-    folder = make_folder(tmp_path / "gpt2", dict(GPT2, vocab_size=256))
-    text = 'model = dict(type="hf", path="gpt2")\ndata = dict(type="PythonStdlib")\n'
-    (tmp_path / "config.py").write_text(text + 'train = dict(steps=1, global_batch_size=2)\ndevice = "cpu"\n')
-    assert main(["config", "config.py"]) == 0
-    assert "model = dict(\n    type='GPT'," in capsys.readouterr().out
-    assert main(["launch", "config.py", "--dry-run"]) == 0
-    assert "weights     of a model folder of Hugging Face, gpt2\n" in capsys.readouterr().out
-    (folder / "model.safetensors").write_bytes(b"")
-    assert main(["launch", "config.py", "--dry-run"]) == 2
-    err = capsys.readouterr().err
-    assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is no safetensors file" in err

@@ -16,6 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gelu_layernorm_tied": dict(),
     "swiglu_rmsnorm": dict(mlp="swiglu", norm="rmsnorm", bias=False),
     "grouped_query_rotary": dict(num_kv_heads=2, positions="rotary"),
+    "heads_of_their_own_size": dict(head_dim=5, num_kv_heads=2),
     "one_kv_head_untied": dict(num_kv_heads=1, tie_embeddings=False),
     "swiglu_untied_odd_sizes": dict(mlp="swiglu", ffn_hidden_size=37, vocab_size=29, tie_embeddings=False),
 }

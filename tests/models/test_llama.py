@@ -13,12 +13,12 @@ from torch import Tensor
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.config import load_config
+from colossus.config import load_config, model_options
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.gpt import GPT
-from colossus.models.options import GPTOptions
+from colossus.models.options import GPTOptions, LlamaOptions
 
 LLAMA: dict[str, Any] = dict(
     positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False, num_layers=2, hidden_size=32,
@@ -103,6 +103,23 @@ def test_full_sizes_count_as_published() -> None:
     assert GPTOptions(**{**LLAMA, **eight}, norm_eps=1e-5).num_parameters() == 8_030_261_248
 
 
+def test_the_llama_of_the_registry_counts_alike() -> None:
+    seven = dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32000, seq_len=4096)
+    assert LlamaOptions(**seven).num_parameters() == 6_738_415_616
+    by_type = model_options(load_config(dict(model=dict(type="Llama", **seven))))
+    assert by_type == LlamaOptions(**seven)
+
+
+def test_heads_of_a_size_of_their_own() -> None:
+    """As many features as all heads have need not be those of the model."""
+    options = LlamaOptions(hidden_size=30, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=1, vocab_size=10)
+    attention = 30 * (4 + 2 + 2) * 6 + 4 * 6 * 30
+    assert options.num_parameters() == 2 * 10 * 30 + 3 * 30 + attention + 3 * 30 * options.ffn_hidden_size
+    assert not options.check(load_config({}).parallel)
+    assert LlamaOptions(hidden_size=32, num_heads=4, head_dim=None).head_dim == 8
+    assert LlamaOptions(hidden_size=32, num_heads=4, head_dim=8) == LlamaOptions(hidden_size=32, num_heads=4)
+
+
 def test_default_eps_follows_the_norm() -> None:
     assert GPTOptions().norm_eps == 1e-5
     assert GPTOptions(norm="rmsnorm", norm_eps=None).norm_eps == 1e-6
@@ -111,6 +128,10 @@ def test_default_eps_follows_the_norm() -> None:
 REFUSED = [
     (dict(positions="learned", rotary_base=5e5), "model.rotary_base = 500000.0 says how positions are rotated, but"),
     (dict(rotary_base=1.0), "rotary_base"),
+    (dict(head_dim=7), "model.head_dim = 7 is odd, but rotary positions turn pairs of features; nearest: 6 or 8"),
+    (dict(head_dim=1), "model.head_dim = 1 is odd, .* nearest: 2"),
+    (dict(head_dim=0), "model.head_dim"),
+    (dict(hidden_size=30), "model.hidden_size = 30 is not a multiple of model.num_heads = 4; nearest: 28 or 32"),
     (dict(norm_eps=0.0), "norm_eps"),
     (dict(rotary_scaling=dict(factor=0.5)), "factor"),
     (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),

@@ -40,6 +40,19 @@ train = dict(global_batch_size=8, clip_grad_norm=0.5)
 optimizer = dict(type="AdamW", lr=1e-2)
 """
 
+#: five tokens, which two ranks pad
+VIT = """
+class Images(_Tokens):
+    def __getitem__(self, index):
+        return torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
+
+model = dict(type="ViT", num_layers=2, hidden_size=16, num_heads=4, image_size=(4, 6), patch_size=(2, 3), in_channels=1,
+             num_classes=3)
+data = dict(type=Images)
+train = dict(global_batch_size=8)
+optimizer = dict(type="SGD", lr=0.1)
+"""
+
 NET = """
 class Net(nn.Module):
     def __init__(self):
@@ -125,6 +138,12 @@ def test_a_gpt_with_fewer_key_value_heads_than_ranks_agrees(verify: Verify) -> N
     code, out, err = verify(GPT, "parallel.tensor.size=4", "model.num_kv_heads=2", "--steps=2")
     assert (code, err) == (0, ""), out
     assert counts(out)["initial values"] * 2 == counts(out)["gradients"] == 72
+
+
+def test_a_vit_whose_tokens_are_padded_agrees(verify: Verify) -> None:
+    code, out, err = verify(VIT, "parallel.tensor.size=2", "parallel.tensor.sequence_sharded=True")
+    assert (code, err) == (0, ""), out
+    assert counts(out)["outputs of modules"] == 9, "as of a GPT, and the class token"
 
 
 @pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])

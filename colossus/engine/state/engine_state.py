@@ -35,7 +35,13 @@ from colossus.engine.state.optimizer import (
 from colossus.engine.state.per_parameter import held_of_state, read_state, require_state_fits
 from colossus.engine.state.replicas import num_replicas, replica_prefix
 from colossus.engine.state.run_state import is_first_but_along, restore_run, run_values
-from colossus.engine.state.weights import known_weights, load_matched, require_same_model, saved_weights
+from colossus.engine.state.weights import (
+    known_weights,
+    load_matched,
+    other_functions,
+    require_same_model,
+    saved_weights,
+)
 from colossus.layout.split_parameter import as_shards
 
 if TYPE_CHECKING:
@@ -251,6 +257,9 @@ class EngineState:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
             reader.verify(self._world, on_progress)
             on_all_ranks(self._world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+        differ = other_functions(reader.manifest.config.get("model"), as_dict(engine.config).get("model"))
+        if differ and engine.context.is_logging_rank:
+            log.warning("%s: its weights are of a model that computes otherwise: %s", reader.folder, ", ".join(differ))
         torch.clear_autocast_cache()
         return match
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,6 +32,31 @@ def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: Para
 def saved_weights(reader: CheckpointReader) -> dict[str, Shape]:
     """Shapes of the parameters and buffers of a checkpoint, by the names under which the values are."""
     return {name: reader.manifest.tensors[f"model/{name}"].shape for name in reader.manifest.names("model")}
+
+
+#: options that change what a model computes of the same weights
+_OF_FUNCTION = (
+    "num_heads", "num_kv_heads", "head_dim", "mlp", "norm", "norm_eps", "positions", "rotary_base", "rotary_scaling",
+    "pool",
+)  # fmt: skip
+
+
+def other_functions(saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
+    """What makes a model compute something else than the one whose weights it takes, although all shapes fit.
+
+    Args:
+        saved, here: section ``model`` of both configs, with all options.
+
+    Returns:
+        ``mlp = 'gelu_tanh' there, 'gelu' here``, ..
+    """
+    if not saved or not here:
+        return []
+    return [
+        f"{key} = {saved[key]!r} there, {here[key]!r} here"
+        for key in _OF_FUNCTION
+        if key in saved and key in here and saved[key] != here[key]
+    ]
 
 
 def require_same_model(reader: CheckpointReader, known: Mapping[str, Known]) -> WeightMatch:

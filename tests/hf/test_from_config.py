@@ -1,0 +1,77 @@
+"""``model = dict(type="hf", path=..)``: once a config is loaded it holds the model that is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.hf_folders import GPT2, LLAMA, make_folder
+
+from colossus.cli.main import main
+from colossus.config import ConfigError, as_dict, load_config
+
+
+def _config(**model: Any) -> dict[str, Any]:
+    return dict(model=model, train=dict(steps=1, global_batch_size=2), device="cpu")
+
+
+def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "llama", LLAMA)
+    found = as_dict(load_config(_config(type="hf", path="llama", attention_dropout=0.25, seq_len=5)))
+    assert found["model"]["type"] == "Llama"
+    assert (found["model"]["hidden_size"], found["model"]["seq_len"]) == (8, 5)
+    assert found["model"]["attention_dropout"] == 0.25
+    assert "path" not in found["model"]
+    assert found["checkpoint"]["weights"]["path"] == "llama"
+    fresh = load_config(_config(type="hf", path="llama", weights=False))
+    assert fresh.checkpoint.weights is None
+    other = load_config({**_config(type="hf", path="llama"), "checkpoint": dict(weights="elsewhere")})
+    assert other.checkpoint.weights is not None
+    assert other.checkpoint.weights.path == "elsewhere"
+    over = load_config(_config(type="hf", path="llama"), ["model.activation_checkpoint=full"])
+    assert over.model is not None
+    assert over.model.options["activation_checkpoint"] == "full"
+
+
+CONFIG_REFUSED = [
+    (dict(path="nowhere"), r"model: path = 'nowhere': there is no such folder; colossus downloads nothing"),
+    (dict(path="empty"), r"model: path = 'empty': has no config.json with a model_type"),
+    (dict(), r"model: needs the path of a model folder: .*got path = None"),
+    (dict(path="llama", weights="no"), r"model: weights = 'no': True takes those of the folder"),
+    (dict(path="llama", hiden_size=8), r"model.hiden_size: no such key; did you mean model.hidden_size\?"),
+    (dict(path="llama", norm="layernorm"), r"model.norm"),
+    (dict(path="mamba"), r"model: mamba/config.json: model_type = 'mamba': colossus reads gpt2, llama, vit"),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), CONFIG_REFUSED)
+def test_what_a_config_says_wrong(
+    model: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "llama", LLAMA)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mamba").mkdir()
+    (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ConfigError, match=said):
+        load_config(_config(type="hf", **model))
+
+
+def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a process; headers are enough."""
+    monkeypatch.chdir(tmp_path)
+    folder = make_folder(tmp_path / "gpt2", dict(GPT2, vocab_size=256))
+    text = 'model = dict(type="hf", path="gpt2")\ndata = dict(type="PythonStdlib")\n'
+    (tmp_path / "config.py").write_text(text + 'train = dict(steps=1, global_batch_size=2)\ndevice = "cpu"\n')
+    assert main(["config", "config.py"]) == 0
+    assert "model = dict(\n    type='GPT'," in capsys.readouterr().out
+    assert main(["launch", "config.py", "--dry-run"]) == 0
+    assert "weights     of a model folder of Hugging Face, gpt2\n" in capsys.readouterr().out
+    (folder / "model.safetensors").write_bytes(b"")
+    assert main(["launch", "config.py", "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is no safetensors file" in err

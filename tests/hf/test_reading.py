@@ -1,0 +1,191 @@
+"""Reading a model folder of Hugging Face: any box, little memory, what older versions wrote, into another model."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+
+import colossus
+from colossus.checkpoint import CheckpointError, DamagedCheckpoint, read_state_dict
+from colossus.hf.folder import read_folder
+from colossus.hf.reader import HFReader
+
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_any_box_of_any_parameter(kind: str, tmp_path: Path) -> None:
+    """Against whole tensors of safetensors' own reader, by names written out here."""
+    folder = make_folder(tmp_path / kind, CONFIGS[kind], files=3)
+    files = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    with HFReader(folder) as reader:
+        for name, there in _where(kind, files).items():
+            key = f"model/{name}"
+            assert torch.equal(reader.tensor(key), there), name
+            for dtype in (torch.float32, torch.float64, torch.bfloat16):
+                box = tuple((size // 3, size - size // 4) for size in there.shape)
+                out = torch.full([stop - start for start, stop in box], 7.0, dtype=dtype)
+                reader.read_box(key, box, out)
+                assert torch.equal(out, there[tuple(slice(*span) for span in box)].to(dtype)), (name, dtype)
+            empty = torch.empty([0, *there.shape[1:]])
+            reader.read_box(key, ((1, 1), *((0, size) for size in there.shape[1:])), empty)
+        assert reader.manifest.aliases == ({"head.weight": "embedding.weight"} if kind == "gpt2" else {})
+
+
+def _where(kind: str, files: dict[str, Tensor]) -> dict[str, Tensor]:
+    if kind == "gpt2":
+        query, key, value = files["transformer.h.0.attn.c_attn.weight"].chunk(3, 1)
+        return {
+            "embedding.weight": files["transformer.wte.weight"],
+            "blocks.0.attention.qkv.query.weight": query.T,
+            "blocks.0.attention.qkv.key.weight": key.T,
+            "blocks.0.attention.qkv.value.weight": value.T,
+            "blocks.0.attention.qkv.value.bias": files["transformer.h.0.attn.c_attn.bias"][16:],
+            "blocks.0.mlp.down.weight": files["transformer.h.0.mlp.c_proj.weight"].T,
+            "norm.bias": files["transformer.ln_f.bias"],
+        }
+    if kind == "llama":
+        return {
+            "blocks.0.attention.qkv.key.weight": files["model.layers.0.self_attn.k_proj.weight"],
+            "blocks.0.mlp.up.gate.weight": files["model.layers.0.mlp.gate_proj.weight"],
+            "blocks.0.mlp.up.value.weight": files["model.layers.0.mlp.up_proj.weight"],
+            "head.weight": files["lm_head.weight"],
+        }
+    return {
+        "class_token.weight": files["vit.embeddings.cls_token"][0, 0],
+        "positions.weight": files["vit.embeddings.position_embeddings"][0],
+        "patches.weight": files["vit.embeddings.patch_embeddings.projection.weight"].flatten(1),
+        "blocks.0.mlp_norm.weight": files["vit.encoder.layer.0.layernorm_after.weight"],
+        "head.bias": files["classifier.bias"],
+    }
+
+
+def test_reading_needs_one_block_of_memory(tmp_path: Path) -> None:
+    """Beside what is read into: also of a tensor that is transposed, fused and cast, and of a box of columns."""
+    config = dict(GPT2, n_embd=1024, n_head=16, n_inner=8192, n_layer=2, vocab_size=32)
+    folder = make_folder(tmp_path / "wide", config, random_tensors(config, torch.bfloat16))
+
+    def grown(rank: int) -> dict[str, int]:
+        found = {}
+        with HFReader(folder) as reader:
+            for name, dtype in (("attention.qkv.key", torch.bfloat16), ("mlp.up", torch.float32)):
+                key = f"model/blocks.0.{name}.weight"
+                rows, columns = reader.entry(key).shape
+                for of, box in (("all", ((0, rows), (0, columns))), ("columns", ((0, rows), (columns // 2, columns)))):
+                    out = torch.zeros([stop - start for start, stop in box], dtype=dtype)
+                    reader.read_box(f"model/blocks.1.{name}.weight", box, out)  # what is made once
+                    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                    reader.read_box(key, box, out)
+                    found[f"{name}, {of}"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+                    found[f"{name}, {of}, itself"] = out.numel() * out.itemsize
+        return found
+
+    (found,) = run_ranks(1, grown, with_context=False)
+    assert found["mlp.up, all, itself"] == 4 * 1024 * 8192
+    for name, num_bytes in found.items():
+        assert num_bytes <= 1.5e6 or name.endswith("itself"), found
+
+
+def test_rope_as_both_versions_write_it(tmp_path: Path) -> None:
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+    old = dict(rope_theta=500.0, rope_scaling=dict(rope_type="llama3", **scaling))
+    older = dict(rope_theta=500.0, rope_scaling=dict(type="llama3", **scaling))
+    new = dict(rope_parameters=dict(rope_type="llama3", rope_theta=500.0, **scaling))
+    plain = dict(rope_theta=500.0, rope_scaling=None)
+    found = []
+    for number, rope in enumerate((old, older, new, plain)):
+        options = read_folder(make_folder(tmp_path / str(number), {**LLAMA, **rope})).options
+        assert options.rotary_base == 500.0
+        found.append(options.rotary_scaling)
+    assert found[0] == found[1] == found[2] != found[3]
+    assert found[3] is None
+    assert found[0].model_dump() == dict(scaling, rope_type="llama3")
+
+
+def test_old_files_have_more_and_less(tmp_path: Path) -> None:
+    """Masks, frequencies and a copy of the tied head are no parameters; a tied table may be there as the head only."""
+    tensors = random_tensors(GPT2)
+    whole = read_state_dict(make_folder(tmp_path / "whole", GPT2, tensors))
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 6, 6), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    bare = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    table = tensors["transformer.wte.weight"]
+    old = make_folder(tmp_path / "old", GPT2, {**bare, **masks, "lm_head.weight": table.clone()})
+    as_head = {name: value for name, value in tensors.items() if name != "transformer.wte.weight"}
+    head = make_folder(tmp_path / "head", GPT2, {**as_head, "lm_head.weight": table})
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    read_folder(make_folder(tmp_path / "llama", LLAMA, {**random_tensors(LLAMA), **frequencies}))
+    for other in (old, head):
+        found = read_state_dict(other)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+    assert whole["head.weight"] is whole["embedding.weight"]
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    with HFReader(folder) as reader:
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-200])
+        with pytest.raises(DamagedCheckpoint, match=r"has \d+ bytes, it had \d+ when it was opened"):
+            reader.verify()
+        with pytest.raises(CheckpointError, match=r"cannot be read: the file ends early"):
+            [reader.tensor(f"model/{name}") for name in reader.manifest.names("model")]
+        with pytest.raises(CheckpointError, match=r"has no tensor 'model/norm.wieght'; there are model/norm.weight"):
+            reader.tensor("model/norm.wieght")
+
+
+def test_a_model_that_computes_otherwise_is_told(tmp_path: Path) -> None:
+    """The shapes fit, so the weights are taken; but a gelu is not the other, and other heads are other functions."""
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+
+    def load(rank: int) -> list[str]:
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("colossus.engine").addHandler(handler)
+        train = dict(train=dict(steps=1, global_batch_size=2), device="cpu")
+        engine = colossus.initialize(dict(model=dict(type="hf", path=str(folder)), **train))
+        engine.checkpoints.load_weights(folder)
+        assert not told
+        options = dict(num_layers=1, hidden_size=8, num_heads=1, vocab_size=11, seq_len=6, mlp="gelu", norm_eps=1e-5)
+        engine = colossus.initialize(dict(model=dict(type="GPT", **options), **train))
+        engine.checkpoints.load_weights(folder)
+        return told
+
+    ((told,),) = run_ranks(1, load, with_context=False)
+    assert "weights are of a model that computes otherwise: num_heads = 2 there, 1 here, num_kv_heads = 2 " in told
+    assert "mlp = 'gelu_tanh' there, 'gelu' here" in told
+    assert "norm_eps" not in told
+
+
+def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) -> None:
+    """By the same rules as those of a checkpoint: what is missing, or of another shape, is told."""
+    tensors = {name: value for name, value in random_tensors(VIT).items() if not name.startswith("classifier")}
+    folder = make_folder(tmp_path / "vit", VIT, tensors)
+
+    def load(rank: int) -> list[str]:
+        told = []
+        train = dict(train=dict(steps=1, global_batch_size=2), device="cpu")
+        engine = colossus.initialize(dict(model=dict(type="hf", path=str(folder), num_classes=7), **train))
+        with pytest.raises(CheckpointError) as raised:
+            engine.checkpoints.resume()
+        told.append(str(raised.value))
+        told.append(str(engine.checkpoints.load_weights(folder, strict=False)))
+        with pytest.raises(CheckpointError) as raised:
+            engine.checkpoints.load(folder)
+        told.append(str(raised.value))
+        return told
+
+    ((strict, loaded, resumed),) = run_ranks(1, load, with_context=False)
+    assert "checkpoint.weights: " in strict
+    assert "2 missing there: head.bias, head.weight" in strict
+    assert loaded == "2 missing there: head.bias, head.weight"
+    assert "a model folder of Hugging Face checkpoint.weights takes the weights" in resumed

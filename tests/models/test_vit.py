@@ -1,0 +1,270 @@
+"""The vision transformer: its sizes, what becomes of its tokens under each plan, what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.modes import BATCH, MODES, Mode, own
+from helpers.training import assert_same_numbers, assert_same_run, config_of, run_cases, run_plan
+from helpers.twins import PlainViT
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import load_config
+from colossus.context.parallel_context import ParallelContext
+from colossus.models.options import ViTOptions
+from colossus.models.vit import ViT
+
+#: 8 patches and the class token, which 2 and 4 ranks do not divide
+SIZES: dict[str, Any] = dict(
+    num_layers=2, hidden_size=24, num_heads=12, image_size=(8, 6), patch_size=(2, 3), in_channels=3, num_classes=5
+)
+IMAGES = torch.randn(BATCH, 3, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Mixes(nn.Module):
+    """A user's own block, which would see padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = layers.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1:] == (9, 24)
+        return x + self.linear(x.mean(1, keepdim=True))
+
+
+class PlainMixes(Mixes):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.linear = nn.Linear(24, 24)
+
+
+def differences(context: ParallelContext) -> list[str]:
+    """Of logits from plain torch's: as it is, listened to, and with modules of the user's own."""
+    found = []
+    for kind in ("as it is", "listened to", "a block of the user's", "patches and norm of the user's"):
+        ours: Any = colossus.build(lambda kind=kind: changed(ViT(**SIZES), kind), context, dtype=torch.float64)
+        twin = PlainViT(**SIZES)
+        if kind == "a block of the user's":
+            twin.blocks[0] = PlainMixes()
+        if kind == "patches and norm of the user's":
+            twin.patches, twin.norm = Stem(), nn.LayerNorm(24)
+        twin.double().load_state_dict(full_state_dict(ours, context))
+        calls: list[str] = []
+        if kind == "listened to":
+            for name, module in ours.named_modules():
+                if isinstance(module, layers.Attention | layers.PatchEmbedding | layers.ClassToken):
+                    module.register_forward_hook(lambda *_, name=name: calls.append(name))
+        logits = layers.to_user(ours(own(context, IMAGES)))
+        wanted = own(context, twin(IMAGES))
+        if kind == "listened to" and calls != ["patches", "class_token", "blocks.0.attention", "blocks.1.attention"]:
+            found.append(f"{kind}: {calls}")
+        error = (logits - wanted).abs().max().item()
+        if error > 1e-12:
+            found.append(f"{kind}: {error:.1e}")
+    return found
+
+
+class Stem(nn.Module):
+    """Patches by a convolution of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 24, (2, 3), (2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.conv(images).flatten(2).transpose(1, 2)
+
+
+def changed(model: Any, kind: str) -> Any:
+    if kind == "a block of the user's":
+        model.blocks[0] = Mixes()
+    if kind == "patches and norm of the user's":
+        model.patches, model.norm = Stem(), nn.LayerNorm(24)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["1d_sequence", "2d_2x3", "3d_2x1x2"])
+def test_it_is_plain_torch_whatever_a_user_changes(mode: str) -> None:
+    for found in MODES[mode].run(differences):
+        assert not found, "\n".join(found)
+
+
+def _held(context: ParallelContext, plan: dict[str, Any]) -> None:
+    for more in (
+        dict(),
+        dict(pool="mean", norm="rmsnorm", bias=False),
+        dict(num_classes=7, mlp="swiglu", ffn_hidden_size=36),
+    ):
+        options = {**SIZES, **more}
+        model = colossus.build(lambda options=options: ViT(**options), context)
+        parallel = load_config(dict(parallel=dict(tensor=plan), train=dict(global_batch_size=12))).parallel
+        held = sum(parameter.numel() for parameter in model.parameters())
+        assert held == ViTOptions(**options).num_parameters_per_rank(parallel), (plan, more)
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [
+        (Mode("1d", (2,)), dict(size=2)),
+        (Mode("1d", (2,), sequence_sharded=True), dict(size=2, sequence_sharded=True)),
+        (MODES["2d_3x2"], dict(mode="2d", shape=(3, 2))),
+        (MODES["3d_2x1x2"], dict(mode="3d", shape=(2, 1, 2))),
+    ],
+    ids=["1d", "1d_sequence", "2d", "3d"],
+)
+def test_parameters_of_a_rank_are_counted(mode: Mode, plan: dict[str, Any]) -> None:
+    mode.run(_held, plan)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [
+        (dict(num_layers=12, hidden_size=768, num_heads=12), 86_567_656),  # ViT-B/16
+        (dict(num_layers=24, hidden_size=1024, num_heads=16), 304_326_632),  # ViT-L/16
+        (dict(num_layers=32, hidden_size=1280, num_heads=16, patch_size=14), 632_045_800),  # ViT-H/14
+    ],
+    ids=["B", "L", "H"],
+)
+def test_full_sizes_count_as_published(sizes: dict[str, Any], parameters: int) -> None:
+    assert ViTOptions(**sizes).num_parameters() == parameters
+
+
+@pytest.mark.parametrize(
+    "more", [dict(), dict(pool="mean", mlp="swiglu", num_kv_heads=3, head_dim=5)], ids=["token", "mean"]
+)
+def test_the_formula_of_flops_is_what_torch_counts(more: dict[str, Any]) -> None:
+    model: Any = colossus.build(lambda: ViT(**{**SIZES, **more}))
+    images = IMAGES[:3].float()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss, count = model.loss(model(images), (images, torch.tensor([0, 4, 2])))
+        loss.backward()
+    assert count == 3
+    assert counter.get_total_flops() == 3 * model.options.flops_per_token()
+
+
+# -- in training ----------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, Any] = dict(type="ViT", **SIZES)
+
+
+def test_padded_tokens_under_recomputation_and_dropout() -> None:
+    """The mask of padding goes into blocks that are recomputed; their dropout is the same again."""
+    sharded = dict(tensor=dict(size=2, sequence_sharded=True))
+    dropped = dict(dropout=0.2, attention_dropout=0.1)
+    kinds = [(kind, more) for kind in ("none", "full", "selective") for more in ({}, dropped)]
+    configs = {
+        f"{kind} {bool(more)}": config_of(sharded, 2, "fp64", model={**TRAINED, **more, "activation_checkpoint": kind})
+        for kind, more in kinds
+    }
+    found = run_cases(2, configs, 2)
+    alone = run_plan(1, config_of({}, 2, "fp64", model=TRAINED), 2)[0]
+    assert_same_numbers(found["none False"][0], alone)
+    assert found["none True"][0].losses != alone.losses
+    for name, traces in found.items():
+        reference = found[f"none {name.split()[1]}"][0]
+        for trace in traces:
+            assert_same_run(trace, reference, loss=1e-12, norm=1e-12, parameter=1e-10)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision(precision: str) -> None:
+    plans: dict[str, Any] = {
+        "1d sharded": dict(tensor=dict(size=2, sequence_sharded=True)),
+        "pipeline": dict(pipeline=2),
+        "zero": dict(data=2, zero=3),
+    }
+    configs = {name: config_of(plan, 3, precision, model=TRAINED) for name, plan in plans.items()}
+    alone = run_plan(1, config_of({}, 3, precision, model=TRAINED), 3)[0]
+    for name, traces in run_cases(2, configs, 3).items():
+        assert traces[0].losses == pytest.approx(alone.losses, rel=4e-3), name
+        assert traces[0].norms == pytest.approx(alone.norms, rel=4e-2), name
+
+
+# -- what is refused ------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        dict(sequence=2),
+        {},
+        r"parallel.sequence.size = 2 splits the tokens of a batch .* 9 tokens \(8 patches and the class token\)",
+    ),
+    (dict(sequence=2), dict(pool="mean"), r"8 tokens \(8 patches\) of them"),
+    (
+        {},
+        dict(image_size=9),
+        r"model.image_size: height = 9 is not a multiple of model.patch_size: height = 2; .* 8 or 10",
+    ),
+    ({}, dict(image_size=(8, 0)), "model.image_size"),
+    ({}, dict(patch_size="2"), "model.patch_size: must be a tuple"),
+    ({}, dict(pool="max"), "model.pool"),
+    ({}, dict(seq_len=9), "model.seq_len: no such key"),
+    (dict(tensor=5), {}, r"model.num_heads = 12 is not a multiple of parallel.tensor.size = 5"),
+    (dict(pipeline=5), {}, r"4 blocks \(patches, layers, head\), fewer than the stages of parallel.pipeline.size = 5"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "more", "words"), REFUSED)
+def test_what_is_refused_before_launch(parallel: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config(dict(parallel=parallel, model={**TRAINED, **more}))
+
+
+def test_the_nearest_plans_of_a_refused_sequence() -> None:
+    with pytest.raises(ValueError, match=r"parallel.sequence.size=1 parallel.tensor.size=4") as caught:
+        load_config(dict(parallel=dict(sequence=4), model=TRAINED), nproc=4)
+    assert "parallel.sequence.size=2" not in str(caught.value)
+
+
+def test_a_padded_plan_is_none_that_is_refused() -> None:
+    load_config(dict(parallel=dict(tensor=dict(size=4, sequence_sharded=True)), model=TRAINED))
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        (torch.zeros(2, 3, 6, 8), r"of shape \(2, 3, 6, 8\), but .* say images \[batch, 3, 8, 6\]"),
+        (torch.zeros(2, 3, 4, 6), r"of shape \(2, 3, 4, 6\)"),
+        (torch.zeros(3, 8, 6), r"of shape \(3, 8, 6\)"),
+        (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "images of torch.uint8; make them of floating point"),
+        ({"images": torch.zeros(2, 3, 8, 6)}, "its input is a dict"),
+    ],
+)
+def test_images_that_are_refused(images: Any, words: str) -> None:
+    model = colossus.build(lambda: ViT(**SIZES))
+    with pytest.raises(ValueError, match=words):
+        model(images)
+
+
+def test_batches_that_are_refused() -> None:
+    model: Any = colossus.build(lambda: ViT(**SIZES))
+    logits, labels = torch.zeros(2, 5), torch.tensor([0, 1])
+    assert model.loss(logits, {"inputs": None, "labels": labels})[1] == model.loss(logits, (None, labels))[1] == 2
+    for batch in ((logits,), {"inputs": logits}, (logits, "cat")):
+        with pytest.raises(ValueError, match=r"a batch is \(images, labels\), or dict\(inputs=images, labels=...\)"):
+            model.loss(logits, batch)
+
+
+def _class_token(context: ParallelContext) -> list[str]:
+    token: Any = colossus.build(lambda: layers.ClassToken(8), context)
+    outer = layers.to_outer(torch.zeros(2, 4, 8))
+    told = []
+    for x in (outer, torch.zeros(4, 8)):
+        try:
+            token(x)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_class_token_goes_where_tokens_are_whole() -> None:
+    for split, flat in Mode("1d", (2,), sequence_sharded=True).run(_class_token):
+        assert "tokens are split over tensor, of which one rank alone has the first" in split
+        assert "x has shape (4, 8); it takes [batch, tokens, hidden_size]" in flat
