@@ -23,6 +23,8 @@ def as_dict(config: Config) -> dict[str, Any]:
     Callables are written ``"module:qualname"``, other objects ``"<module:Class>"``.
     """
     out = _plain(config)
+    if config.parallel.zero.stage:  # which says what the strategy is
+        del out["parallel"]["strategy"]
     options = model_options(config)
     if isinstance(options, BaseModel):
         out["model"] = {"type": out["model"]["type"], **_plain(options)}

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 #: changes what is kept on the disk: files of another number are not read
 _VERSION = 1
 #: bytes of text that are encoded at a time
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,30 @@ class Tokenizer:
             raise ValueError(f"{title}: tokenizer {str(self.path)!r} cannot be read: {error}") from None
         largest = max(encoder.get_vocab(with_added_tokens=True).values(), default=0)
         dtype = np.uint16 if largest < 1 << 16 else np.uint32
-        parts = [np.zeros(0, dtype)]
+        parts, done, total = [np.zeros(0, dtype)], 0, sum(map(len, texts))
+        is_told = total > _AT_ONCE and sys.stderr.isatty()
         for some in _together(texts):
+            if is_told:
+                print(
+                    f"\r{title}: {done / 1e6:.0f} of {total / 1e6:.0f} MB encoded", end="", file=sys.stderr, flush=True
+                )
             decoded = [text.decode("utf-8", "replace") for text in some]
             parts += [np.array(each.ids, dtype) for each in encoder.encode_batch(decoded, add_special_tokens=False)]
+            done += sum(map(len, some))
+        if is_told:
+            print(f"\r{'':<{len(title) + 40}}\r", end="", file=sys.stderr, flush=True)
         return np.concatenate(parts)
 
 
 def _together(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
     some: list[bytes] = []
+    size = 0
     for text in texts:
         some.append(text)
-        if sum(map(len, some)) >= _AT_ONCE:
+        size += len(text)
+        if size >= _AT_ONCE:
             yield some
-            some = []
+            some, size = [], 0
     yield some
 
 

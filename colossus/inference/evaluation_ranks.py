@@ -89,12 +89,13 @@ class _Shown:
     def __iter__(self) -> Iterator[Any]:
         steps = getattr(getattr(self._batches, "source", None), "num_steps", None)
         total = min((each for each in (steps, self._most) if each is not None), default=None)
-        last = 0.0
-        for number, batch in enumerate(self._batches):
-            if (now := time.perf_counter()) - last > _BETWEEN:
-                last = now
-                of = f" of {total}" if total is not None else ""
-                print(f"\rbatch {number}{of}", end="", file=sys.stderr, flush=True)
-            yield batch
-        if last:
-            print(f"\r{'':<40}\r", end="", file=sys.stderr, flush=True)
+        of, last = f" of {total}" if total is not None else "", 0.0
+        try:
+            for number, batch in enumerate(self._batches, 1):
+                if (now := time.perf_counter()) - last > _BETWEEN:
+                    last = now
+                    print(f"\rbatch {number}{of}", end="", file=sys.stderr, flush=True)
+                yield batch
+        finally:  # also of one that reads no more
+            if last:
+                print(f"\r{'':<40}\r", end="", file=sys.stderr, flush=True)

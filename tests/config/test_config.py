@@ -781,6 +781,12 @@ def test_the_printed_config_loads_to_the_same(
     assert again.optimizer.options == options
 
 
+def test_the_printed_config_of_zero_loads_again() -> None:
+    """It says what data ranks do once: the stage."""
+    config = load_config(dict(model=GPT, parallel=dict(data=2, zero=dict(stage=2, shard=2))))
+    assert as_dict(load_config(as_dict(config))) == as_dict(config)
+
+
 def test_a_printed_config_may_have_any_key() -> None:
     options = {"if": 1, "a b": 2, "inner": {"class": [1], "x": None}}
     with mock.patch.dict(OPTIMIZERS._entries, free=lambda parameters, **rest: None):

@@ -43,7 +43,10 @@ def of_library(path: Path, texts: list[bytes]) -> list[int]:
     ]
 
 
-def test_ids_are_those_of_the_library_file_by_file(tmp_path: Path, texts: Path, cache: Path) -> None:
+def test_ids_are_those_of_the_library_file_by_file(
+    tmp_path: Path, texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colossus.data.tokenizer._AT_ONCE", 300)  # bytes, of which there are more
     tokenizer = make_tokenizer(tmp_path / "model")
     for given in (tokenizer, tokenizer.parent, str(tokenizer)):
         train, held = (TextFolder(texts, 8, split=split, tokenizer=given, validation_fraction=0.3)

@@ -85,7 +85,12 @@ def inputs() -> dict[str, Tensor]:
 def of_everything(rank: int, tensor: int) -> tuple[Tensor, Tensor, dict[str, tuple[Any, ...]], Any]:
     config = dict(
         parallel=dict(tensor=tensor),
-        train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
+        train=dict(
+            global_batch_size=BATCH,
+            precision="fp64",
+            seed=3,
+            activation_checkpoint=dict(type="full", modules=["across.mlp"]),
+        ),
         optimizer=dict(type="SGD", lr=0.01),
         device="cpu",
     )
@@ -100,6 +105,8 @@ def of_everything(rank: int, tensor: int) -> tuple[Tensor, Tensor, dict[str, tup
     assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
         name: tuple(value.shape) for name, value in state.items()
     }
+    assert "forward" in vars(engine.model.across.mlp)
+    assert not [each for each in model.modules() if "forward" in vars(each)]
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     return model(inputs()).detach(), wanted, trains, (rates, [type(each).__module__ for each in model.modules()])
