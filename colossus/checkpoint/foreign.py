@@ -43,7 +43,9 @@ def _of_file(path: Path) -> str:
     if first.startswith((b"PK\x03\x04", b"\x80")):
         return f"it is {_of_pickle()}"
     if first[8:9] == b"{" and int.from_bytes(first[:8], "little") < path.stat().st_size:
-        return f"it is a safetensors file: {_WITHOUT_PICKLE}"
+        return (
+            f"it is a safetensors file: of a model folder of Hugging Face name the folder; of others {_WITHOUT_PICKLE}"
+        )
     return "it is a file: name the folder"
 
 

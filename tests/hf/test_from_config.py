@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from helpers.hf_folders import GPT2, LLAMA, make_folder
 
 from colossus.cli.main import main
 from colossus.config import ConfigError, as_dict, load_config
+from colossus.hf.folder import spec_of
+from colossus.registry import MODEL_OPTIONS
 
 
 def _config(**model: Any) -> dict[str, Any]:
@@ -75,3 +78,49 @@ def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
     assert main(["launch", "config.py", "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is no safetensors file" in err
+
+
+#: as the Hub has them, but for keys that say nothing of the model: the old style of writing
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "openai-community/gpt2": (
+        dict(
+            model_type="gpt2", activation_function="gelu_new", attn_pdrop=0.1, embd_pdrop=0.1, resid_pdrop=0.1,
+            layer_norm_epsilon=1e-05, n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024,
+            vocab_size=50257, task_specific_params={"text-generation": {"do_sample": True}},
+        ),
+        124_439_808,
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        dict(
+            model_type="llama", attention_bias=False, attention_dropout=0.0, head_dim=64, hidden_act="silu",
+            hidden_size=2048, intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False,
+            num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-05,
+            rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0,
+                              original_max_position_embeddings=8192, rope_type="llama3"),
+            rope_theta=500000.0, tie_word_embeddings=True, torch_dtype="bfloat16", use_cache=True, vocab_size=128256,
+        ),
+        1_235_814_400,
+    ),
+    "google/vit-base-patch16-224": (
+        dict(
+            model_type="vit", attention_probs_dropout_prob=0.0, hidden_act="gelu", hidden_dropout_prob=0.0,
+            hidden_size=768, image_size=224, intermediate_size=3072, layer_norm_eps=1e-12, num_attention_heads=12,
+            num_channels=3, num_hidden_layers=12, patch_size=16, qkv_bias=True,
+            id2label={str(number): "" for number in range(1000)},
+        ),
+        86_567_656,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_parameters(name: str) -> None:
+    config, wanted = PUBLISHED[name]
+    family, spec = spec_of(Path(name), config, {})
+    options = MODEL_OPTIONS.get(spec.pop("type"))(**spec)
+    assert options.num_parameters() == wanted
+    assert sum(math.prod(tensor.shape) for tensor in family.tensors(options)) == wanted
+    assert not family.differences(options)
+    again, same = spec_of(Path(name), {"model_type": config["model_type"], **family.to_config(options)}, {})
+    assert type(again) is type(family)
+    assert MODEL_OPTIONS.get(same.pop("type"))(**same) == options
