@@ -370,3 +370,14 @@ def test_blocks_alternate_and_ratios_are_taken_within_a_block() -> None:
     series = common.alternate({name: lambda name=name: runner(name) for name in seconds}, 3)  # type: ignore[misc]
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert common.ratio(series, "b", "a") == Spread(2.0, 2.0, 2.5)
+
+
+@pytest.mark.long
+def test_generation(tmp_path: Path) -> None:
+    """Both sides make the same tokens, or it stops."""
+    text, payload = smoke("generation", tmp_path)
+    for name in ("gpt", "llama"):
+        for found in payload[name]:
+            assert set(found["seconds"]) == {"plain", "plain-apart", "colossus"}
+            assert found["colossus-tensor-2"] > 0
+    assert "decode tokens/s" in text

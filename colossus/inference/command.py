@@ -160,6 +160,8 @@ def _generate(request: Request, work: _Work, ranks: Ranks) -> int:
             texts.add(step.tokens, step.ended)
     except KeyboardInterrupt:
         texts.stop()
+        if request.json:
+            _print_json(work, texts, clock)
         _tell(clock.line())
         raise
     if request.json:
