@@ -96,7 +96,7 @@ def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     ranks = manifest.plan.get("num_ranks")
-    lines = [("step", f"{manifest.step:,}"), ("saved", f"{saved} by {versions}")]
+    lines = [("step", f"{manifest.step:,}"), ("saved", f"{saved} by {versions}" if versions else saved)]
     plan = str(manifest.plan.get("text", "not known"))
     lines.append(("plan", plan + (f" ({ranks} rank{'s' * (ranks != 1)})" if isinstance(ranks, int) else "")))
     for section, tensors in _sections(manifest):

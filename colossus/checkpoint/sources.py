@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import locate
-from colossus.checkpoint.manifest import MANIFEST, read_manifest
+from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.registry import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
@@ -47,6 +47,17 @@ def open_weights(folder: Path | str) -> CheckpointReader:
         return reader
     opened: CheckpointReader = importlib.import_module("colossus.checkpoint.reader").CheckpointReader(folder)
     return opened
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """What `find_weights` has found holds.
+
+    Raises:
+        CheckpointError: when it is not whole.
+    """
+    foreign = _format_of(folder)
+    manifest: Manifest = read_manifest(folder) if foreign is None else foreign.manifest(folder)
+    return manifest
 
 
 def describe_weights(folder: Path) -> str:

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from colossus.checkpoint.checksum import problem_of
 from colossus.checkpoint.describe import as_data, describe, printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.folder import IN_RUN_FOLDER, checkpoints, locate, named, require_files
-from colossus.checkpoint.manifest import read_manifest
+from colossus.checkpoint.sources import find_weights, manifest_of, open_weights
 from colossus.cli import convert
 from colossus.cli.checkpoint_parsers import parse
 from colossus.cli.named_run import path_of
@@ -50,10 +50,10 @@ def run(words: Sequence[str]) -> int:
         log.setLevel(level)
 
 
-def _find(given: str) -> tuple[Path, dict[Path, CheckpointError]]:
-    """The checkpoint that is meant, and those newer ones that were passed over because they are damaged."""
+def _find(given: str, find: Callable[..., Path] = find_weights) -> tuple[Path, dict[Path, CheckpointError]]:
+    """The folder that is meant, and those newer checkpoints that were passed over because they are damaged."""
     damaged: dict[Path, CheckpointError] = {}
-    found = locate(path_of(given), damaged)
+    found = find(path_of(given), damaged)
     for error in damaged.values():
         _say(f"damaged: {error}")
     if damaged:
@@ -66,7 +66,7 @@ def _find(given: str) -> tuple[Path, dict[Path, CheckpointError]]:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     found, _ = _find(arguments.dir)
-    manifest = read_manifest(found)
+    manifest = manifest_of(found)
     if arguments.json:
         print(json.dumps(as_data(found, manifest, everything=arguments.all), indent=2))
     else:
@@ -80,7 +80,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.all:
         folders = _all_of(path_of(arguments.dir))
         return max(_verify_one(each) for each in folders)
-    found, passed_over = _find(arguments.dir)
+    found, passed_over = _find(arguments.dir, locate)
     return max(_verify_one(found), 1 if passed_over else 0)
 
 
@@ -127,9 +127,8 @@ def _verify_one(folder: Path) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     (a, _), (b, _) = _find(arguments.a), _find(arguments.b)
     compare = importlib.import_module("colossus.checkpoint.diff")  # torch, from here on
-    reader = importlib.import_module("colossus.checkpoint.reader").CheckpointReader
     importlib.import_module("torch").set_num_threads(1)  # small blocks, which more threads would wait for each other at
-    with reader(a) as one, reader(b) as other:
+    with open_weights(a) as one, open_weights(b) as other:
         found: Difference = compare.diff(one, other, only=tuple(arguments.only))
     if not found.num_compared and not found.only_in_a and not found.only_in_b and not found.values and arguments.only:
         _say(f"colossus checkpoint diff: --only {' '.join(arguments.only)} meets no key of {a} or {b}; keys are")

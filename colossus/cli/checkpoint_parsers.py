@@ -15,7 +15,8 @@ SUMMARY = """\
 usage: colossus checkpoint COMMAND DIR ...
 
 Look at checkpoints. DIR is a checkpoint (.../step-00000100), a folder of them, a run folder, or the name of a run (the
-newest of runs/NAME-*); of several the one is taken that a run would resume from.
+newest of runs/NAME-*); of several the one is taken that a run would resume from. inspect, diff and convert take a model
+folder of Hugging Face, too, by our names.
 
 commands:
   inspect DIR   print what is in it: step, plan, versions, the tree of modules with shapes and sizes

@@ -256,9 +256,7 @@ class Engine:
         result, complete, stops = self._evaluation.all_batches(
             self.eval_loader, self.config.train.eval_batches, lambda: self._stop
         )
-        return EvalSummary(
-            result.loss, result.tokens, self.completed_steps, complete, signal_of(stops), result.mean_metrics
-        )
+        return EvalSummary.of(result, self.completed_steps, complete, signal_of(stops))
 
     def _forward(self, batch: Any) -> EvalTotals:
         """Sums of this rank over a batch of any size; a pipeline takes as many microbatches as divide it."""

@@ -146,3 +146,8 @@ class EvalSummary:
     complete: bool = True
     stop_signal: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: EvalResult, step: int, complete: bool, stop_signal: int | None) -> EvalSummary:
+        """The means of sums over all batches."""
+        return cls(result.loss, result.tokens, step, complete, stop_signal, result.mean_metrics)

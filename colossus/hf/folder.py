@@ -55,6 +55,7 @@ class HFFolder:
         token_ids: of those of `TOKEN_IDS` that it names.
         files: bytes by name, of those that hold tensors.
         placed: in the order of the model.
+        versions: of transformers that wrote it, where it says so.
     """
 
     path: Path
@@ -64,6 +65,7 @@ class HFFolder:
     token_ids: Mapping[str, Any]
     files: Mapping[str, int]
     placed: Sequence[Placed]
+    versions: Mapping[str, str]
 
     @property
     def tokenizer(self) -> str | None:
@@ -102,7 +104,9 @@ def read_folder(path: Path) -> HFFolder:
     files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
     full = {"type": spec["type"], **options.model_dump()}
     token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
-    return HFFolder(path, family, full, options, token_ids, files, placed)
+    written_by = config.get("transformers_version")
+    versions = {"transformers": written_by} if isinstance(written_by, str) else {}
+    return HFFolder(path, family, full, options, token_ids, files, placed, versions)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from colossus.checkpoint.manifest import Manifest
+from colossus.hf.contents import manifest_of
 from colossus.hf.folder import is_hf_folder, read_folder
 
 
@@ -22,6 +24,10 @@ class HuggingFace:
     def check(path: Path) -> None:
         """That it can be read; a CheckpointError says why not."""
         read_folder(path)
+
+    @staticmethod
+    def manifest(path: Path) -> Manifest:
+        return manifest_of(read_folder(path))
 
     @staticmethod
     def open(path: Path) -> Any:

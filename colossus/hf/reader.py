@@ -7,13 +7,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import TOKENIZER_FILE, Chunk, FileEntry, Manifest, TensorEntry
+from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
-from colossus.hf.folder import HFFolder, read_folder
+from colossus.hf.contents import manifest_of
+from colossus.hf.folder import read_folder
 from colossus.layout.layout import Box
 
 
@@ -35,7 +35,7 @@ class HFReader(CheckpointReader):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.model_folder = read_folder(self.folder)
-        self.manifest = _manifest(self.model_folder)
+        self.manifest = manifest_of(self.model_folder)
         self._places = {
             f"model/{part.name}": (placed, first)
             for placed in self.model_folder.placed
@@ -74,24 +74,3 @@ class HFReader(CheckpointReader):
                 raise CheckpointError(f"{self.folder / name}: cannot be read: {error.strerror or error}") from None
             if found != size:
                 raise DamagedCheckpoint(f"{self.folder / name}: has {found} bytes, it had {size} when it was opened")
-
-
-def _manifest(folder: HFFolder) -> Manifest:
-    config = {"model": dict(folder.spec)}
-    if folder.token_ids:
-        config["token_ids"] = dict(folder.token_ids)
-    return Manifest(
-        step=0,
-        saved_at=(folder.path / "config.json").stat().st_mtime,
-        versions={"colossus": __version__},
-        plan={"text": f"a folder of Hugging Face ({folder.family.model_type})"},
-        config=config,
-        files={name: FileEntry(size, 0) for name, size in folder.files.items()},
-        tensors={
-            f"model/{part.name}": TensorEntry(placed.stored.dtype, part.shape, ())
-            for placed in folder.placed
-            for part in placed.tensor.parts
-        },
-        aliases=folder.family.aliases(folder.options),
-        tokenizer=TOKENIZER_FILE if (folder.path / TOKENIZER_FILE).is_file() else None,
-    )

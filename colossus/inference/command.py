@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json as json_module
 import os
 import sys
@@ -50,6 +51,7 @@ def run(request: Request) -> int:
     try:
         work = _prepare(request)
         if world_size(work.config.parallel) > 1:
+            importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
             check_model(work.config)
     except DamagedCheckpoint as error:
         return _say(str(error), FAILED)

@@ -97,18 +97,19 @@ class FileTokenizer:
 
     Args:
         token_ids: ``eos_token_id`` and the like, where no file beside it says them.
+        adds_special: whether a prompt begins as its template says (``<s>``, say). Datasets of colossus add nothing.
 
     Raises:
         ConfigError: without the library `tokenizers`, and for a file that it cannot read.
     """
 
-    def __init__(self, file: Path, token_ids: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, file: Path, token_ids: Mapping[str, Any] | None = None, *, adds_special: bool = True) -> None:
         library = _library(file)
         try:
             self._tokenizer: Any = library.Tokenizer.from_file(str(file))
         except Exception as error:  # it raises no class of its own
             raise ConfigError(f"{file}: the library tokenizers cannot read it: {error}") from None
-        self._file = file
+        self._file, self._adds_special = file, adds_special
         self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         told = {**(token_ids or {}), **_told(file.parent)}
         self.stop = self._ids(told, "eos", _ENDS)
@@ -116,7 +117,7 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids
         while len(ids) > 1 and ids[-1] in self.stop:  # a template that ends the text
             ids = ids[:-1]
         ids = ids or list(self._start)
@@ -197,7 +198,8 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer | None:
     if not file.is_file():
         where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
         raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
-    return FileTokenizer(file, source.token_ids)
+    # as the model has seen text begin: Hugging Face's with its template, our datasets' without
+    return FileTokenizer(file, source.token_ids, adds_special=source.is_foreign or bool(source.token_ids))
 
 
 def stop_ids(source: Source) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossus.layers.children import run_child
+from colossus.layers.children import is_listened_to, run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.heads import local_mask
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
-from colossus.layers.rotary import Rotary
+from colossus.layers.rotary import Rotary, rotate
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import local, require_sequences
@@ -126,10 +126,9 @@ class Attention(Layer):
         coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         cache = self.parallel.batch_info.cache
-        positions = self._positions(query, inner, cache)
+        positions = self._positions(query, inner)
         if self.rotary is not None:
-            memo = {"memo": cache.memo} if cache is not None and isinstance(self.rotary, Rotary) else {}
-            query, key = self.rotary(query, positions, **memo), self.rotary(key, positions, **memo)
+            query, key = self._rotated(self.rotary, query, key, positions, cache)
         if documents is not None:
             documents = self._local_documents(documents, inner)
         if cache is not None:
@@ -146,15 +145,23 @@ class Attention(Layer):
         attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
         return attended
 
-    def _positions(self, query: Tensor, inner: Activation, cache: KeyValueCache | None) -> Tensor | None:
+    def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
         sequence = self.parallel.sequence
-        if cache is not None:
-            return None if self.rotary is None else cache.positions(query.shape[-2], query.device)
         if sequence is None:
             return None
         index, num_shards = self.context.index(inner.tokens), self.context.size(inner.tokens)
         return sequence.positions(query.shape[-2], index, num_shards, query.device)
+
+    def _rotated(
+        self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor]:
+        if type(rotary) is not Rotary or is_listened_to(rotary):
+            if cache is not None:
+                positions = cache.positions(query.shape[-2], query.device)
+            return rotary(query, positions), rotary(key, positions)
+        cos, sin = rotary.cos_sin(query, positions, cache)
+        return rotate(query, cos, sin), rotate(key, cos, sin)
 
     def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
         found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +30,6 @@ class KeyValueCache:
 
     Attributes:
         seen: tokens of earlier forwards: the position of the first token of this one.
-        memo: what the layers of one forward share, by key; forgotten with it.
 
     Args:
         capacity: tokens to hold room for at first.
@@ -40,7 +38,9 @@ class KeyValueCache:
 
     def __init__(self, capacity: int = 64, limit: int | None = None) -> None:
         self.seen = 0
-        self.memo: dict[Hashable, Any] = {}
+        #: by position, shared by all layers; and the rows of this forward
+        self._tables: dict[Hashable, tuple[Tensor, ...]] = {}
+        self._rows: dict[Hashable, tuple[Tensor, ...]] = {}
         self._capacity, self._limit = capacity, limit
         self._held: dict[nn.Module, list[_Held]] = {}
 
@@ -51,7 +51,7 @@ class KeyValueCache:
             ValueError: when an attention was not called with these tokens: then what it holds is not the past.
         """
         self.seen += tokens
-        self.memo.clear()
+        self._rows.clear()
         for layer, calls in self._held.items():
             if any(held.length != self.seen for held in calls):
                 raise refusal(
@@ -67,11 +67,23 @@ class KeyValueCache:
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions in the sequence of the tokens of this forward, [tokens]; the same object within a forward."""
-        key = "positions", tokens, device
-        if key not in self.memo:
-            self.memo[key] = torch.arange(self.seen, self.seen + tokens, device=device)
-        positions: Tensor = self.memo[key]
+        (positions,) = self.rows("positions", tokens, lambda count: (torch.arange(count, device=device),))
         return positions
+
+    def rows(self, name: Hashable, tokens: int, make: Callable[[int], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The rows of the tokens of this forward, out of tables by position that all layers share.
+
+        Args:
+            make: gives the tables, [count, ..] each.
+        """
+        found = self._rows.get(name)
+        if found is None:
+            stop = self.seen + tokens
+            tables = self._tables.get(name)
+            if tables is None or len(tables[0]) < stop:
+                tables = self._tables[name] = make(capacity_for(stop, self._capacity, self._limit))
+            found = self._rows[name] = tuple(table.narrow(0, self.seen, tokens) for table in tables)
+        return found
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Causal attention of new tokens to all that were seen, and to themselves.

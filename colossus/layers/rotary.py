@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.refusal import refusal
 
@@ -31,6 +29,7 @@ class Rotary(nn.Module):
         if not base > 1:
             raise refusal(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
+        self._kind = f"rotary {head_dim} {base} {scaling}"
         self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
 
     def _cos_sin_of(
@@ -41,10 +40,13 @@ class Rotary(nn.Module):
             self._cos_sin.clear()  # only the last positions are kept
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 indices = torch.arange(tokens, device=device) if positions is None else positions
-                angles = indices.to(torch.float64)[:, None] * self._frequencies(device)
-                angles = torch.cat((angles, angles), dim=-1)
-                self._cos_sin[key] = angles.cos().to(dtype), angles.sin().to(dtype), positions
+                self._cos_sin[key] = *self._compute(indices, dtype), positions
         return self._cos_sin[key][:2]
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.to(torch.float64)[:, None] * self._frequencies(positions.device)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair, [head_dim / 2], in float64."""
@@ -54,22 +56,26 @@ class Rotary(nn.Module):
         scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
         return torch.tensor(scaled, dtype=torch.float64, device=device)
 
-    def forward(
-        self, x: Tensor, positions: Tensor | None = None, memo: MutableMapping[Hashable, Any] | None = None
-    ) -> Tensor:
-        """The heads of x, rotated.
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""
+        return rotate(x, *self.cos_sin(x, positions))
+
+    def cos_sin(self, x: Tensor, positions: Tensor | None, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, head_dim] for heads x, in float32 or wider.
 
         Args:
-            positions: [tokens], the same object as long as it has the same values; None is 0, 1, 2, ...
-            memo: shared by the layers that are called with the same positions: what one has computed, others find.
+            cache: the tokens follow those that it has seen, whatever the positions.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        if memo is None:
-            cos, sin = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-        else:
-            key = self.head_dim, self.base, self.scaling, x.shape[-2], wide, x.device
-            if key not in memo:
-                memo[key] = self._cos_sin_of(x.shape[-2], wide, x.device, positions)
-            cos, sin = memo[key]
-        low, high = x.chunk(2, dim=-1)
-        return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
+        if cache is None:
+            return self._cos_sin_of(x.shape[-2], wide, x.device, positions)
+        cos, sin = cache.rows(
+            (self._kind, wide), x.shape[-2], lambda count: self._compute(torch.arange(count, device=x.device), wide)
+        )
+        return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The heads x [.., tokens, head_dim], rotated; see `Rotary.cos_sin`."""
+    low, high = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)

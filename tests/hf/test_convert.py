@@ -83,6 +83,23 @@ def test_there_and_back(kind: str, tmp_path: Path, capsys: Captured) -> None:
         assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == 3
 
 
+def test_a_folder_is_looked_at_like_a_checkpoint(tmp_path: Path, capsys: Captured) -> None:
+    source = make_folder(tmp_path / "source", dict(GPT2, transformers_version="5.0.0"), files=2)
+    assert main(["checkpoint", "inspect", str(source)]) == 0
+    out = capsys.readouterr().out
+    assert "by transformers 5.0.0" in out
+    assert "a folder of Hugging Face (gpt2)" in out
+    assert any(line.split()[:4] == ["embedding.weight", "11", "x", "8"] for line in out.splitlines())
+    assert main(["checkpoint", "inspect", "--all", "--json", str(source)]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"]["model/norm.bias"]["shape"] == [8]
+    assert convert(source, tmp_path / "ours", "--to", "colossus") == 0
+    assert main(["checkpoint", "diff", str(source), str(tmp_path / "ours")]) == 0
+    assert convert(source, tmp_path / "narrow", "--to", "hf", "--dtype", "bf16") == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(source), str(tmp_path / "narrow")]) == 3
+    assert "dtypes: " in capsys.readouterr().out
+
+
 def test_in_another_dtype(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "source", LLAMA)
     assert convert(source, tmp_path / "ours", "--to", "colossus", "--dtype", "bf16") == 0

@@ -147,7 +147,7 @@ def test_parts_equal_whole_forwards_on_eight_ranks(sources: dict[str, Source]) -
 def test_a_rank_without_rotation_by_its_position_would_be_seen(
     sources: dict[str, Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KeyValueCache, "positions", lambda self, tokens, device: torch.arange(tokens))
+    monkeypatch.setattr(KeyValueCache, "rows", lambda self, name, tokens, make: make(tokens))
     with pytest.raises(AssertionError, match="relative difference by position"):
         check({"gpt": sources["gpt"], "llama": sources["llama"]}, {"one": []})
 

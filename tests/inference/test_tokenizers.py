@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossus.checkpoint.manifest import Manifest
+from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError
 from colossus.inference.source import Source
 from colossus.inference.tokenizers import ByteTokenizer, FileTokenizer, TextStream, tokenizer_of
@@ -159,10 +159,19 @@ def test_an_empty_prompt_begins_with_the_token_for_it(folder: Path) -> None:
             tokenizer.encode("")
 
 
-def source(folder: Path, tokenizer: str | None) -> Source:
-    manifest = Manifest(0, 0.0, {}, {}, {}, {}, {})
-    object.__setattr__(manifest, "tokenizer", tokenizer)
-    return Source(folder, manifest)
+def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    plain = FileTokenizer(file, adds_special=False).encode("the")
+    assert FileTokenizer(file).encode("the") == (plain if "byte_level" in folder.name else [1, *plain])
+    ours = tokenizer_of(source(folder, "tokenizer.json", saved=True), None)
+    assert ours is not None
+    assert ours.encode("the") == plain
+
+
+def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:
+    if saved:
+        (folder / MANIFEST).touch()
+    return Source(folder, Manifest(0, 0.0, {}, {}, {}, {}, {}, tokenizer=tokenizer))
 
 
 def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
