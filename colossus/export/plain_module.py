@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -141,9 +142,19 @@ class _Copy:
             else:
                 for inner in module.children():  # deepcopy finds them here
                     self._convert(inner)
-                self._memo[id(module)] = copy.deepcopy(module, self._memo)
+                self._memo[id(module)] = self._copied(module)
         converted: nn.Module = self._memo[id(module)]
         return converted
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        try:
+            return copy.deepcopy(module, self._memo)
+        except (TypeError, pickle.PicklingError) as error:
+            name = self._names.get(id(module)) or "the model"
+            raise ValueError(
+                f"{name} ({type(module).__name__}) cannot be copied ({error}): give the class a __deepcopy__ or a "
+                f"__getstate__ that leaves out what is no part of the model"
+            ) from error
 
 
 def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:

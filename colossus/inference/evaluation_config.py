@@ -102,7 +102,8 @@ def _plan(recorded: Any, overrides: Sequence[str], nproc: int | None) -> dict[st
     kind = strategy.get("type") if isinstance(strategy, Mapping) else None
     zero = plan.get("zero")
     has_zero = zero.get("stage") if isinstance(zero, Mapping) else zero
-    if has_zero or kind not in STRATEGIES or any(text.startswith("parallel.zero") for text in overrides):
+    is_known = isinstance(kind, str) and kind in STRATEGIES
+    if has_zero or not is_known or any(text.startswith("parallel.zero") for text in overrides):
         plan.pop("strategy", None)
     if nproc is not None:
         plan.pop("data", None)
@@ -119,7 +120,8 @@ def _train(recorded: Any, source: Source) -> dict[str, Any]:
 
 def _schedule(recorded: Any) -> Any:
     """A schedule of a user's own orders backwards; forwards come in one order."""
-    if isinstance(recorded, Mapping) and recorded.get("type", "1f1b") not in SCHEDULES:
+    kind = recorded.get("type", "1f1b") if isinstance(recorded, Mapping) else "1f1b"
+    if isinstance(recorded, Mapping) and not (isinstance(kind, str) and kind in SCHEDULES):
         return {"microbatches": recorded.get("microbatches", 1)}
     return recorded if recorded is not None else {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -168,12 +169,22 @@ def widened() -> nn.Module:
     return made
 
 
+class WithLock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.lock = nn.Linear(2, 2), threading.Lock()
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forward": (lambda: nn.Sequential(Doubled(4, 4)), r"0 \(Doubled\) overrides forward of colossus's Linear"),
     "activation": (lambda: Shifted(4, 8), r"the model \(Shifted\) overrides _activation of colossus's MLP"),
     "instance": (lambda: nn.Sequential(replaced_forward()), r"0 \(Linear\) overrides forward"),
     "own layer": (lambda: nn.Sequential(nn.Linear(2, 2), OwnLayer()), r"1 \(OwnLayer\) has no plain counterpart"),
     "more inside": (widened, r"\(TransformerBlock\) holds adapter"),
+    "lock": (
+        lambda: nn.Sequential(WithLock()),
+        r"0 \(WithLock\) cannot be copied \(cannot pickle '_thread.lock' object",
+    ),
     "own model": (lambda: OwnGPT(**SIZES), r"the model \(OwnGPT\) overrides _logits of colossus's Decoder"),
 }
 
