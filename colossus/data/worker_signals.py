@@ -6,6 +6,7 @@ step to finish. So they end when that rank says so, or has gone, and by nothing 
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ def outlive_stop_signals(worker: int) -> None:
 
 
 def _end_when_told() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    rank = multiprocessing.parent_process()  # not the process above where a server has forked this one
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (os.getppid() if rank is None else rank.pid):
         pass
     os._exit(0)
