@@ -15,7 +15,7 @@ import torch
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.passes import EndOfPass
 from colossus.data.sources import BatchShard, MapSource, Source
-from colossus.data.tokenizer import Tokenizer
+from colossus.data.tokenizer import DatasetTokenizer
 
 log = logging.getLogger("colossus.data")
 
@@ -173,4 +173,4 @@ class Loaders:
     validation: ValidationLoader | None
     description: str
     validation_missing: str | None = None
-    tokenizer: Tokenizer | None = None
+    tokenizer: DatasetTokenizer | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config import Config, model_options
 from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.loader import Loader, Loaders, ValidationLoader
@@ -16,9 +17,11 @@ from colossus.data.passes import ONE_PASS
 from colossus.data.sampler import local_batch_size
 from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.streams import StreamSource
-from colossus.data.tokenizer import Tokenizer, tokenizer_of
+from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
 from colossus.data.windows import TooLittleData
 from colossus.random import check_seed
+
+log = logging.getLogger("colossus.data")
 
 
 def build_loaders(
@@ -86,7 +89,7 @@ def build_loaders(
     _check_vocabulary(eval_data, vocab_size)
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
-    return Loaders(train, validation, description, missing if source is None else None, _tokenizer_of(train_data))
+    return Loaders(train, validation, description, missing if source is None else None, _told_tokenizer(train_data))
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -159,16 +162,22 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
         )
 
 
-def _tokenizer_of(data: Any) -> Tokenizer | None:
+def _told_tokenizer(data: Any) -> DatasetTokenizer | None:
     """What data says of its ids. A user's own dataset may have an attribute ``tokenizer``: "bytes", or the path of a
-    tokenizer.json; what else it may mean there is its own."""
+    tokenizer.json or of a folder with one. A name of another kind ("gpt2" of the Hub) is not recorded, with a warning;
+    an object there is its own."""
     told = getattr(data, "tokenizer", None)
-    if isinstance(told, Tokenizer):
+    if isinstance(told, DatasetTokenizer):
         return told
     if not isinstance(told, str | os.PathLike):
         return None
-    is_ours = told == BYTES or Path(told).name == TOKENIZER_FILE
-    return tokenizer_of(told, type(data).__name__) if is_ours else None
+    try:
+        return dataset_tokenizer(told, f"the attribute of {type(data).__name__}")
+    except ValueError as error:
+        if Path(told).name == TOKENIZER_FILE:
+            raise
+        log.warning("checkpoints of this run hold no tokenizer: %s", error)
+        return None
 
 
 def _describe(data: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from colossus.data.tokenizer import tokenizer_of
+from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.windows import TokenWindows, check_split
 
 
@@ -43,7 +43,7 @@ class TokenFile(TokenWindows):
     ) -> None:
         name = f"TokenFile {str(path)!r}"
         check_split(split, validation_fraction, name)
-        self.tokenizer = tokenizer_of(tokenizer, name)
+        self.tokenizer = dataset_tokenizer(tokenizer, name)
         self._file = Path(path).expanduser()
         self._dtype = dtype
         tokens = _open(self._file, dtype, name)

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.loading import read_file
-from colossus.config.ranges import BYTE_DATASETS
+from colossus.config.model_source import with_tokenizer
+from colossus.config.overrides import apply_overrides
+from colossus.config.ranges import is_text
 from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.inference.plan import recorded_precision
@@ -67,11 +69,21 @@ def _with_its_tokenizer(config: Config, source: Source, overrides: Sequence[str]
     """Text becomes ids by the tokenizer.json that the checkpoint holds, unless an override names another: the file that
     the run was given may be gone, and other data would be read as bytes."""
     data = config.data
-    if source.tokenizer != TOKENIZER_FILE or not isinstance(data, Named) or data.type not in BYTE_DATASETS:
+    if source.tokenizer != TOKENIZER_FILE or not isinstance(data, Named):
         return config
-    if any(text.startswith("data.tokenizer=") for text in overrides):
-        return config
-    return config.model_copy(update={"data": Named(**{**data.spec(), "tokenizer": str(source.folder)})})
+    spec = _without_files(data.spec(), apply_overrides({}, overrides).get("data"), data.type)
+    return with_tokenizer(config.model_copy(update={"data": Named(**spec)}), str(source.folder))
+
+
+def _without_files(data: Mapping[str, Any], given: Any, kind: Any) -> dict[str, Any]:
+    """Data without the tokenizer files by which it reads text, but for those that overrides name."""
+    given, out = given if isinstance(given, Mapping) else {}, dict(data)
+    if is_text(kind) and "tokenizer" not in given and out.get("tokenizer") != BYTES:
+        out.pop("tokenizer", None)
+    validation = data.get("validation")
+    if isinstance(validation, Mapping):
+        out["validation"] = _without_files(validation, given.get("validation"), validation.get("type", kind))
+    return out
 
 
 def _is_given(key: str, overrides: Sequence[str]) -> bool:
