@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from colossus.context.local_ranks import StallDetector
 from colossus.data.seeded import unchanged
-from colossus.data.worker_signals import outlive_stop_signals
+from colossus.data.worker_signals import blocked_sigterm, outlive_stop_signals
 
 log = logging.getLogger("colossus.data")
 
@@ -53,7 +53,8 @@ class WorkerLoader(DataLoader[Any]):
             RuntimeError: when workers did not start, each time again.
         """
         if multiprocessing.get_start_method() != "fork":
-            return super().__iter__()
+            with blocked_sigterm():
+                return super().__iter__()
         started = mmap.mmap(-1, self.num_workers)  # a byte for each worker, in memory that they share
         self.worker_init_fn = partial(_on_start, started)
         for _ in range(_MOST_STARTS):
