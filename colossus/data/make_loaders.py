@@ -87,9 +87,11 @@ def build_loaders(
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
+    tokenizer = _told_tokenizer(train_data)
+    _check_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
-    return Loaders(train, validation, description, missing if source is None else None, _told_tokenizer(train_data))
+    return Loaders(train, validation, description, missing if source is None else None, tokenizer)
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -159,6 +161,17 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
         raise ValueError(
             f"the data has token ids up to {largest - 1} (a vocabulary of {largest}), but model.vocab_size = "
             f"{vocab_size}: set model.vocab_size to {largest} or more"
+        )
+
+
+def _check_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
+    if train is None or not isinstance(validation, DatasetTokenizer):
+        return
+    if (train.name, train.content) != (validation.name, validation.content):
+        raise ValueError(
+            f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
+            f"{train.path or train.name}, and mean other tokens to the model; give both the same tokenizer (data"
+            f".tokenizer, data.validation.tokenizer)"
         )
 
 

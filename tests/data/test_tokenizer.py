@@ -114,7 +114,7 @@ def test_no_text_is_cut_or_padded_as_the_file_says(tmp_path: Path, texts: Path) 
     plain = TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist()
     limited = library.Tokenizer.from_file(str(tokenizer))
     limited.enable_truncation(5)
-    limited.enable_padding(length=7, pad_id=3)
+    limited.enable_padding(length=3000, pad_id=3)
     limited.save(str(tokenizer))
     assert '"truncation": null' not in tokenizer.read_text()
     assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == plain
@@ -195,6 +195,24 @@ def test_datasets_of_users_may_say_theirs(tmp_path: Path, caplog: pytest.LogCapt
     data.tokenizer = tmp_path / "gone" / "tokenizer.json"
     with pytest.raises(ValueError, match="No such file"):
         build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
+
+
+def test_validation_data_of_other_tokens_is_refused(tmp_path: Path, texts: Path) -> None:
+    tokenizer, same, other = (
+        make_tokenizer(tmp_path / name, size) for name, size in (("a", 300), ("b", 300), ("c", 280))
+    )
+
+    def build(**validation: Any) -> None:
+        data = dict(type="TextFolder", path=texts, tokenizer=tokenizer)
+        own = dict(type="TextFolder", path=texts, split="train", **validation)
+        build_loaders({**data, "validation": own}, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8)
+
+    build(tokenizer=same)
+    for given, named in (({}, "bytes"), ({"tokenizer": other}, str(other))):
+        with pytest.raises(
+            ValueError, match=f"data.validation: its ids are of {named}, those of the training data of "
+        ):
+            build(**given)
 
 
 def test_errors(tmp_path: Path, texts: Path) -> None:

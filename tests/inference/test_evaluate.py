@@ -217,6 +217,9 @@ def test_a_folder_of_hugging_face(
     assert "bits_per_byte" not in found
     as_bytes = evaluate(capsys, tmp_path / "hf", *given, "data.tokenizer=bytes", f"train.global_batch_size={BATCH}")
     assert as_bytes["tokens"] > found["tokens"]
+    fewer = make_tokenizer(tmp_path / "fewer", 270)
+    by_it = evaluate(capsys, tmp_path / "hf", *given, f"data.tokenizer={fewer}", f"train.global_batch_size={BATCH}")
+    assert found["tokens"] < by_it["tokens"] < as_bytes["tokens"]
     whole = f"data=dict(type='TextFolder', path={str(text)!r}, tokenizer='bytes')"
     assert evaluate(capsys, tmp_path / "hf", whole, f"train.global_batch_size={BATCH}")["tokens"] == as_bytes["tokens"]
     elsewhere = [f"data.validation=dict(type='TextFolder', path={str(text)!r})"]  # of the checkpoint's tokens, too
