@@ -167,6 +167,7 @@ class Loaders:
         description: one or two lines for the log.
         validation_missing: why there is no validation data, when there is none.
         tokenizer: what the training data says of its ids; None where it says nothing.
+        tokenizer_missing: why what it says cannot be recorded.
     """
 
     train: Loader
@@ -174,3 +175,4 @@ class Loaders:
     description: str
     validation_missing: str | None = None
     tokenizer: DatasetTokenizer | None = None
+    tokenizer_missing: str | None = None

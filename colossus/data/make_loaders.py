@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from colossus.data.streams import StreamSource
 from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
 from colossus.data.windows import TooLittleData
 from colossus.random import check_seed
-
-log = logging.getLogger("colossus.data")
 
 
 def build_loaders(
@@ -87,11 +84,11 @@ def build_loaders(
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
-    tokenizer = _told_tokenizer(train_data)
+    tokenizer, not_recorded = _told_tokenizer(train_data)
     _check_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
-    return Loaders(train, validation, description, missing if source is None else None, tokenizer)
+    return Loaders(train, validation, description, missing if source is None else None, tokenizer, not_recorded)
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -175,22 +172,21 @@ def _check_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
         )
 
 
-def _told_tokenizer(data: Any) -> DatasetTokenizer | None:
-    """What data says of its ids. A user's own dataset may have an attribute ``tokenizer``: "bytes", or the path of a
-    tokenizer.json or of a folder with one. A name of another kind ("gpt2" of the Hub) is not recorded, with a warning;
-    an object there is its own."""
+def _told_tokenizer(data: Any) -> tuple[DatasetTokenizer | None, str | None]:
+    """What data says of its ids, or why that is nothing to be recorded. A user's own dataset may have an attribute
+    ``tokenizer``: "bytes", or the path of a tokenizer.json or of a folder with one. It may have a name of another kind
+    there ("gpt2" of the Hub), and an object is its own affair."""
     told = getattr(data, "tokenizer", None)
     if isinstance(told, DatasetTokenizer):
-        return told
+        return told, None
     if not isinstance(told, str | os.PathLike):
-        return None
+        return None, None
     try:
-        return dataset_tokenizer(told, f"the attribute of {type(data).__name__}")
+        return dataset_tokenizer(told, f"the attribute of {type(data).__name__}"), None
     except ValueError as error:
         if Path(told).name == TOKENIZER_FILE:
             raise
-        log.warning("checkpoints of this run hold no tokenizer: %s", error)
-        return None
+        return None, str(error)
 
 
 def _describe(data: Any) -> str:
