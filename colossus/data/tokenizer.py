@@ -113,7 +113,7 @@ def _kept_ids(file: Path) -> np.ndarray[Any, Any] | None:
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
         is_whole = isinstance(ids, np.memmap) and file.stat().st_size == ids.offset + ids.nbytes
-    except (OSError, ValueError, EOFError):
+    except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
         return None
     return ids if is_whole and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None
 

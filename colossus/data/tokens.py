@@ -83,7 +83,7 @@ def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
 def _open_npy(path: Path, asked: np.dtype[Any] | None, name: str) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # numpy raises many, tokenize.TokenError among them
         raise ValueError(f"{name} cannot be read as .npy: {error}") from error
     if tokens.ndim != 1:
         raise ValueError(

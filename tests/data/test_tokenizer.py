@@ -134,7 +134,10 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
             TextFolder(texts, 8, tokenizer=other)
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
-    for number, damaged in enumerate((b"", whole[:20], whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))):
+    zeros = whole[:60] + bytes(60) + whole[120:]
+    for number, damaged in enumerate(
+        (b"", whole[:20], zeros, whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))
+    ):
         kept.write_bytes(damaged)
         assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first, number
         assert kept.read_bytes() == whole
