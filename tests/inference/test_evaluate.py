@@ -227,6 +227,11 @@ def test_a_folder_of_hugging_face(
     words = refused(capsys, tmp_path / "hf", *given, f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
                     "model.vocab_size=290")  # fmt: skip
     assert "model.vocab_size = 290" in words
+    (tmp_path / "own.py").write_text(f"model = dict(type='hf', path={str(tmp_path / 'hf')!r})\ndata = {whole[5:]}\n")
+    own = evaluate(capsys, tmp_path / "hf", "--config", str(tmp_path / "own.py"), f"train.global_batch_size={BATCH}")
+    assert own["tokens"] == as_bytes["tokens"]  # as the file says
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert "nothing says how text becomes the ids" in refused(capsys, tmp_path / "hf", *given)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
