@@ -39,7 +39,7 @@ class Texts:
         self.tokens: list[list[int]] = [[] for _ in tokens]
         self.texts = ["" for _ in tokens]
         self.ended: list[str | None] = [None] * len(tokens)
-        self._streams = [tokenizer.stream() if tokenizer is not None else None for _ in tokens]
+        self._streams = [tokenizer.stream(each) if tokenizer is not None else None for each in tokens]
         self._is_json, self._streaming = is_json, not is_json and len(tokens) == 1
         self._next = 0
         if self._streaming:
