@@ -247,16 +247,19 @@ model = dict(type=Own, mixes={mixes})
 
 
 @pytest.mark.parametrize(
-    ("says", "mixes", "why"),
+    ("says", "mixes", "precision", "why"),
     [
-        (True, False, ""),
-        (False, False, "Own does not say that it can be continued from one"),
-        (True, True, "something but colossus.layers.Attention mixes tokens"),
+        (True, False, "fp64", ""),
+        (True, False, "bf16", ""),
+        (False, False, "fp64", "Own does not say that it can be continued from one"),
+        (True, True, "bf16", "something but colossus.layers.Attention mixes tokens"),
     ],
-    ids=["cached", "unsaid", "wrong"],
+    ids=["cached", "low", "unsaid", "wrong"],
 )
-def test_a_model_of_ones_own(says: bool, mixes: bool, why: str, tmp_path: Path, capfd: Captured) -> None:
-    """What mixes tokens looks 12 back, and would hide in rounding to bf16."""
+def test_a_model_of_ones_own(
+    says: bool, mixes: bool, precision: str, why: str, tmp_path: Path, capfd: Captured
+) -> None:
+    """What mixes tokens looks 12 back, and would hide in rounding to bf16: it is tried in float32."""
     from colossus.config import load_config
     from colossus.inference import Sampling, generate, load_model
 
@@ -264,7 +267,7 @@ def test_a_model_of_ones_own(says: bool, mixes: bool, why: str, tmp_path: Path, 
     file.write_text(OWN.replace("{mixes}", str(mixes)).replace("{says}", str(says)))
     kind = load_config(str(file)).model
     assert kind is not None
-    source = save(tmp_path / "saved", kind.spec(), precision="bf16" if mixes else "fp64")
+    source = save(tmp_path / "saved", kind.spec(), precision=precision)
     words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "6"]
     code, _, err = run(capfd, *words)
     assert code == 2
@@ -280,7 +283,7 @@ def test_a_model_of_ones_own(says: bool, mixes: bool, why: str, tmp_path: Path, 
     assert texts[0] == texts[1]
     model = load_model(source, config_file=str(file))
     assert model.can_cache is not bool(why)
-    assert model.module.get_parameter("head.weight").dtype == (torch.bfloat16 if mixes else torch.float64)
+    assert model.module.get_parameter("head.weight").dtype == (torch.bfloat16 if precision == "bf16" else torch.float64)
     model.can_cache = False
     (slow,) = generate(model, [[1, 2, 3]], max_tokens=6, sampling=Sampling())
     assert texts[0].strip() == ",".join(map(str, [1, 2, 3, *slow]))
