@@ -14,6 +14,7 @@ from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import Manifest
 from colossus.checkpoint.new_folder import require_new
+from colossus.checkpoint.shards import MAX_SHARD_BYTES
 from colossus.checkpoint.sources import find_weights, open_weights
 from colossus.cli.checkpoint_parsers import DTYPES
 from colossus.cli.named_run import path_of
@@ -27,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: when they cannot be read, or written so.
     """
+    if arguments.to == "torch" and arguments.max_shard_size is not None:
+        raise CheckpointError("--max-shard-size: --to torch writes one file, model.safetensors; leave it out")
     target, began = Path(arguments.dst).expanduser(), time.perf_counter()
     require_new(target)
     damaged: dict[Path, CheckpointError] = {}
@@ -47,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
                 reader,
                 target,
                 dtype=None if dtype is None else getattr(torch, dtype),
-                max_shard_bytes=arguments.max_shard_size,
+                max_shard_bytes=arguments.max_shard_size or MAX_SHARD_BYTES,
                 on_tensor=written.file_done,
             )
         finally:

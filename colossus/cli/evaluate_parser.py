@@ -15,11 +15,15 @@ examples:
   colossus evaluate runs/try data.type=TextFolder data.path=books                     # what it holds out of books
   colossus evaluate runs/try data.type=TextFolder data.path=books data.validation_fraction=0 --split train  # all of it
   colossus evaluate path/to/gpt2 data.type=TextFolder data.path=books train.global_batch_size=8     # of Hugging Face
+  colossus evaluate path/to/llama data.type=TextFolder data.path=books train.global_batch_size=8 model.seq_len=1024
   colossus evaluate runs/mine --config mine.py          # where the model or the data is a class of yours
 
 The plan is that of the run, on this machine; overrides, which win over what the checkpoint records, change it. Weights
 alone are loaded. All of the data is evaluated, where a run evaluates train.eval_batches batches of it: over as many,
 under the same plan, the loss is to the last bit the one that the run has reported after that step.
+
+A sample has model.seq_len tokens: those of the run, or all positions of a model of Hugging Face (131,072 of Llama 3.1);
+of rotary ones they may be fewer, model.seq_len=1024.
 
 Perplexity is exp(loss), of a language model whose loss is plain (no label smoothing, no z-loss). A class or an object
 that the checkpoint names is never imported: --config FILE has it. Text becomes tokens by the tokenizer that the

@@ -29,10 +29,15 @@ with learned positions has no more of them; one with rotary positions goes on, w
 with the tokenizer's token for that; bytes have none, so it is refused.
 
 A model that was a class of your own is taken from --config FILE, never imported because a checkpoint names it. Where it
-mixes tokens by itself (an attention that is not colossus.layers.Attention) whole sequences are computed for each token.
+mixes tokens by nothing but colossus.layers.Attention, and counts no positions by itself, its class says so by
+key_value_cache = True; else whole sequences are computed for each token.
 
-exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, 130 stopped by Ctrl-C (what was
-            generated is printed)
+Several prompts walk together, a longer one token by token from where the shortest ends; those that are longer by more
+than --max-tokens follow behind as a batch of their own. The speeds are of the tokens that the model took: of prompts
+(prefill), and those that it had made (decode).
+
+exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, 130 stopped by Ctrl-C; what was
+            generated is printed
 """
 
 

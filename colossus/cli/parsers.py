@@ -64,7 +64,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = ""
-        message = message.replace("required: FILE, section.key=value", "required: FILE")
+        if message.startswith("the following arguments are required"):
+            message = message.replace(", section.key=value", "")  # of which none is enough
         unknown = message.removeprefix("unrecognized arguments: ").split()
         if message.startswith("unrecognized arguments") and unknown:
             option = unknown[0].partition("=")[0]

@@ -63,7 +63,7 @@ class TokenWindows(BatchedDataset):
         if len(tokens) < seq_len + 1:
             raise TooLittleData(
                 f"{name} has {len(tokens)} tokens, but one sample needs seq_len + 1 = {seq_len + 1}; "
-                f"give more data, a smaller seq_len, or another share for validation"
+                f"give more data, a smaller seq_len (model.seq_len), or another share for validation"
             )
         self.tokens = tokens
         self.seq_len = seq_len

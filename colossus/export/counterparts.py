@@ -25,8 +25,11 @@ from colossus.layers.rotary import Rotary
 from colossus.models.decoder import Decoder
 from colossus.models.vit import ViT
 
-#: what a subclass may define and still be what it is a subclass of
-_HARMLESS = {"__init__", "extra_repr", "loss", "accuracy", "metrics", "options_class"}
+#: what a subclass may define and still compute what it is a subclass of: words, numbers beside the output, and what is
+#: looked at as it was made
+_HARMLESS = {
+    "__init__", "extra_repr", "title", "name_error", "loss", "eval_metrics", "options_class", "make_blocks", "make_norm"
+}  # fmt: skip
 #: of every class
 _OF_CLASSES = {"local_layouts", "own_forward", "is_fused", "num_outputs"}
 

@@ -37,7 +37,7 @@ def to_torch(
     """Write ``model.py`` (plain modules that import nothing but torch), ``config.json`` and ``model.safetensors``:
 
         import model
-        m = model.load(".")
+        m = model.load()
 
     No more than one parameter is held. The weights are one file, whatever ``max_shard_bytes`` says: what reads it
     reads one tensor after the other.

@@ -386,10 +386,13 @@ _MODELS: dict[Any, Callable[[Mapping[str, Any]], nn.Module]] = {"GPT": _decoder,
 # -- folders -----------------------------------------------------------------------------------------------
 
 
-def load(folder: str | Path = ".", *, dtype: torch.dtype | None = None, device: str = "cpu") -> nn.Module:
+def load(
+    folder: str | Path = Path(__file__).parent, *, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> nn.Module:
     """The model of an exported folder with its weights, in eval mode.
 
     Args:
+        folder: by default that of this file.
         dtype: of all weights; by default as they were saved.
     """
     config = json.loads((Path(folder) / CONFIG).read_text())

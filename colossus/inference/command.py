@@ -22,6 +22,7 @@ from colossus.inference.sampling_options import Sampling
 from colossus.inference.source import Source, find_source
 from colossus.inference.tokenizers import Tokenizer, stop_ids, tokenizer_of, without_tokenizer
 from colossus.launch.command import worker_variables
+from colossus.launch.data_check import is_ours
 from colossus.launch.model_check import check_model
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def run(request: Request) -> int:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
     """
     try:
+        if sys.stdout is None:
+            raise ConfigError("standard output is closed: there is nowhere to print text to")
         work = _prepare(request)
         if world_size(work.config.parallel) > 1:
             importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
@@ -59,19 +62,22 @@ def run(request: Request) -> int:
         return _say(str(error), USAGE)
     # torch is imported here
     from colossus.context.local_ranks import RanksFailed
+    from colossus.inference.decoding import DecodingFailed
     from colossus.inference.ranks import Ranks
 
     _tell(f"{work.source.folder}: {_describe_model(work)}, {describe(work.config)}")
     try:
         with Ranks(work.source, work.config) as ranks:
             return _generate(request, work, ranks)
-    except RanksFailed as error:
+    except (RanksFailed, DecodingFailed) as error:
         return _say(f"generate failed: {error}", FAILED)
     except CheckpointError as error:
         return _say(str(error), FAILED if isinstance(error, DamagedCheckpoint) else USAGE)
     except BrokenPipeError:
         raise
     except ValueError as error:
+        if not is_ours(error):  # a user's own code, with its traceback
+            raise
         return _say(str(error), USAGE)
 
 
@@ -108,6 +114,8 @@ def _read(prompts: Sequence[str]) -> list[str]:
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ConfigError("standard input is closed: give the prompt as --prompt TEXT")
     if sys.stdin.isatty():
         _tell("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
     text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
@@ -152,13 +160,15 @@ def _generate(request: Request, work: _Work, ranks: Ranks) -> int:
     stop, num_ids = (tokenizer.stop, tokenizer.num_ids) if tokenizer is not None else (stop_ids(work.source), None)
     ranks.begin(work.tokens, max_tokens=request.max_tokens, sampling=work.sampling, stop=stop, num_ids=num_ids)
     texts = Texts(work.prompts, work.tokens, work.tokenizer, is_json=request.json)
-    clock = _Clock(work)
+    clock = Clock()
     try:
         while None in texts.ended:
             step = ranks.step()
-            clock.note(step.tokens)
+            clock.note(step.fed)
             texts.add(step.tokens, step.ended)
-    except KeyboardInterrupt:
+    except BrokenPipeError:
+        raise
+    except BaseException:  # Ctrl-C, or a failure: what there is is not lost
         texts.stop()
         if request.json:
             _print_json(work, texts, clock)
@@ -172,29 +182,28 @@ def _generate(request: Request, work: _Work, ranks: Ranks) -> int:
     return DONE
 
 
-class _Clock:
-    """Tokens a second, of the first forward (prefill) and of those after it (decode)."""
+class Clock:
+    """Tokens a second that the model took: those of prompts (prefill), and those that it had made (decode).
 
-    def __init__(self, work: _Work) -> None:
-        self.prefilled = min(map(len, work.tokens)) * len(work.tokens)
+    The time of a forward that takes both is shared out by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.prefilled = self.decoded = 0
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.decoded = self._steps = 0
         self._since = time.perf_counter()
 
-    def note(self, tokens: Sequence[int | None]) -> None:
+    def note(self, fed: tuple[int, int]) -> None:
+        """A step is done; see `Decoding.fed`."""
         now = time.perf_counter()
-        if self._steps == 0:
-            self.prefill_seconds = now - self._since
-        else:
-            self.decode_seconds += now - self._since
-            self.decoded += sum(token is not None for token in tokens)
-        self._steps += 1
-        self._since = now
+        seconds, self._since = (now - self._since) / max(1, sum(fed)), now
+        self.prefilled, self.prefill_seconds = self.prefilled + fed[0], self.prefill_seconds + seconds * fed[0]
+        self.decoded, self.decode_seconds = self.decoded + fed[1], self.decode_seconds + seconds * fed[1]
 
     def speeds(self) -> dict[str, float | None]:
         """Tokens per second of all rows together; None where nothing was done."""
         return {
-            "prefill_tokens_per_second": self.prefilled / self.prefill_seconds if self._steps else None,
+            "prefill_tokens_per_second": self.prefilled / self.prefill_seconds if self.prefill_seconds else None,
             "decode_tokens_per_second": self.decoded / self.decode_seconds if self.decode_seconds else None,
         }
 
@@ -221,7 +230,7 @@ def _ends(texts: Texts, positions: int | None) -> list[str]:
     ]
 
 
-def _print_json(work: _Work, texts: Texts, clock: _Clock) -> None:
+def _print_json(work: _Work, texts: Texts, clock: Clock) -> None:
     found: dict[str, Any] = {
         "checkpoint": str(work.source.folder),
         "step": work.source.manifest.step,
@@ -240,9 +249,10 @@ def _describe_model(work: _Work) -> str:
 
 
 def _tell(line: str) -> None:
-    print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # closed: what is printed to None goes to standard output
+        print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _say(problem: str, code: int) -> int:
-    print(f"colossus: {printable(problem)}", file=sys.stderr)
+    _tell(problem)
     return code

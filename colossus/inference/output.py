@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -10,6 +11,8 @@ from typing import Any, TextIO
 from colossus.inference.tokenizers import Tokenizer
 
 STOPPED = "stopped"
+#: control characters but new line and tab (category Cc), and those that order letters from right to left by force
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Texts:
@@ -39,9 +42,10 @@ class Texts:
         self.tokens: list[list[int]] = [[] for _ in tokens]
         self.texts = ["" for _ in tokens]
         self.ended: list[str | None] = [None] * len(tokens)
-        self._streams = [tokenizer.stream() if tokenizer is not None else None for _ in tokens]
+        self._streams = [tokenizer.stream(each) if tokenizer is not None else None for each in tokens]
         self._is_json, self._streaming = is_json, not is_json and len(tokens) == 1
         self._next = 0
+        self._held = ""
         if self._streaming:
             self._write(self._prompt(0))
 
@@ -66,7 +70,7 @@ class Texts:
         """One entry for each prompt."""
         return [
             {
-                "prompt": self._prompts[row] if self._prompts is not None else None,
+                "prompt": self._prompt(row) if self._prompts is not None else None,
                 "prompt_tokens": self.prompt_tokens[row],
                 "text": self.texts[row] if self._tokenizer is not None else None,
                 "tokens": self.tokens[row],
@@ -108,12 +112,15 @@ class Texts:
             self._write(f"{'' if row == 0 else chr(10)}--- prompt {row + 1} of {count} ---\n{text}{end}")
 
     def _write(self, text: str) -> None:
-        if not text:
-            return
-        self._out.write(_harmless(text) if self._out.isatty() else text)
-        self._out.flush()
+        if self._out.isatty():
+            text = self._held + text
+            self._held = "\r" if text.endswith("\r") else ""  # what follows says whether it ends a line
+            text = harmless(text.removesuffix("\r"))
+        if text:
+            self._out.write(text)
+            self._out.flush()
 
 
-def _harmless(text: str) -> str:
-    """Without what a terminal would obey: a model may have learned escape sequences."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+def harmless(text: str) -> str:
+    """Without what a terminal would obey: a model may have learned escape sequences, or to turn lines around."""
+    return _OBEYED.sub("\ufffd", text.replace("\r\n", "\n"))

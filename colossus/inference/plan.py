@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from colossus.registry import MODEL_OPTIONS, MODELS
 
 #: keys that mean something without training
 _KEYS = ("parallel", "train.precision", "comm", "device")
+_KEY = re.compile(r"\w+(\.[\w-]+)*")
 _DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -50,7 +52,7 @@ def plan_config(source: Source, overrides: Sequence[str] = (), config_file: str 
 def num_positions(config: Config) -> int | None:
     """Of a model with learned positions, how many: there is nothing beyond them. None where it does not say."""
     options: Any = model_options(config)
-    return None if options is None or options.is_rotary else int(options.seq_len)
+    return None if getattr(options, "is_rotary", True) else int(options.seq_len)
 
 
 def trained_length(config: Config) -> int | None:
@@ -121,7 +123,10 @@ def _require_known_keys(overrides: Sequence[str]) -> None:
     problems = []
     for text in overrides:
         key = text.partition("=")[0]
-        if "=" in text and not any(key == known or key.startswith(f"{known}.") for known in _KEYS):
+        if "=" not in text or not _KEY.fullmatch(key):
+            what = "is no override:" if "=" in text else "has no '=':"
+            problems.append(f"{text!r} {what} overrides are section.key=value, and a prompt is given as --prompt TEXT")
+        elif not any(key == known or key.startswith(f"{known}.") for known in _KEYS):
             problems.append(
                 f"{text}: generate trains nothing, and the model is that of the checkpoint; it takes "
                 f"{', '.join(f'{known}..' for known in _KEYS)}"

@@ -5,6 +5,7 @@ Their parent has the prompts and prints the text. So what ends it (Ctrl-C, a clo
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -23,10 +24,14 @@ from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError
 from colossus.config.sizes import world_size
 from colossus.context.local_ranks import LocalRanks
-from colossus.inference.decoding import Decoding
+from colossus.inference.decoding import Decoding, NotNumbers
 from colossus.inference.sampling_options import Sampling
 from colossus.inference.source import Source
 from colossus.inference.text_model import TextModel, load_model
+from colossus.launch.data_check import is_ours
+
+#: a smaller model has one thread, see `threads_alone`
+_FEW_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,19 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gave, by row: the new tokens, and why rows have ended so far."""
+    """What a step gave.
+
+    Attributes:
+        tokens: the new ones, by row.
+        ended: why rows have ended so far.
+        fed: see `Decoding`.
+        problem: why there are no tokens.
+    """
 
     tokens: list[int | None]
     ended: list[str | None]
+    fed: tuple[int, int] = (0, 0)
+    problem: str = ""
 
 
 class _Rank:
@@ -55,6 +69,8 @@ class _Rank:
         try:
             model = self._model = load_model(source, config)
         except (CheckpointError, ConfigError, ValueError) as error:
+            if not isinstance(error, (CheckpointError, ConfigError)) and not is_ours(error):
+                raise  # of a user's own code, with its traceback
             kind = next(each for each in (DamagedCheckpoint, CheckpointError, ValueError) if isinstance(error, each))
             self.loaded = Loaded(kind(str(error)))
         else:
@@ -70,15 +86,23 @@ class _Rank:
         sampling: Sampling,
         stop: Collection[int],
         num_ids: int | None,
-    ) -> None:
+    ) -> str:
+        """Why it cannot; nothing when it can."""
         assert self._model is not None
-        self._decoding = Decoding(
-            self._model, prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, num_ids=num_ids
-        )
+        try:
+            self._decoding = Decoding(
+                self._model, prompts, max_tokens=max_tokens, sampling=sampling, stop=stop, num_ids=num_ids
+            )
+        except ValueError as error:  # on all ranks
+            return str(error)
+        return ""
 
     def step(self) -> Step:
         assert self._decoding is not None
-        return Step(self._decoding.step(), list(self._decoding.ended))
+        try:
+            return Step(self._decoding.step(), list(self._decoding.ended), self._decoding.fed)
+        except NotNumbers as error:  # on all ranks
+            return Step([], [], problem=str(error))
 
     def close(self) -> None:
         if self._model is not None:
@@ -97,12 +121,14 @@ class Ranks:
         count = world_size(config.parallel)
         self._alone: _Rank | None = None
         self._ranks: LocalRanks | None = None
-        if count == 1:
-            self._alone = _Rank(source, config)
-        else:
-            make = partial(_make, source, config, os.getpid(), machine.threads_per_rank(count))
-            self._ranks = LocalRanks(count, make, **rank_options(config))
+        self._threads = torch.get_num_threads()
         try:
+            if count == 1:
+                torch.set_num_threads(threads_alone(source, self._threads))
+                self._alone = _Rank(source, config)
+            else:
+                make = partial(_make, source, config, os.getpid(), machine.threads_per_rank(count))
+                self._ranks = LocalRanks(count, make, **rank_options(config))
             self.loaded: Loaded = self._call("told")
             if self.loaded.problem is not None:
                 raise self.loaded.problem
@@ -120,11 +146,19 @@ class Ranks:
         num_ids: int | None = None,
     ) -> None:
         """Begin with a batch; see `Decoding`."""
-        self._call("begin", prompts, max_tokens, sampling, stop, num_ids)
+        problem = self._call("begin", prompts, max_tokens, sampling, stop, num_ids)
+        if problem:
+            raise ValueError(problem)
 
     def step(self) -> Step:
-        """One step of all ranks."""
+        """One step of all ranks.
+
+        Raises:
+            DecodingFailed: when there is no next token.
+        """
         made: Step = self._call("step")
+        if made.problem:
+            raise NotNumbers(made.problem)
         return made
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -138,6 +172,7 @@ class Ranks:
             self._alone.close()
         if self._ranks is not None:
             self._ranks.close()
+        torch.set_num_threads(self._threads)
 
     def __enter__(self) -> Ranks:
         return self
@@ -146,6 +181,17 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def threads_alone(source: Source, most: int) -> int:
+    """Threads of a model in one process: one where it is small, unless ``OMP_NUM_THREADS`` says how many.
+
+    The operations of a small model are too short to share out: two threads gain nothing, and where others use the cores
+    each operation waits for the slower one (a model of 840,000 parameters took 12 times as long). A fixed rule, by no
+    measurement: the sums of a product depend on the threads in their last bits, and text must not depend on the load.
+    """
+    sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+    return most if os.environ.get("OMP_NUM_THREADS") or sum(sizes) >= _FEW_PARAMETERS else 1
 
 
 def _make(source: Source, config: Config, parent: int, threads: int, rank: int) -> _Rank:

@@ -33,7 +33,9 @@ class Sampling:
             raise ValueError("\n".join(problems))
 
     def _problems(self) -> list[str]:
-        found = []
+        found = [f"seed = {self.seed}: it must be 0 or more"] if self.seed < 0 else []
+        if self.greedy:
+            return found
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             found.append(
                 f"temperature = {self.temperature}: it divides the logits, so it must be above 0 and finite; for the "
@@ -46,6 +48,4 @@ class Sampling:
             )
         if not 0 < self.top_p <= 1:
             found.append(f"top_p = {self.top_p}: it is a probability to keep, above 0 and at most 1 (1 keeps all)")
-        if self.seed < 0:
-            found.append(f"seed = {self.seed}: it must be 0 or more")
         return found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,19 +13,21 @@ from colossus.arithmetic import round_up
 from colossus.checkpoint.sources import open_weights
 from colossus.checkpoint.together import on_all_ranks
 from colossus.comm import collectives, shared_memory
-from colossus.config import Config
+from colossus.config import Config, model_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.precision import LOW
 from colossus.engine.initialize import pick_device
 from colossus.engine.inputs import batch_axes
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.state.boxes import parameter_boxes
 from colossus.engine.state.weights import known_weights, load_matched, require_same_model
+from colossus.inference.cache_trial import DECLARED, find_problem
 from colossus.inference.plan import plan_config
 from colossus.inference.source import Source
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.children import is_listened_to
-from colossus.layers.embedding import PositionEmbedding
+from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
@@ -34,11 +36,6 @@ from colossus.models.transformer import Transformer
 from colossus.refusal import add_place
 from colossus.registry import MODELS, TENSOR_MODES
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
-
-#: tokens with which a model of a user's own shows whether it can be continued from a cache
-_PROBE = (0, 1, 1, 0, 1, 0, 0, 1)
-#: largest difference of logits, relative to the largest of them, that is rounding
-_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 
 
 class TextModel:
@@ -49,7 +46,9 @@ class TextModel:
         context: ranks, axes, groups.
         row_multiple: a batch has a multiple of so many rows, which ranks share out.
         num_positions: what comes behind so many tokens the model has no position for; None without an end.
-        can_cache: whether a token can be computed from a cache of those before it. Where not, whole sequences are.
+        vocab_size: it has an embedding for so many ids; None where that cannot be seen.
+        can_cache: whether a token can be computed from a cache of those before it: of our models, and of those whose
+            class says so (`DECLARED`) and that pass a trial. Where not, whole sequences are.
         why_not: in words.
     """
 
@@ -69,7 +68,9 @@ class TextModel:
         self._world = context.group(context.grid.names)
         found = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
         self.num_positions = min(found, default=None)
-        self.why_not = "" if is_ours else self._probe()
+        rows = [each.num_embeddings for each in module.modules() if isinstance(each, (Embedding, nn.Embedding))]
+        self.vocab_size = getattr(model_options(config), "vocab_size", max(rows, default=None))
+        self.why_not = "" if is_ours else self._try_cache()
         self.can_cache = not self.why_not
 
     # -- forwards -----------------------------------------------------------------------------------------
@@ -132,48 +133,40 @@ class TextModel:
             index == 0 for axis, index in self.context.coordinates.items() if axis not in split
         )
 
+    def _try_cache(self) -> str:
+        """Why the model of a user's own is not continued from a cache; nothing when it is. Collective."""
+        if not getattr(self.module, DECLARED, False):
+            return (
+                f"{type(self.module).__name__} does not say that it can be continued from one: where nothing but "
+                f"colossus.layers.Attention mixes tokens or counts positions, write {DECLARED} = True in the class"
+            )
+        if self._executor is not None:
+            return "a model of your own is not tried with a cache under parallel.pipeline"
+        problem = find_problem(self)
+        count = self.row_multiple
+        mine = torch.full((count,), int(bool(problem)), dtype=torch.int64)[self.rows(count)]
+        elsewhere = bool(self.agree(count, mine).any())
+        return problem or ("another rank found that it cannot" if elsewhere else "")
+
+    @contextmanager
+    def wide(self) -> Iterator[None]:
+        """Inside, weights of low precision are in float32, and so is what is computed."""
+        stored = {each: each.dtype for each in self.module.parameters() if each.dtype in LOW}
+        autocast, self._autocast = self._autocast, nullcontext()
+        try:
+            for each in stored:
+                each.data = each.data.float()
+            yield
+        finally:
+            self._autocast = autocast
+            for each, dtype in stored.items():
+                each.data = each.data.to(dtype)
+
     def _run(self, ids: Tensor) -> Any:
         if self._executor is None:
             return self.module(ids) if self._chain is None else run_blocks(self._chain, ids)
         self._executor.run(self._pipeline.forward_actions(1), [ids])
         return self._stages.output
-
-    # -- a cache for models of a user's own ---------------------------------------------------------------
-
-    def _probe(self) -> str:
-        """Why the model cannot be continued from a cache; nothing when it can. Collective.
-
-        Whether a module of a user's own mixes tokens cannot be seen from outside. So the logits behind some tokens are
-        computed at once, and with a cache in parts: they differ where something looks at other tokens by itself, or
-        counts positions from 0.
-        """
-        if self._executor is not None:
-            return "a model of your own is not tried with a cache under parallel.pipeline"
-        length = min(len(_PROBE), self.num_positions or len(_PROBE))
-        ids = torch.tensor([_PROBE[:length]]).expand(self.row_multiple, -1)
-        whole = self.logits(ids)
-        problem, gap = "", 0.0
-        cache = self.new_cache(length)
-        try:
-            for start, stop in ((0, length // 2), *((at, at + 1) for at in range(length // 2, length))):
-                if stop > start:
-                    parts = self.logits(ids[:, start:stop], cache)
-        except (ValueError, RuntimeError, IndexError) as error:
-            problem = str(error).partition("\n")[0]
-        else:
-            if whole is not None and parts is not None:
-                highest = whole.abs().amax().clamp(min=1e-30)
-                gap = float((whole - parts).abs().amax() / highest)
-        allowed = _ROUNDING.get(self.context.precision.compute, 1e-3)
-        if not problem and not gap <= allowed:
-            problem = (
-                f"its logits change by {gap:.2g} of the largest when tokens are computed one by one: something but "
-                f"colossus.layers.Attention mixes tokens, or counts positions from 0"
-            )
-        count = self.row_multiple
-        mine = torch.full((count,), int(bool(problem)), dtype=torch.int64)[self.rows(count)]
-        elsewhere = bool(self.agree(count, mine if self._stages.has_last else None).any())
-        return problem or ("another rank found that it cannot" if elsewhere else "")
 
     def close(self) -> None:
         self._pipeline.close()

@@ -54,8 +54,8 @@ class Tokenizer(Protocol):
             ConfigError: for a prompt without any.
         """
 
-    def stream(self) -> TextStream:
-        """A new text."""
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """The text behind the tokens of a prompt."""
 
 
 class ByteTokenizer:
@@ -72,7 +72,7 @@ class ByteTokenizer:
             )
         return list(text.encode("utf-8", "surrogateescape"))  # bytes of a shell or a pipe that are no UTF-8 stay
 
-    def stream(self) -> ByteStream:
+    def stream(self, prompt: Sequence[int] = ()) -> ByteStream:
         return ByteStream()
 
 
@@ -115,16 +115,17 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._adds_special).ids
-        while len(ids) > 1 and ids[-1] in self.stop:  # a template that ends the text
-            ids = ids[:-1]
+        encoded = self._tokenizer.encode(text, add_special_tokens=self._adds_special)
+        ids, is_added = list(encoded.ids), encoded.special_tokens_mask  # 0 of tokens that the text itself names
+        while len(ids) > 1 and ids[-1] in self.stop and is_added[len(ids) - 1]:  # a template that ends the text
+            ids.pop()
         ids = ids or list(self._start)
         if not ids:
             raise ConfigError(f"the prompt is empty, and {self._file} names no token that begins a text: give one")
         return ids
 
-    def stream(self) -> FileStream:
-        return FileStream(lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)))
+    def stream(self, prompt: Sequence[int] = ()) -> FileStream:
+        return FileStream(lambda ids: str(self._tokenizer.decode(ids, skip_special_tokens=True)), prompt)
 
     def _ids(self, told: Mapping[str, Any], which: str, names: Sequence[str]) -> tuple[int, ...]:
         """The tokens that end or begin a text: as a config beside the file says, else special ones by their names."""
@@ -147,13 +148,15 @@ class FileStream:
 
     Args:
         decode: ids -> text; U+FFFD for bytes that are no character (yet).
+        prompt: ids before the first, whose text is known: a decoder may treat the first token of all otherwise (Llama's
+            takes its space).
     """
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        self._whole = 0  # tokens of the window whose text was whole when they were last looked at
-        self._shown = 0  # letters of the window that were given
+        self._ids = list(prompt)
+        self._whole = len(self._ids)  # tokens of the window whose text was whole when they were last looked at
+        self._shown = len(decode(self._ids))  # letters of the window that were given
 
     def push(self, token: int) -> str:
         self._ids.append(token)
@@ -162,10 +165,9 @@ class FileStream:
         if text.endswith(_REPLACEMENT) and len(self._ids) - self._whole < _MOST_PENDING:
             return ""
         new = self._show(text)
-        if text:
+        if begun := len(self._decode(self._ids[self._whole :])):  # special tokens have no text, and begin no window
             del self._ids[: self._whole]
-            self._whole = len(self._ids)
-            self._shown = len(self._decode(self._ids))
+            self._whole, self._shown = len(self._ids), begun
         return new
 
     def finish(self) -> str:

@@ -19,6 +19,7 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.models.gpt import GPT
+from colossus.models.vit import ViT
 
 BATCH, TOKENS, WIDTH = 4, 6, 16
 
@@ -157,6 +158,15 @@ class LossOnly(GPT):
         return cross_entropy(logits, batch["labels"], z_loss=0.1)
 
 
+class Measured(ViT):
+    @property
+    def eval_metrics(self) -> Any:
+        return {}
+
+    def make_norm(self) -> nn.Module:
+        return layers.RMSNorm(self.options.hidden_size)
+
+
 def replaced_forward() -> nn.Module:
     made = layers.Linear(4, 4)
     made.forward = lambda x: x  # type: ignore[method-assign]
@@ -222,6 +232,11 @@ def of_own_classes(rank: int) -> list[str]:
         model(torch.ones(2, 4, dtype=torch.float64) if isinstance(model, nn.Sequential) else torch.ones(2, 3).long())
         kinds.append(f"{type(model).__name__} {type(inside).__name__} {len(heard)}")
         engine.close()
+    vit = dict(num_layers=1, hidden_size=8, num_heads=2, image_size=4, patch_size=2, num_classes=3)
+    engine = colossus.initialize(config, model=lambda: Measured(**vit), loss_fn=loss)
+    images = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    assert torch.allclose(colossus.plain(engine).eval()(images), engine.model.eval()(images), rtol=1e-12)
+    engine.close()
     return kinds
 
 

@@ -99,7 +99,7 @@ for name in sys.argv[1:]:
     spec = util.spec_from_file_location("model", f"{name}.torch/model.py")
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    m = module.load(f"{name}.torch")
+    m = module.load()
     assert not m.training and all(not each.training for each in m.modules())
     inputs = torch.load(f"{name}.pt", weights_only=True)
     with torch.no_grad():
@@ -184,10 +184,13 @@ def test_what_cannot_be_written(
     words = r"2 of its tensors are not those of its config's GPT, embedding.weight say: \(53, 16\) is saved, the model"
     assert re.search(words + r" has \(54, 16\)", told)
     assert "is there already" in refuse_existing(capsys, source, root / "gpt.torch")
+    told = refuse_existing(capsys, source, tmp_path / "out", "--max-shard-size", "1KB")
+    assert "--max-shard-size: --to torch writes one file" in told
+    assert not (tmp_path / "out").exists()
 
 
-def refuse_existing(capsys: pytest.CaptureFixture[str], source: Path, target: Path) -> str:
-    assert main(["checkpoint", "convert", str(source), str(target), "--to", "torch"]) == 2
+def refuse_existing(capsys: pytest.CaptureFixture[str], source: Path, target: Path, *more: str) -> str:
+    assert main(["checkpoint", "convert", str(source), str(target), "--to", "torch", *more]) == 2
     return capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from helpers.inference import LENGTH, MODELS, ids_of, plain, save
 from helpers.ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from colossus.config.sizes import world_size
 from colossus.inference import Sampling, generate, load_model
-from colossus.inference.decoding import Decoding, steps
+from colossus.inference.decoding import Decoding, NotNumbers, batches, steps
 from colossus.inference.plan import plan_config
 from colossus.inference.source import Source
 from colossus.layers.kv_cache import KeyValueCache, capacity_for
@@ -162,6 +165,51 @@ def test_a_ragged_batch_is_what_its_rows_are_alone(sources: dict[str, Source]) -
         model.close()
 
 
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 6))
+def test_batches_take_the_fewest_forwards(lengths: list[int], max_tokens: int) -> None:
+    """Of all ways to put neighbours by length together; each row is in one."""
+
+    def forwards(parts: list[list[int]]) -> int:
+        return sum(max(part) - min(part) + max_tokens for part in parts)
+
+    found = batches(lengths, max_tokens)
+    assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+    assert found == sorted(found)
+    order = sorted(lengths)
+    ways = []
+    for cuts in itertools.product((False, True), repeat=len(order) - 1):
+        parts = [[order[0]]]
+        for length, cut in zip(order[1:], cuts, strict=True):
+            parts = [*parts, [length]] if cut else [*parts[:-1], [*parts[-1], length]]
+        ways.append(forwards(parts))
+    assert forwards([[lengths[row] for row in batch] for batch in found]) == min(ways)
+
+
+@pytest.mark.parametrize("plan", [[], ["parallel.data=2"]], ids=["one", "data"])
+def test_prompts_far_apart_are_batches(sources: dict[str, Source], plan: list[str]) -> None:
+    """Each row draws the numbers of its own place, and what was fed is counted."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7], [7, 1]]
+
+    def body(rank: int) -> Any:
+        model = load_model(sources["llama"], overrides=plan)
+        try:
+            decoding = Decoding(model, prompts, max_tokens=3, sampling=SAMPLING)
+            fed = [decoding.fed for _ in steps(decoding)]
+            together = generate(model, prompts, max_tokens=30, sampling=SAMPLING)
+            return (
+                fed,
+                [tokens[len(prompt) :] for tokens, prompt in zip(decoding.tokens, prompts, strict=True)],
+                together,
+            )
+        finally:
+            model.close()
+
+    for fed, texts, together in run_ranks(2 if plan else 1, body, with_context=False):
+        assert texts == [text[:3] for text in together]
+        # the two long ones; then the short ones, one token of a prompt and one that was made in their second forward
+        assert fed == [(16, 0), (1, 1), (0, 2), (0, 1), (2, 0), (1, 1), (0, 2), (0, 1)]
+
+
 def test_greedy_text_is_that_of_whole_forwards_of_plain_torch(sources: dict[str, Source]) -> None:
     for name, source in sources.items():
         model, twin = load_model(source), plain(source, MODELS[name])
@@ -214,7 +262,12 @@ def test_rotary_positions_go_on(sources: dict[str, Source]) -> None:
 
 def test_what_is_no_prompt_is_refused(sources: dict[str, Source]) -> None:
     model = load_model(sources["llama"])
-    for prompts, words in (([], "there is no prompt"), ([[1], []], "prompt 1 is empty")):
+    for prompts, words in (
+        ([], "there is no prompt"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1, 61]], r"prompt 0 has the token 61, but the model has the tokens 0\.\.60"),
+        ([[1], [1, -2]], "prompt 1 has the token -2"),
+    ):
         with pytest.raises(ValueError, match=words):
             Decoding(model, prompts)
     with pytest.raises(ValueError, match="max_tokens = 0"):
@@ -227,6 +280,6 @@ def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None
     with torch.no_grad():
         model.module.get_parameter("norm.weight").fill_(float("nan"))
     for greedy in (True, False):
-        with pytest.raises(ValueError, match="row 0 behind 2 tokens are not numbers"):
+        with pytest.raises(NotNumbers, match="row 0 behind 2 tokens are not numbers"):
             generate(model, [[1, 2]], sampling=Sampling(greedy=greedy))
     model.close()

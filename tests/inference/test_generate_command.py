@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from helpers.inference import MODELS, save
 from helpers.launching import children, finish, is_running, start, wait_for
 
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.cli.main import main
+from colossus.inference.output import Texts, harmless
 from colossus.inference.source import Source
+from colossus.inference.tokenizers import ByteTokenizer
 
 TEXT = dict(type="GPT", num_layers=1, hidden_size=16, num_heads=2, vocab_size=259, seq_len=40)
 ROTARY = {**TEXT, "positions": "rotary"}
@@ -133,7 +139,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "sequence_sharded": (["parallel.tensor=dict(size=2,sequence_sharded=True)"], "splits the tokens between blocks"),
     "steps": (["train.steps=3"], "train.steps=3: generate trains nothing"),
     "heads": (["parallel.tensor=4"], "model.num_heads = 2"),
-    "no value": (["parallel.tensor"], "has no '='"),
+    "no value": (["parallel.tensor"], "'parallel.tensor' has no '=': overrides are section.key=value, and a prompt"),
+    "no option": (
+        ["x = def "],
+        "'x = def ' is no override: overrides are section.key=value, and a prompt is given as --",
+    ),
     "temperature": (["--temperature", "0"], "temperature = 0.0"),
     "top_k": (["--top-k", "0"], "top_k = 0"),
     "top_p": (["--top-p", "1.5"], "top_p = 1.5"),
@@ -213,6 +223,8 @@ from colossus import layers
 
 
 class Own(nn.Module):
+    key_value_cache = {says}
+
     def __init__(self, mixes):
         super().__init__()
         self.embedding = layers.Embedding(61, 16)
@@ -223,7 +235,7 @@ class Own(nn.Module):
     def forward(self, ids):
         x = self.block(self.embedding(ids))
         if self.mixes:
-            x = x + x.cumsum(1) / 3
+            x = torch.cat([x[:, :12], x[:, 12:] + x[:, :-12] / 9], 1)
         return self.head(x)
 
     def loss(self, logits, batch):
@@ -231,20 +243,31 @@ class Own(nn.Module):
 
 
 model = dict(type=Own, mixes={mixes})
-train = dict(precision="fp64")
 """
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["cached", "whole"])
-def test_a_model_of_ones_own(mixes: bool, tmp_path: Path, capfd: Captured) -> None:
+@pytest.mark.parametrize(
+    ("says", "mixes", "precision", "why"),
+    [
+        (True, False, "fp64", ""),
+        (True, False, "bf16", ""),
+        (False, False, "fp64", "Own does not say that it can be continued from one"),
+        (True, True, "bf16", "something but colossus.layers.Attention mixes tokens"),
+    ],
+    ids=["cached", "low", "unsaid", "wrong"],
+)
+def test_a_model_of_ones_own(
+    says: bool, mixes: bool, precision: str, why: str, tmp_path: Path, capfd: Captured
+) -> None:
+    """What mixes tokens looks 12 back, and would hide in rounding to bf16: it is tried in float32."""
     from colossus.config import load_config
     from colossus.inference import Sampling, generate, load_model
 
     file = tmp_path / "own.py"
-    file.write_text(OWN.replace("{mixes}", str(mixes)))
+    file.write_text(OWN.replace("{mixes}", str(mixes)).replace("{says}", str(says)))
     kind = load_config(str(file)).model
     assert kind is not None
-    source = save(tmp_path / "saved", kind.spec())
+    source = save(tmp_path / "saved", kind.spec(), precision=precision)
     words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "6"]
     code, _, err = run(capfd, *words)
     assert code == 2
@@ -254,18 +277,177 @@ def test_a_model_of_ones_own(mixes: bool, tmp_path: Path, capfd: Captured) -> No
     for plan in ([], ["parallel.tensor=2"]):
         code, out, err = run(capfd, *words, *plan, "--config", str(file))
         assert code == 0, err
-        assert ("whole sequences are computed for each token, without a cache" in err) == mixes
+        assert ("whole sequences are computed for each token, without a cache" in err) == bool(why)
+        assert why in err
         texts.append(out)
     assert texts[0] == texts[1]
     model = load_model(source, config_file=str(file))
-    assert model.can_cache is not mixes
+    assert model.can_cache is not bool(why)
+    assert model.module.get_parameter("head.weight").dtype == (torch.bfloat16 if precision == "bf16" else torch.float64)
     model.can_cache = False
     (slow,) = generate(model, [[1, 2, 3]], max_tokens=6, sampling=Sampling())
     assert texts[0].strip() == ",".join(map(str, [1, 2, 3, *slow]))
     model.close()
 
 
+#: counts its positions by itself, of which it has 16; or fails by a fault of its own
+ENDS = """
+import torch
+from torch import nn
+from colossus import layers
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = layers.Embedding(61, 16)
+        self.positions = nn.Embedding(16, 16)
+        self.head = layers.LMHead(16, 61)
+
+    def forward(self, ids):
+        {fault}
+        return self.head(self.embedding(ids) + self.positions(torch.arange(ids.shape[1])))
+
+    def loss(self, logits, batch):
+        return layers.cross_entropy(logits, batch["labels"])
+
+
+model = dict(type=Own)
+"""
+
+
+def test_a_model_that_fails_says_where(tmp_path: Path, capfd: Captured) -> None:
+    from colossus.config import load_config
+
+    file = tmp_path / "own.py"
+    file.write_text(ENDS.replace("{fault}", ""))
+    kind = load_config(str(file)).model
+    assert kind is not None
+    source = save(tmp_path / "saved", kind.spec())
+    words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "30", "--config", str(file)]
+    code, out, err = run(capfd, *words)
+    assert code == 1
+    assert out.count(",") == 16, "the 17th token is chosen behind 16, and fed to none"
+    assert out.endswith("\n")
+    assert "on 17 tokens, after 16 without a fault, the model raised IndexError: index out of range" in err
+    assert "own.py" in err
+    assert "Traceback" not in err
+    code, out, err = run(capfd, *words, "--json")
+    assert (code, len(json.loads(out)["results"][0]["tokens"])) == (1, 14)
+    code, _, err = run(capfd, *words[:2], "1,61", *words[3:])
+    assert (code, "prompt 0 has the token 61, but the model has the tokens 0..60" in err) == (2, True)
+    file.write_text(ENDS.replace("{fault}", "int('seven')"))
+    with pytest.raises(ValueError, match="invalid literal"):  # with its traceback, as Python prints it
+        run(capfd, *words)
+
+
+def test_logits_that_are_no_numbers_fail_in_one_line(tmp_path: Path, capfd: Captured) -> None:
+    from colossus.inference import text_model
+
+    source = save(tmp_path, TEXT)
+    load = text_model._load
+
+    def spoiled(found: Source, module: torch.nn.Module, context: Any) -> None:
+        load(found, module, context)
+        with torch.no_grad():
+            module.get_parameter("norm.weight").fill_(float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_model, "_load", spoiled)
+        for plan in ([], ["parallel.tensor=2"]):
+            code, out, err = run(capfd, str(source.folder), "--tokens", "1,2", *plan)
+            assert (code, out) == (1, "1,2\n")
+            assert err.splitlines()[-1].startswith("colossus: generate failed: the logits of row 0 behind 2 tokens")
+            assert "Traceback" not in err
+
+
+def test_closed_streams_are_told(texts: Source, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["generate", str(texts.folder), "--tokenizer", "bytes"]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(words) == 2
+    assert "standard input is closed: give the prompt as --prompt TEXT" in capfd.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main([*words, "--prompt", "a"]) == 2
+    assert "standard output is closed" in capfd.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main([*words[:2], "--tokens", "1", "--max-tokens", "2"]) == 0
+    assert capfd.readouterr().out.count(",") == 2, "facts went to standard output"
+
+
+def test_a_small_model_has_one_thread(texts: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its parameters alone, and unless the user says how many."""
+    from colossus.inference import ranks
+    from colossus.inference.plan import plan_config
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert ranks.threads_alone(texts, 8) == 1
+    sizes = sum(math.prod(each.shape) for key, each in texts.manifest.tensors.items() if key.startswith("model/"))
+    monkeypatch.setattr(ranks, "_FEW_PARAMETERS", sizes)
+    assert ranks.threads_alone(texts, 8) == 8
+    monkeypatch.setattr(ranks, "_FEW_PARAMETERS", sizes + 1)
+    assert ranks.threads_alone(texts, 8) == 1
+    heard: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", heard.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    with ranks.Ranks(texts, plan_config(texts)):
+        assert heard == [1]
+    assert heard == [1, 8]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert ranks.threads_alone(texts, 3) == 3
+
+
+def test_a_terminal_gets_letters_and_obeys_nothing() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    letters = "a\u3000b\u00a0c\u200c\u200dd\u00ade\u0301\t\n"
+    assert harmless(letters) == letters
+    assert harmless("\x1b[2J\x9b\x07\x7f\u202e\u2066") == "\ufffd[2J" + 5 * "\ufffd"
+    for tokens, shown in ((b"a\r\nb", "xa\nb\n"), (b"a\rb", "xa\ufffdb\n"), (b"a\r", "xa\n")):
+        out = Terminal()
+        texts = Texts(["x"], [[120]], ByteTokenizer(), is_json=False, out=out)
+        for at, token in enumerate(tokens, 1):
+            texts.add([token], ["stop" if at == len(tokens) else None])
+        assert out.getvalue() == shown
+
+
+def test_json_has_no_half_of_a_letter(texts: Source, capfd: Captured) -> None:
+    prompt = b"a\xff".decode("utf-8", "surrogateescape")
+    found = data(capfd, str(texts.folder), "--tokenizer", "bytes", "--prompt", prompt, "--max-tokens", "1")
+    assert found["results"][0]["prompt"] == "a\ufffd"
+    assert found["results"][0]["prompt_tokens"] == [97, 255]
+
+
+def test_options_that_say_little_of_a_model_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    from colossus.inference import plan
+
+    monkeypatch.setattr(plan, "model_options", lambda config: SimpleNamespace(seq_len=16, vocab_size=61))
+    assert plan.num_positions(None) is None  # type: ignore[arg-type]
+
+
 LOOP = ["--tokenizer", "bytes", "--prompt", "abc", "--max-tokens", "1000000"]
+
+
+@pytest.mark.parametrize("plan", [[], ["parallel.tensor=2"]], ids=["one", "1d"])
+def test_ctrl_c_ends_json_with_what_there_is(rotary: Source, plan: list[str], capfd: Captured) -> None:
+    from colossus.inference import ranks
+
+    step, count = ranks.Ranks.step, itertools.count()
+
+    def interrupted(self: ranks.Ranks) -> ranks.Step:
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks.Ranks, "step", interrupted)
+        code, out, err = run(capfd, str(rotary.folder), *plan, *LOOP, "--json")
+    assert code == 130
+    (result,) = json.loads(out)["results"]
+    assert (len(result["tokens"]), result["ended"]) == (5, "stopped")
+    assert err.splitlines()[-1] == "colossus: stopped by Ctrl-C"
 
 
 @pytest.mark.parametrize("plan", [[], ["parallel.tensor=2"]], ids=["one", "1d"])

@@ -136,3 +136,5 @@ def test_extremes() -> None:
 def test_what_means_nothing_is_refused(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Sampling(**options)  # type: ignore[arg-type]
+    if "seed" not in options:  # a greedy choice looks at nothing else
+        Sampling(**options, greedy=True)  # type: ignore[arg-type]

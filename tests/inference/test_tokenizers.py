@@ -128,6 +128,25 @@ def test_any_tokens_stream_to_what_they_decode_to(folder: Path, ids: list[int]) 
         assert "\ufffd" in shown
 
 
+@given(TEXTS, st.integers(0, 20))
+def test_text_streams_on_behind_a_prompt(folder: Path, text: str, cut: int) -> None:
+    """The space before the first word, too, which Llama's decoder takes where a text begins."""
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    for whole in (f"the {text}", f"of the\U0001f9ff\U0001f9ff{text} the"):
+        ids = tokenizer.encode(whole)
+        shown = [tokenizer._tokenizer.decode(ids[:at]) for at in range(len(ids) + 1)]
+        at = next((at for at in range(min(cut, len(ids) - 1), 0, -1) if "\ufffd" not in shown[at]), 0)
+        assert shown[at] + told(tokenizer.stream(ids[:at]), ids[at:]) == shown[-1]
+
+
+def test_a_token_without_text_begins_no_text(folder: Path) -> None:
+    tokenizer = FileTokenizer(folder / "tokenizer.json")
+    the, end = tokenizer.encode("the the")[-1], tokenizer.stop[0]
+    wanted = tokenizer._tokenizer.decode([the, end, the], skip_special_tokens=True)
+    assert told(tokenizer.stream(), [the, end, the]) == wanted
+    assert tokenizer._tokenizer.decode([the]) + told(tokenizer.stream([the]), [end, the]) == wanted
+
+
 def test_a_character_of_several_tokens_comes_whole(folder: Path) -> None:
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     stream = tokenizer.stream()
@@ -157,6 +176,24 @@ def test_an_empty_prompt_begins_with_the_token_for_it(folder: Path) -> None:
     if "byte_level" in folder.name:
         with pytest.raises(ConfigError, match="the prompt is empty"):
             tokenizer.encode("")
+
+
+def test_only_what_a_template_adds_at_the_end_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """Not the end of a text that a prompt names."""
+    tokenizers = pytest.importorskip("tokenizers")
+    file = folder / "tokenizer.json"
+    made = tokenizers.Tokenizer.from_file(str(file))
+    end = "<|endoftext|>" if "byte_level" in folder.name else "</s>"
+    stop = made.token_to_id(end)
+    assert FileTokenizer(file).encode(f"the{end}") == [*FileTokenizer(file).encode("the"), stop]
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, stop)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    ends = FileTokenizer(tmp_path / "tokenizer.json")
+    plain = FileTokenizer(file, adds_special=False)
+    assert ends.encode("the") == plain.encode("the")
+    assert ends.encode(f"the{end}") == [*plain.encode("the"), stop]
 
 
 def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
