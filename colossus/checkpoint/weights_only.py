@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colossus import __version__
+from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.checksum import checksum
 from colossus.checkpoint.companions import companions_of, copy_companions
 from colossus.checkpoint.dtypes import ITEM_BYTES
@@ -88,6 +90,7 @@ def _read(
     for key, dtype, shape in wanted:
         out = torch.empty(shape, dtype=dtype)
         reader.read_box(key, tuple((0, size) for size in shape), out)
+        require_finite(out, key, partial(reader.tensor, key))
         yield out
         on_tensor(out.numel() * ITEM_BYTES[dtype_name(dtype)])
         del out

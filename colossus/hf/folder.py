@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.tensor_header import StoredTensor, read_header
@@ -135,6 +137,11 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
+        if kind is None and {"model", "tied"} <= config.keys():  # `colossus.export.torch_folder`
+            raise CheckpointError(
+                f"{path}: is a folder of `colossus checkpoint convert --to torch`, which plain PyTorch runs (its "
+                f"model.py); colossus takes the checkpoint that it was made of"
+            )
         known = ", ".join(HF_FAMILIES.names())
         raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
     family: Family = HF_FAMILIES.get(kind)()
@@ -189,7 +196,7 @@ def _without_weights(path: Path) -> str:
                 f"safe_serialization=True)"
             )
     others = [name for name in inside if name.endswith(".safetensors")]
-    more = f"; it has {', '.join(others[:_MOST_LISTED])}" if others else ""
+    more = f"; it has {listed(others)}" if others else ""
     return f"has neither {SINGLE} nor {INDEX}{more}"
 
 
@@ -201,14 +208,20 @@ def _place(
     Raises:
         CheckpointError: naming what is missing, left over, of another shape or dtype.
     """
-    placed, used, missing, wrong = [], set(), [], []
+    placed: list[Placed] = []
+    used: set[str] = set()
+    missing: list[str] = []
+    wrong: list[str] = []
+    different: list[tuple[str, str]] = []
     for tensor in tensors:
-        names = [tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names]
-        found = next((name for name in names if name in stored), None)
-        used.update(names)
-        if found is None:
+        known = dict.fromkeys((tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names))
+        there_are = [name for name in known if name in stored]
+        used.update(known)
+        if not there_are:
             missing += [] if tensor.may_be_missing else [tensor.name]
             continue
+        found, *copies = there_are
+        different += [(found, copy) for copy in copies if not _are_equal(path, stored[found], stored[copy])]
         file, there = stored[found]
         if there.shape != tensor.shape:
             wrong.append(f"{found} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
@@ -220,12 +233,39 @@ def _place(
         for name in stored
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
     ]
-    problems = [*wrong[:_MOST_LISTED], *_listed("missing", missing), *_listed(f"not in a {family.model_type}", extra)]
+    problems = wrong[:_MOST_LISTED]
+    for title, names in (("missing", missing), (f"not in a {family.model_type}", extra)):
+        problems += [f"{len(names)} {title}: {listed(names)}"] if names else []
+    problems += [
+        f"{first} and {second} are one parameter, but their numbers differ: where the head is no copy of the table, "
+        f'write "tie_word_embeddings": false into {CONFIG} (tie_embeddings=False of our models)'
+        for first, second in different[:1]
+    ]
     if problems:
         raise CheckpointError(f"{path}: is not the {family.architecture} of its {CONFIG}: {'; '.join(problems)}")
     return placed
 
 
-def _listed(title: str, names: Sequence[str]) -> list[str]:
-    more = ", .." if len(names) > _MOST_LISTED else ""
-    return [f"{len(names)} {title}: {', '.join(names[:_MOST_LISTED])}{more}"] if names else []
+def listed(names: Sequence[str]) -> str:
+    """The first of some names."""
+    return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")
+
+
+def _are_equal(path: Path, one: tuple[str, StoredTensor], other: tuple[str, StoredTensor]) -> bool:
+    """Whether two tensors of a folder's files are the same to the byte."""
+    (file, here), (other_file, there) = one, other
+    if (here.dtype, here.shape) != (there.dtype, there.shape):
+        return False
+    left = math.prod(here.shape) * ITEM_BYTES[here.dtype]
+    try:
+        with (path / file).open("rb") as first, (path / other_file).open("rb") as second:
+            first.seek(here.offset)
+            second.seek(there.offset)
+            while left:
+                size = min(left, 1 << 20)
+                if first.read(size) != second.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return True

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.companions import GENERATION, companions_of, copy_companions
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
@@ -22,11 +23,8 @@ from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.together import on_all_ranks
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, HFTensor
-from colossus.hf.folder import CONFIG, INDEX, SINGLE, TOKEN_IDS
+from colossus.hf.folder import CONFIG, INDEX, SINGLE, TOKEN_IDS, listed
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
-
-#: names that an error lists of each kind
-_MOST_LISTED = 4
 
 
 class Trained(Protocol):
@@ -181,9 +179,8 @@ def _require_same_names(
         ("of another shape than its options say is", [n for n in wanted if n in here and wanted[n] != here[n]]),
     ):
         if names:
-            more = ", .." if len(names) > _MOST_LISTED else ""
             raise CheckpointError(
-                f"the model cannot be written for Hugging Face: {title} {', '.join(names[:_MOST_LISTED])}{more}. "
+                f"the model cannot be written for Hugging Face: {title} {listed(names)}. "
                 f"Adapters and other modules of your own are merged, or taken out, before"
             )
 
@@ -234,7 +231,8 @@ def _assembled(
         for part, first in tensor.located():
             name, value = next(parts)
             assert name == part.name
-            stacked[first : first + part.shape[0]].copy_(value)
+            rows = stacked[first : first + part.shape[0]].copy_(value)
+            require_finite(rows, f"{tensor.name} ({name})", value)
             del value
         yield whole.view(tensor.shape)
         del whole, stacked

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 from safetensors.torch import load_file
@@ -107,6 +107,20 @@ def test_in_another_dtype(tmp_path: Path) -> None:
     wide = {name: value.to(torch.bfloat16).double() for name, value in tensors_of(source).items()}
     assert_same(tensors_of(tmp_path / "hf"), wide)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
+
+
+def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) -> None:
+    tensors = random_tensors(GPT2)
+    tensors["transformer.h.0.attn.c_attn.bias"][9] = -1e5
+    tensors["transformer.wpe.weight"][0, 0] = torch.inf  # as it was
+    source = make_folder(tmp_path / "source", GPT2, tensors)
+    for to in ("hf", "colossus", "torch"):
+        assert convert(source, tmp_path / to, "--to", to, "--dtype", "fp16") == 2
+        told = capsys.readouterr().err
+        assert "key.bias" in told
+        assert "has 100000, and float16 ends at 65504: it would be infinity; take bf16" in told
+        assert not (tmp_path / to).exists()
+        assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
 
 def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def saved_weights(reader: CheckpointReader) -> dict[str, Shape]:
 #: options that change what a model computes of the same weights
 _OF_FUNCTION = (
     "num_heads", "num_kv_heads", "head_dim", "mlp", "norm", "norm_eps", "positions", "rotary_base", "rotary_scaling",
-    "pool",
+    "pool", "image_size", "patch_size",
 )  # fmt: skip
 
 
