@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.sources import find_weights, open_weights
@@ -68,6 +69,11 @@ class Checkpoints:
     @hooks.setter
     def hooks(self, hooks: Sequence[Hook]) -> None:
         self._state.hook_states.hooks = hooks
+
+    @property
+    def companions(self) -> Companions:
+        """What lies beside the weights in a checkpoint, on the first rank: tokenizer, ids of special tokens, .."""
+        return self._state.companions
 
     @property
     def stall_seconds(self) -> float:
@@ -171,7 +177,7 @@ class Checkpoints:
         if wanted is not None:
             find = folder.find_latest if wanted == "auto" else folder.locate
             path = self.root if wanted == "auto" else Path(wanted)
-            with _under_key(f"checkpoint.resume = {wanted!r}"):
+            with under_key(f"checkpoint.resume = {wanted!r}"):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
         if found is None:
             self._take_weights()
@@ -181,7 +187,7 @@ class Checkpoints:
         """Those that the config names, into a run that begins and has none."""
         weights = self._config.weights
         if weights is not None and self.weights_from is None and not self._engine.completed_steps:
-            with _under_key("checkpoint.weights"):
+            with under_key("checkpoint.weights"):
                 self.load_weights(
                     weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
                 )
@@ -288,12 +294,3 @@ class Checkpoints:
             else:
                 self._has_begun = True
                 return found
-
-
-@contextlib.contextmanager
-def _under_key(title: str) -> Iterator[None]:
-    """Errors begin with the key that led to them."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise type(error)(f"{title}: {error}") from error

@@ -27,8 +27,6 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: token ids that generation needs, as they stand in config.json
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -54,7 +52,7 @@ class HFFolder:
         family: of its model.
         spec: our model with all of its options, ``dict(type="Llama", num_layers=..., ...)``.
         options: the same, checked.
-        token_ids: of those of `TOKEN_IDS` that it names.
+        config: what its ``config.json`` says.
         files: bytes by name, of those that hold tensors.
         placed: in the order of the model.
         versions: of transformers that wrote it, where it says so.
@@ -64,7 +62,7 @@ class HFFolder:
     family: Family
     spec: Mapping[str, Any]
     options: Any
-    token_ids: Mapping[str, Any]
+    config: Mapping[str, Any]
     files: Mapping[str, int]
     placed: Sequence[Placed]
     versions: Mapping[str, str]
@@ -105,10 +103,9 @@ def read_folder(path: Path) -> HFFolder:
     placed = _place(path, family, family.tensors(options), stored)
     files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
     full = {"type": spec["type"], **options.model_dump()}
-    token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     written_by = config.get("transformers_version")
     versions = {"transformers": written_by} if isinstance(written_by, str) else {}
-    return HFFolder(path, family, full, options, token_ids, files, placed, versions)
+    return HFFolder(path, family, full, options, config, files, placed, versions)
 
 
 def read_json(path: Path) -> dict[str, Any]:

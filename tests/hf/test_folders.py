@@ -133,7 +133,7 @@ LLAMA_REFUSED = [
     (dict(rope_scaling=dict(type="linear")), r"rope_scaling of type linear: factor is missing"),
     (
         dict(rope_scaling=dict(type="linear", factor=2.0), rope_parameters=dict(rope_theta=1e4, rope_type="default")),
-        r"rope_scaling and rope_parameters differ: factor = 2.0 and None, rope_theta = None and 10000.0, rope_type = 'l",
+        r"rope_scaling and rope_parameters differ: factor = 2.0 and None, rope_theta = None and 10000.0, rope_type = '",
     ),
     (
         dict(rope_theta=5e5, rope_scaling=dict(rope_type="default"), rope_parameters=dict(rope_theta=1e4)),
