@@ -231,7 +231,8 @@ class Checkpoints:
             strict: refuse when something asked for is not in the checkpoint, when the checkpoint has something that
                 the model has not, or another shape of it; False loads what fits, and says what did not.
             grow: patterns of names in this model that may have more rows (dim 0) than were saved, for a larger
-                vocabulary or more positions: the saved rows are loaded, the others keep their initial values.
+                vocabulary or more positions: the saved rows are loaded, the others keep their initial values. Of
+                learned positions a model with a smaller ``seq_len`` takes the first rows, without being told.
 
         Returns:
             What was loaded from where, what was missing, left over, of another shape: the same on all ranks.

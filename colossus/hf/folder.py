@@ -5,6 +5,7 @@ Everything that can be wrong is found from ``config.json`` and the headers of th
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import math
@@ -27,6 +28,13 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+#: options of ours that have a value of their own only where they are given, and what it is made of
+_DERIVED = {
+    "num_kv_heads": ("num_heads",),
+    "head_dim": ("hidden_size", "num_heads"),
+    "ffn_hidden_size": ("hidden_size", "mlp"),
+}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -147,10 +155,23 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
         if config.get(key):
             why = "quantised weights" if key == "quantization_config" else "code of the model's own"
             settings.problems.append(f"{key}: colossus reads no {why}")
-    spec = family.to_spec(settings, given) | dict(given)
+    spec = family.to_spec(settings, given)
     if settings.problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(settings.problems)}")
-    return family, spec
+    return family, _without_derived(spec, given) | dict(given)
+
+
+def _without_derived(spec: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the sizes that the config has as they follow from another one which is given anew: they follow again."""
+    found = dict(spec)
+    for key, sources in _DERIVED.items():
+        if key in given or key not in spec or not any(source in given for source in sources):
+            continue
+        others = {name: value for name, value in spec.items() if name not in ("type", key)}
+        with contextlib.suppress(ValueError):
+            if getattr(MODEL_OPTIONS.get(spec["type"])(**others), key) == spec[key]:
+                del found[key]
+    return found
 
 
 def _options(path: Path, spec: Mapping[str, Any]) -> Any:

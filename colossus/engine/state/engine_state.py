@@ -273,13 +273,9 @@ class EngineState:
             known = known_weights(engine.model, boxes, engine.context)
             try:
                 match = match_weights(
-                    known, saved_weights(reader), reader.manifest.aliases, only=only, rename=rename, grow=grow
-                )
-                if strict and not match.is_complete:
-                    raise CheckpointError(
-                        f"it does not fit the model: {match}. only=[patterns] loads a part, rename={{..}} renames, "
-                        f"grow=[patterns] lets tables have more rows here, strict=False loads what fits"
-                    )
+                    known, saved_weights(reader), reader.manifest.aliases, only=only, rename=rename, grow=grow,
+                    shorten=getattr(getattr(engine.model, "options", None), "positions_by_row", ()), strict=strict,
+                )  # fmt: skip
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
             reader.verify(self._world, on_progress)
