@@ -55,7 +55,7 @@ class Worker:
             self._engine = colossus.initialize(
                 dict(
                     parallel=dict(tensor=world),
-                    model=dict(type="hf", path=str(folder), dropout=0.0, attention_dropout=0.0),
+                    model=dict(type="hf", path=str(folder), weights=False, dropout=0.0, attention_dropout=0.0),
                     train=dict(steps=1, global_batch_size=1),
                     device="cpu",
                 )
