@@ -139,7 +139,7 @@ MODEL_OPTIONS = Registry(
         "ViT": "colossus.models.options:ViTOptions",
     },
 )
-#: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights or None)
+#: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
 MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.from_config:resolve"})
 HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
 #: folders of weights that are no checkpoints of ours, by what tells them

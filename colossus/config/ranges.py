@@ -12,8 +12,16 @@ from colossus.config.schema import Config
 from colossus.config.section import Named
 from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
 
-#: datasets whose tokens are bytes
+#: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
+
+
+def is_text(kind: Any) -> bool:
+    """Whether ``data.type``, a name or the class itself, is one of `BYTE_DATASETS`."""
+    if isinstance(kind, str):
+        return kind in BYTE_DATASETS
+    module, name = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
+    return module == "colossus.data.text" and name in BYTE_DATASETS
 
 
 def _number(value: Any) -> bool:
@@ -103,7 +111,7 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
 def vocabulary_problems(config: Config, options: object) -> list[str]:
     """One line when the model has fewer embeddings than the data has ids, where both are known."""
     vocabulary, data = getattr(options, "vocab_size", None), config.data
-    if not isinstance(data, Named) or data.type not in BYTE_DATASETS or vocabulary is None or vocabulary >= 256:
+    if not isinstance(data, Named) or not is_text(data.type) or vocabulary is None or vocabulary >= 256:
         return []
     if data.options.get("tokenizer") not in (None, "bytes"):
         return []  # which ids it gives is known when it has encoded the data, also before the launch

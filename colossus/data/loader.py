@@ -15,7 +15,7 @@ import torch
 from colossus.data.batch import Batch, to_tensors
 from colossus.data.passes import EndOfPass
 from colossus.data.sources import BatchShard, MapSource, Source
-from colossus.data.tokenizer import Tokenizer
+from colossus.data.tokenizer import DatasetTokenizer
 
 log = logging.getLogger("colossus.data")
 
@@ -167,10 +167,12 @@ class Loaders:
         description: one or two lines for the log.
         validation_missing: why there is no validation data, when there is none.
         tokenizer: what the training data says of its ids; None where it says nothing.
+        tokenizer_missing: why what it says cannot be recorded.
     """
 
     train: Loader
     validation: ValidationLoader | None
     description: str
     validation_missing: str | None = None
-    tokenizer: Tokenizer | None = None
+    tokenizer: DatasetTokenizer | None = None
+    tokenizer_missing: str | None = None

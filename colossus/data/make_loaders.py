@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.config import Config, model_options
 from colossus.data.from_config import DataSpec, make_source, parse_data
 from colossus.data.loader import Loader, Loaders, ValidationLoader
@@ -16,7 +16,7 @@ from colossus.data.passes import ONE_PASS
 from colossus.data.sampler import local_batch_size
 from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.streams import StreamSource
-from colossus.data.tokenizer import Tokenizer, tokenizer_of
+from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
 from colossus.data.windows import TooLittleData
 from colossus.random import check_seed
 
@@ -84,9 +84,11 @@ def build_loaders(
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
+    tokenizer, not_recorded = _told_tokenizer(train_data)
+    _check_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
     validation = None if source is None else ValidationLoader(source, shard=eval_shard, device=device)
-    return Loaders(train, validation, description, missing if source is None else None, _tokenizer_of(train_data))
+    return Loaders(train, validation, description, missing if source is None else None, tokenizer, not_recorded)
 
 
 def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, device: torch.device | str) -> Loaders:
@@ -159,16 +161,32 @@ def _check_vocabulary(data: Any, vocab_size: int | None) -> None:
         )
 
 
-def _tokenizer_of(data: Any) -> Tokenizer | None:
-    """What data says of its ids. A user's own dataset may have an attribute ``tokenizer``: "bytes", or the path of a
-    tokenizer.json; what else it may mean there is its own."""
+def _check_same_tokens(train: DatasetTokenizer | None, validation: Any) -> None:
+    if train is None or not isinstance(validation, DatasetTokenizer):
+        return
+    if (train.name, train.content) != (validation.name, validation.content):
+        raise ValueError(
+            f"data.validation: its ids are of {validation.path or validation.name}, those of the training data of "
+            f"{train.path or train.name}, and mean other tokens to the model; give both the same tokenizer (data"
+            f".tokenizer, data.validation.tokenizer)"
+        )
+
+
+def _told_tokenizer(data: Any) -> tuple[DatasetTokenizer | None, str | None]:
+    """What data says of its ids, or why that is nothing to be recorded. A user's own dataset may have an attribute
+    ``tokenizer``: "bytes", or the path of a tokenizer.json or of a folder with one. It may have a name of another kind
+    there ("gpt2" of the Hub), and an object is its own affair."""
     told = getattr(data, "tokenizer", None)
-    if isinstance(told, Tokenizer):
-        return told
+    if isinstance(told, DatasetTokenizer):
+        return told, None
     if not isinstance(told, str | os.PathLike):
-        return None
-    is_ours = told == BYTES or Path(told).name == TOKENIZER_FILE
-    return tokenizer_of(told, type(data).__name__) if is_ours else None
+        return None, None
+    try:
+        return dataset_tokenizer(told, f"the attribute of {type(data).__name__}"), None
+    except ValueError as error:
+        if Path(told).name == TOKENIZER_FILE:
+            raise
+        return None, str(error)
 
 
 def _describe(data: Any) -> str:

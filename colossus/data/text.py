@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES
-from colossus.data.tokenizer import tokenizer_of
+from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.windows import TokenWindows, TooLittleData, check_split
 
 _STDLIB_FRACTION = 0.05
@@ -48,15 +48,15 @@ class _TextWindows(TokenWindows):
         tokenizer: str | os.PathLike[str] | None,
     ) -> None:
         check_split(split, fraction, name)
-        self.tokenizer = tokenizer_of(BYTES if tokenizer is None else tokenizer, name)
+        self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, name)
         assert self.tokenizer is not None
         chosen, held_out = _one_split(files, fraction, split)
         texts = [_read(file) for file in chosen]
-        text = b"".join(texts)
         if held_out == "tail":
-            cut = len(text) - round(len(text) * fraction)
-            text = text[:cut] if split == "train" else text[cut:]
-            texts = [text]
+            length = sum(map(len, texts))
+            halves = _cut(texts, length - round(length * fraction), whole_letters=self.tokenizer.name != BYTES)
+            texts = halves[split == "validation"]
+        text = b"".join(texts)
         if self.tokenizer.name == BYTES:
             ids, vocab_size = np.frombuffer(text, dtype=np.uint8), 256
         else:
@@ -75,8 +75,9 @@ class _TextWindows(TokenWindows):
         self.file_names = [file.name for file in chosen]
 
     def describe(self) -> str:
-        tokenizer = f", tokenizer {self.info['tokenizer'][:12]}" if "tokenizer" in self.info else ""
-        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}{tokenizer}"
+        assert self.tokenizer is not None
+        how = f", tokenizer {self.tokenizer.path} ({self.tokenizer.sha256[:12]})" if self.tokenizer.path else ""
+        return f"{super().describe()}, {self.info['files']} files, sha256 {self.info['sha256'][:12]}{how}"
 
 
 class PythonStdlib(_TextWindows):
@@ -91,7 +92,8 @@ class PythonStdlib(_TextWindows):
         split: ``"train"`` or ``"validation"``.
         max_bytes: bytes of both splits together.
         tokenizer: a ``tokenizer.json`` of Hugging Face, or a folder with one (`colossus.data.tokenizer`); each file is
-            encoded by itself. None is bytes.
+            encoded by itself, as are both parts of one of which the tail is held out. None is bytes, or the tokenizer
+            of the folder in ``model = dict(type="hf", path=...)``.
 
     Raises:
         ValueError: a Python that ships without readable sources.
@@ -191,6 +193,22 @@ def _one_split(files: list[_File], fraction: float, split: str) -> tuple[list[_F
     if fraction / 3 <= share <= 3 * fraction and share < 1:
         return [file for file, out in zip(files, held, strict=True) if out == (split == "validation")], "files"
     return files, "tail"
+
+
+def _cut(texts: list[bytes], at: int, *, whole_letters: bool) -> tuple[list[bytes], list[bytes]]:
+    """Texts up to a byte of all of them and from there on, each with its part of the text that the byte is in.
+
+    Args:
+        whole_letters: the cut is before the character of UTF-8 in which the byte is.
+    """
+    for number, text in enumerate(texts):
+        if at < len(text):
+            start = at
+            while whole_letters and start and at - start < 3 and text[start] & 0xC0 == 0x80:
+                start -= 1
+            return [*texts[:number], text[:start]], [text[start:], *texts[number + 1 :]]
+        at -= len(text)
+    return texts, []
 
 
 def _fraction_of(name: str) -> float:

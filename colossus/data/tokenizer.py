@@ -18,13 +18,13 @@ import numpy as np
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 
 #: changes what is kept on the disk: files of another number are not read
-_VERSION = 1
+_VERSION = 2
 #: bytes of text that are encoded at a time
 _AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class DatasetTokenizer:
     """What a dataset says of its ids, and what each checkpoint of a run with it holds.
 
     Attributes:
@@ -59,33 +59,26 @@ class Tokenizer:
         for text in texts:
             key.update(hashlib.sha256(text).digest())
         kept = _cache() / f"{key.hexdigest()}.npy"
-        with contextlib.suppress(OSError, ValueError):
-            return np.load(kept, mmap_mode="r", allow_pickle=False)
+        if (found := _kept_ids(kept)) is not None:
+            return found
         ids = self._encode(texts, title)
         with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
             kept.parent.mkdir(parents=True, exist_ok=True)
             temporary = kept.with_name(f".{uuid.uuid4().hex}.npy")
             try:
-                np.save(temporary, ids, allow_pickle=False)
+                with temporary.open("wb") as file:
+                    np.save(file, ids, allow_pickle=False)
+                    file.flush()
+                    os.fsync(file.fileno())
                 temporary.rename(kept)
             finally:
                 temporary.unlink(missing_ok=True)
-            with contextlib.suppress(ValueError):
-                return np.load(kept, mmap_mode="r", allow_pickle=False)
+            found = _kept_ids(kept)
+            return ids if found is None else found
         return ids
 
     def _encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
-        try:
-            library = importlib.import_module("tokenizers")
-        except ModuleNotFoundError:
-            raise ValueError(
-                f"{title}: tokenizer = {str(self.path)!r} needs the library tokenizers, which is not installed: pip "
-                f"install colossus[hf]"
-            ) from None
-        try:
-            encoder = library.Tokenizer.from_buffer(self.content)
-        except Exception as error:  # the library raises bare ones
-            raise ValueError(f"{title}: tokenizer {str(self.path)!r} cannot be read: {error}") from None
+        encoder = load_tokenizer(self.content, f"{title}: tokenizer {str(self.path)!r}")
         largest = max(encoder.get_vocab(with_added_tokens=True).values(), default=0)
         dtype = np.uint16 if largest < 1 << 16 else np.uint32
         parts, done, total = [np.zeros(0, dtype)], 0, sum(map(len, texts))
@@ -115,11 +108,46 @@ def _together(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
     yield some
 
 
+def _kept_ids(file: Path) -> np.ndarray[Any, Any] | None:
+    """The ids of a file, memory-mapped; None where there is none, or it is not as it was written."""
+    try:
+        ids = np.load(file, mmap_mode="r", allow_pickle=False)
+        is_whole = isinstance(ids, np.memmap) and file.stat().st_size == ids.offset + ids.nbytes
+    except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
+        return None
+    return ids if is_whole and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
 
 
-def tokenizer_of(given: str | os.PathLike[str] | None, title: str) -> Tokenizer | None:
+def load_tokenizer(content: bytes, title: str) -> Any:
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, without the length to which the file may have texts cut or
+    padded: a text is all of its tokens and no others.
+
+    Args:
+        title: what a message begins with.
+
+    Raises:
+        ValueError: without the library `tokenizers`, or for a file that it cannot read.
+    """
+    try:
+        library = importlib.import_module("tokenizers")
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{title} needs the library tokenizers, which is not installed: pip install colossus[hf]"
+        ) from None
+    try:
+        made = library.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare ones
+        raise ValueError(f"{title} cannot be read: {error}") from None
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+def dataset_tokenizer(given: str | os.PathLike[str] | None, title: str) -> DatasetTokenizer | None:
     """What ``data.tokenizer`` means: ``"bytes"``, a tokenizer.json, a folder with one, or None.
 
     Raises:
@@ -128,7 +156,7 @@ def tokenizer_of(given: str | os.PathLike[str] | None, title: str) -> Tokenizer 
     if given is None:
         return None
     if given == BYTES:
-        return Tokenizer(BYTES)
+        return DatasetTokenizer(BYTES)
     path = Path(given).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
@@ -141,4 +169,4 @@ def tokenizer_of(given: str | os.PathLike[str] | None, title: str) -> Tokenizer 
         ) from None
     if not content.lstrip().startswith(b"{"):
         raise ValueError(f"{title}: tokenizer = {str(given)!r}: {file} is no {TOKENIZER_FILE} (it is no JSON object)")
-    return Tokenizer(TOKENIZER_FILE, content, file)
+    return DatasetTokenizer(TOKENIZER_FILE, content, file)

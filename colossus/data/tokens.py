@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from colossus.data.tokenizer import tokenizer_of
+from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.windows import TokenWindows, check_split
 
 
@@ -43,7 +43,7 @@ class TokenFile(TokenWindows):
     ) -> None:
         name = f"TokenFile {str(path)!r}"
         check_split(split, validation_fraction, name)
-        self.tokenizer = tokenizer_of(tokenizer, name)
+        self.tokenizer = dataset_tokenizer(tokenizer, name)
         self._file = Path(path).expanduser()
         self._dtype = dtype
         tokens = _open(self._file, dtype, name)
@@ -83,7 +83,7 @@ def _open(path: Path, dtype: str | None, name: str) -> np.ndarray:
 def _open_npy(path: Path, asked: np.dtype[Any] | None, name: str) -> np.ndarray:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except Exception as error:  # numpy raises many, tokenize.TokenError among them
         raise ValueError(f"{name} cannot be read as .npy: {error}") from error
     if tokens.ndim != 1:
         raise ValueError(

@@ -3,13 +3,14 @@
 A worker is forked from a rank that has other threads (gloo's, say). A lock that one of them holds at that moment, of
 the C library or of a C++ static, stays locked in the worker for good: as it starts, ``torch.set_num_threads`` registers
 a destructor, which takes such a lock (pytorch/pytorch#130610). A worker that waits for one never answers, so it is
-ended and started again.
+ended and started again. Workers that are not forked (``spawn``, ``forkserver``) begin without locks.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from colossus.context.local_ranks import StallDetector
 from colossus.data.seeded import unchanged
-from colossus.data.worker_signals import outlive_stop_signals
+from colossus.data.worker_signals import blocked_sigterm, outlive_stop_signals
 
 log = logging.getLogger("colossus.data")
 
@@ -37,14 +38,13 @@ class WorkerLoader(DataLoader[Any]):
     """
 
     def __init__(self, dataset: Any, num_workers: int, sampler: Iterable[Any] | None = None) -> None:
-        self._started = mmap.mmap(-1, num_workers)  # a byte for each worker, in memory that they share
         super().__init__(
             dataset,
             batch_size=None,
             sampler=sampler,
             num_workers=num_workers,
             collate_fn=unchanged,
-            worker_init_fn=partial(_on_start, self._started),
+            worker_init_fn=outlive_stop_signals,
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -52,10 +52,15 @@ class WorkerLoader(DataLoader[Any]):
         Raises:
             RuntimeError: when workers did not start, each time again.
         """
+        if multiprocessing.get_start_method() != "fork":
+            with blocked_sigterm():
+                return super().__iter__()
+        started = mmap.mmap(-1, self.num_workers)  # a byte for each worker, in memory that they share
+        self.worker_init_fn = partial(_on_start, started)
         for _ in range(_MOST_STARTS):
-            self._started[:] = bytes(self.num_workers)
+            started[:] = bytes(self.num_workers)
             workers = super().__iter__()
-            stuck = self._stuck_workers(workers)
+            stuck = _stuck_workers(workers, started)
             if not stuck:
                 return workers
             log.warning(
@@ -68,16 +73,17 @@ class WorkerLoader(DataLoader[Any]):
             f"times: a thread of this process holds a lock of the C library nearly all the time; take num_workers=0"
         )
 
-    def _stuck_workers(self, workers: Any) -> list[Any]:
-        """Those that wait for a lock, once all others have started."""
-        stall = StallDetector([each.pid for each in workers._workers], STALL_SECONDS)
-        while waiting := [each for number, each in enumerate(workers._workers) if not self._started[number]]:
-            if any(not each.is_alive() for each in waiting):
-                break  # it has died, which the next read says in torch's words
-            if stall.is_stalled():
-                return waiting
-            time.sleep(0.002)
-        return []
+
+def _stuck_workers(workers: Any, started: mmap.mmap) -> list[Any]:
+    """Those that wait for a lock, once all others have started."""
+    stall = StallDetector([each.pid for each in workers._workers], STALL_SECONDS)
+    while waiting := [each for number, each in enumerate(workers._workers) if not started[number]]:
+        if any(not each.is_alive() for each in waiting):
+            break  # it has died, which the next read says in torch's words
+        if stall.is_stalled():
+            return waiting
+        time.sleep(0.002)
+    return []
 
 
 def _on_start(started: mmap.mmap, worker: int) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from colossus.engine.loss_function import LossFunction, checked_sum
 
+#: what an evaluation itself reports under these names, here and in `colossus evaluate`
+_TAKEN = ("loss", "perplexity", "bits_per_byte", "tokens", "images", "checkpoint", "step", "split", "plan", "seconds")
+
 
 @dataclass
 class EvalTotals:
@@ -67,7 +70,7 @@ def metrics_of(model: nn.Module) -> dict[str, LossFunction]:
     """A model's ``eval_metrics``: name -> (outputs, batch) -> (sum, count); none where it has no such attribute.
 
     Raises:
-        ValueError: when it is something else.
+        ValueError: when it is something else, or has a name that is taken.
     """
     metrics = getattr(model, "eval_metrics", None)
     if metrics is None:
@@ -77,4 +80,10 @@ def metrics_of(model: nn.Module) -> dict[str, LossFunction]:
             f"{type(model).__name__}.eval_metrics is a {type(metrics).__name__}; it must be a dict of name -> function "
             f"of (outputs, batch) that returns (sum, count), as loss does"
         )
+    for name in metrics:
+        if name.replace(" ", "_") in _TAKEN:
+            raise ValueError(
+                f"{type(model).__name__}.eval_metrics has the name {name!r}, which is taken: an evaluation itself "
+                f"reports it; give it another (taken: {', '.join(_TAKEN)})"
+            )
     return dict(metrics)

@@ -17,6 +17,7 @@ from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.data.loader import Loaders
+from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
@@ -115,6 +116,8 @@ def _assemble(
     if held is not None:
         index, size = context.index("data"), context.size("data")
         loaders = loaders_of(config, held, data_rank=index, data_size=size, device=context.device)
+        if loaders.tokenizer_missing is not None and context.is_logging_rank:
+            data_log.warning("checkpoints of this run will hold no tokenizer: %s", loaders.tokenizer_missing)
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.hf.folder import CONFIG, is_hf_folder, read_json, spec_of
 
 
-def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """The model that is meant, and the path of its weights; None where it begins with fresh ones.
+def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str | None]:
+    """The model that is meant, the path of its weights (None where it begins with fresh ones), and that of its
+    tokenizer (None where the folder has no tokenizer.json).
 
     Args:
         options: ``path``, a model folder of Hugging Face, relative to where the run is started; ``weights``, False for
@@ -36,4 +38,4 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
             f"huggingface_hub.snapshot_download(..) makes a folder and returns its path"
         )
     _, spec = spec_of(folder, read_json(folder / CONFIG), given)
-    return spec, path if weights else None
+    return spec, path if weights else None, path if (folder / TOKENIZER_FILE).is_file() else None

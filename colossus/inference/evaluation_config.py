@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.loading import read_file
-from colossus.config.ranges import BYTE_DATASETS
+from colossus.config.model_source import with_tokenizer
+from colossus.config.overrides import apply_overrides
+from colossus.config.ranges import is_text
 from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.inference.plan import recorded_precision
@@ -57,21 +59,45 @@ def evaluation_config(
     for key, what in (("model", "a model"), ("data", "data: data.type=TextFolder data.path=..., say, or")):
         if getattr(config, key) is None:
             raise ConfigError(f"{source.folder} records no {key}, which was given to the run otherwise: {_give(what)}")
-    config = _with_its_tokenizer(config, source, overrides)
+    config = _with_its_tokenizer(config, source, overrides, config_file)
     most = config.train.eval_batches if _is_given("train.eval_batches", overrides) else None
     train = config.train.model_copy(update={"eval_batches": most})
     return config.model_copy(update={"name": "evaluate", "train": train})
 
 
-def _with_its_tokenizer(config: Config, source: Source, overrides: Sequence[str]) -> Config:
-    """Text becomes ids by the tokenizer.json that the checkpoint holds, unless an override names another: the file that
-    the run was given may be gone, and other data would be read as bytes."""
+def _with_its_tokenizer(config: Config, source: Source, overrides: Sequence[str], config_file: str | None) -> Config:
+    """Text becomes ids by the tokenizer.json that the checkpoint holds, unless an override or the config file names
+    another: the file that the run was given may be gone, and other data would be read as bytes.
+
+    Raises:
+        ConfigError: for text that nothing says how to read: weights that no run of ours has trained.
+    """
     data = config.data
-    if source.tokenizer != TOKENIZER_FILE or not isinstance(data, Named) or data.type not in BYTE_DATASETS:
+    if not isinstance(data, Named):
         return config
-    if any(text.startswith("data.tokenizer=") for text in overrides):
-        return config
-    return config.model_copy(update={"data": Named(**{**data.spec(), "tokenizer": str(source.folder)})})
+    if source.tokenizer == TOKENIZER_FILE:
+        spec = data.spec()
+        if config_file is None:
+            spec = _without_files(spec, apply_overrides({}, overrides).get("data"), data.type)
+        return with_tokenizer(config.model_copy(update={"data": Named(**spec)}), str(source.folder))
+    is_untold = source.tokenizer is None and (source.is_foreign or source.manifest.is_weights_only)
+    if is_untold and is_text(data.type) and data.options.get("tokenizer") is None:
+        raise ConfigError(
+            f"{source.folder} has no {TOKENIZER_FILE}, so nothing says how text becomes the ids of its model: give "
+            f"data.tokenizer=PATH of one, or data.tokenizer={BYTES}"
+        )
+    return config
+
+
+def _without_files(data: Mapping[str, Any], given: Any, kind: Any) -> dict[str, Any]:
+    """Data without the tokenizer files by which it reads text, but for those that overrides name."""
+    given, out = given if isinstance(given, Mapping) else {}, dict(data)
+    if is_text(kind) and "tokenizer" not in given and out.get("tokenizer") != BYTES:
+        out.pop("tokenizer", None)
+    validation = data.get("validation")
+    if isinstance(validation, Mapping):
+        out["validation"] = _without_files(validation, given.get("validation"), validation.get("type", kind))
+    return out
 
 
 def _is_given(key: str, overrides: Sequence[str]) -> bool:

@@ -6,17 +6,16 @@
 from __future__ import annotations
 
 import codecs
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import ConfigError
+from colossus.data.tokenizer import load_tokenizer
 from colossus.inference.source import Source
 
-BYTES = "bytes"
 _REPLACEMENT = "\ufffd"
 #: tokens after which what is no character will not become one
 _MOST_PENDING = 16
@@ -104,11 +103,10 @@ class FileTokenizer:
     """
 
     def __init__(self, file: Path, token_ids: Mapping[str, Any] | None = None, *, adds_special: bool = True) -> None:
-        library = _library(file)
         try:
-            self._tokenizer: Any = library.Tokenizer.from_file(str(file))
-        except Exception as error:  # it raises no class of its own
-            raise ConfigError(f"{file}: the library tokenizers cannot read it: {error}") from None
+            self._tokenizer: Any = load_tokenizer(file.read_bytes(), str(file))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{error}; prompts of numbers need no tokenizer: --tokens 1,2,3") from None
         self._file, self._adds_special = file, adds_special
         self.num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         told = {**(token_ids or {}), **_told(file.parent)}
@@ -216,16 +214,6 @@ def without_tokenizer(source: Source) -> str:
         f"data = dict(type='PythonStdlib') has it), --tokenizer PATH of a {TOKENIZER_FILE}, or the prompt as numbers, "
         f"--tokens 1,2,3"
     )
-
-
-def _library(file: Path) -> Any:
-    try:
-        return importlib.import_module("tokenizers")
-    except ModuleNotFoundError:
-        raise ConfigError(
-            f"{file}: needs the library tokenizers, which is not installed: pip install colossus[hf], or give the "
-            f"prompt as numbers, --tokens 1,2,3"
-        ) from None
 
 
 def _listed(given: Any) -> tuple[int, ...]:

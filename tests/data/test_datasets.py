@@ -248,9 +248,11 @@ def test_token_file_errors(tmp_path: Path) -> None:
     np.save(tmp_path / "c.npy", np.zeros(40, dtype=np.uint32))
     with pytest.raises(ValueError, match=r"holds uint32, but data\.dtype = uint16"):
         TokenFile(tmp_path / "c.npy", 4, dtype="uint16")
-    (tmp_path / "d.npy").write_bytes(b"not numpy at all")
-    with pytest.raises(ValueError, match=r"cannot be read as \.npy"):
-        TokenFile(tmp_path / "d.npy", 4)
+    whole = (tmp_path / "c.npy").read_bytes()
+    for damaged in (b"not numpy at all", whole[:60] + bytes(60) + whole[120:]):
+        (tmp_path / "d.npy").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"cannot be read as \.npy"):
+            TokenFile(tmp_path / "d.npy", 4)
 
 
 def test_the_base_class_reads_single_samples_through_batch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from helpers.tokenizer import TEXT, make_tokenizer
 
 from colossus.config import ConfigError, load_config
 from colossus.data import PythonStdlib, TextFolder, TokenFile, build_loaders
-from colossus.data.tokenizer import Tokenizer, tokenizer_of
+from colossus.data.tokenizer import DatasetTokenizer, dataset_tokenizer
 from colossus.launch.data_check import check_data
 
 
@@ -56,9 +57,9 @@ def test_ids_are_those_of_the_library_file_by_file(
             assert part.tokens.tolist() == wanted
             assert part.tokens.dtype == np.uint16
             assert part.vocab_size == max(wanted) + 1 <= 300
-            assert part.tokenizer == Tokenizer("tokenizer.json", tokenizer.read_bytes(), tokenizer)
+            assert part.tokenizer == DatasetTokenizer("tokenizer.json", tokenizer.read_bytes(), tokenizer)
             assert part.info["tokens"] == len(wanted)
-            assert part.info["tokenizer"][:12] in part.describe()
+            assert f"tokenizer {tokenizer} ({part.info['tokenizer'][:12]})" in part.describe()
     assert len(list(cache.iterdir())) == 2  # of either split, once
     assert set(train.file_names) & set(held.file_names) == set()
     assert pickle.loads(pickle.dumps(train)).tokens.tolist() == train.tokens.tolist()
@@ -78,6 +79,47 @@ def test_the_tail_of_one_file_is_held_out_before_it_is_encoded(tmp_path: Path, t
     assert held.tokens.tolist() == of_library(tokenizer, [whole[cut:]])
 
 
+def test_a_tail_of_several_files_is_cut_in_one_of_them_and_at_a_character(tmp_path: Path) -> None:
+    folder = tmp_path / "few"
+    folder.mkdir()
+    cuts = set()
+    tokenizer = make_tokenizer(tmp_path)
+    for extra in range(4):
+        parts = [TEXT * 2, "x" * extra + "\U0001f9ff" * 100, TEXT]
+        contents = [part.encode() for part in parts]
+        for name, content in zip(("0", "5", "6"), contents, strict=True):  # none of which is held out by its name
+            (folder / f"{name}.txt").write_bytes(content)
+        both = [TextFolder(folder, 8, split=split, tokenizer=tokenizer, validation_fraction=0.6)
+                for split in ("train", "validation")]  # fmt: skip
+        train, held = both
+        assert train.info["held_out"] == "tail"
+        length = sum(map(len, contents))
+        at = length - round(length * 0.6) - len(contents[0])
+        cuts.add((at - extra) % 4)
+        start = at - (at - extra) % 4  # of the character
+        first, last = contents[1][:start], contents[1][start:]
+        assert train.tokens.tolist() == of_library(tokenizer, [contents[0], first])
+        assert held.tokens.tolist() == of_library(tokenizer, [last, contents[2]])
+        assert train.info["bytes"] + held.info["bytes"] == length
+        as_bytes = [TextFolder(folder, 8, split=split, validation_fraction=0.6).tokens.tobytes()
+                    for split in ("train", "validation")]  # fmt: skip
+        assert b"".join(as_bytes) == b"".join(contents)
+        assert len(as_bytes[1]) == round(length * 0.6)
+    assert len(cuts) > 1
+
+
+def test_no_text_is_cut_or_padded_as_the_file_says(tmp_path: Path, texts: Path) -> None:
+    library: Any = pytest.importorskip("tokenizers")
+    tokenizer = make_tokenizer(tmp_path)
+    plain = TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist()
+    limited = library.Tokenizer.from_file(str(tokenizer))
+    limited.enable_truncation(5)
+    limited.enable_padding(length=3000, pad_id=3)
+    limited.save(str(tokenizer))
+    assert '"truncation": null' not in tokenizer.read_text()
+    assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == plain
+
+
 def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another text, or another tokenizer, is made anew; a damaged file is, too; no place for it is no matter."""
     tokenizer = make_tokenizer(tmp_path)
@@ -91,8 +133,14 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
         with pytest.raises(ValueError, match=r"needs the library tokenizers.*pip install colossus\[hf\]"):
             TextFolder(texts, 8, tokenizer=other)
     (kept,) = cache.iterdir()
-    kept.write_bytes(kept.read_bytes()[:-10])
-    assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first
+    whole = kept.read_bytes()
+    zeros = whole[:60] + bytes(60) + whole[120:]
+    for number, damaged in enumerate(
+        (b"", whole[:20], zeros, whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))
+    ):
+        kept.write_bytes(damaged)
+        assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first, number
+        assert kept.read_bytes() == whole
     (texts / "0.txt").write_text("something else " * 9)
     assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() != first
     assert len(list(cache.iterdir())) == 2
@@ -103,10 +151,10 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
 def test_bytes_are_what_they_were(texts: Path) -> None:
     for given in (None, "bytes"):
         data = TextFolder(texts, 8, tokenizer=given)
-        assert data.tokenizer == Tokenizer("bytes")
+        assert data.tokenizer == DatasetTokenizer("bytes")
         assert data.vocab_size == 256
         assert "tokenizer" not in data.info
-    assert PythonStdlib(8, max_bytes=50_000).tokenizer == Tokenizer("bytes")
+    assert PythonStdlib(8, max_bytes=50_000).tokenizer == DatasetTokenizer("bytes")
 
 
 def test_the_standard_library_as_ids(tmp_path: Path) -> None:
@@ -131,20 +179,54 @@ def test_datasets_of_users_may_say_theirs(tmp_path: Path) -> None:
         tokenizer: Any = None
 
     tokenizer = make_tokenizer(tmp_path)
-    for given, name in (("bytes", "bytes"), (tokenizer, "tokenizer.json"), ("gpt2", None), (object(), None)):
+    other = Path(shutil.copy(tokenizer, tmp_path / "mine.json"))
+    for given, name in (
+        ("bytes", "bytes"),
+        (tokenizer, "tokenizer.json"),
+        (str(tokenizer.parent), "tokenizer.json"),
+        (other, "tokenizer.json"),
+        ("gpt2", None),
+        (object(), None),
+    ):
         data = Mine([{"inputs": [1], "labels": [2]}] * 4)
         data.tokenizer = given
         loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
         assert (None if loaders.tokenizer is None else loaders.tokenizer.name) == name
+        missing = loaders.tokenizer_missing
+        assert (missing or "").startswith("the attribute of Mine: tokenizer = 'gpt2': No such file") == (
+            given == "gpt2"
+        )
+        assert (missing is None) == (given != "gpt2")
+    data.tokenizer = tmp_path / "gone" / "tokenizer.json"
+    with pytest.raises(ValueError, match="No such file"):
+        build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1)
+
+
+def test_validation_data_of_other_tokens_is_refused(tmp_path: Path, texts: Path) -> None:
+    tokenizer, same, other = (
+        make_tokenizer(tmp_path / name, size) for name, size in (("a", 300), ("b", 300), ("c", 280))
+    )
+
+    def build(**validation: Any) -> None:
+        data = dict(type="TextFolder", path=texts, tokenizer=tokenizer)
+        own = dict(type="TextFolder", path=texts, split="train", **validation)
+        build_loaders({**data, "validation": own}, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8)
+
+    build(tokenizer=same)
+    for given, named in (({}, "bytes"), ({"tokenizer": other}, str(other))):
+        with pytest.raises(
+            ValueError, match=f"data.validation: its ids are of {named}, those of the training data of "
+        ):
+            build(**given)
 
 
 def test_errors(tmp_path: Path, texts: Path) -> None:
     with pytest.raises(ValueError, match=r"tokenizer = '/nowhere': No such file.*looked from"):
-        tokenizer_of("/nowhere", "TextFolder")
+        dataset_tokenizer("/nowhere", "TextFolder")
     with pytest.raises(ValueError, match=r"has no tokenizer.json"):
-        tokenizer_of(texts, "TextFolder")
+        dataset_tokenizer(texts, "TextFolder")
     with pytest.raises(ValueError, match=r"0.txt is no tokenizer.json \(it is no JSON object\)"):
-        tokenizer_of(texts / "0.txt", "TextFolder")
+        dataset_tokenizer(texts / "0.txt", "TextFolder")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"TextFolder '.*': tokenizer '.*' cannot be read"):
         TextFolder(texts, 8, tokenizer=tmp_path)

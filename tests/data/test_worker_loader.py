@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
+import subprocess
 import threading
 import time
 
 import torch
 from helpers.ranks import run_ranks
 
-from colossus.data import worker_loader
+from colossus.data import build_loaders, worker_loader
 from colossus.data.worker_loader import WorkerLoader
 
 
@@ -51,6 +53,27 @@ def test_one_that_is_locked_each_time_is_an_error_in_words() -> None:
     ((items, left, error),) = run_ranks(1, _locked_at_start, 100, with_context=False)
     assert (items, left) == ([], 0)
     assert error.startswith("data.num_workers = 2: a data loader worker was locked as it started, 5 times: ")
+
+
+def test_workers_that_are_not_forked_read_too_and_end_by_their_rank_only() -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        data = dict(type="PythonStdlib", max_bytes=20_000, num_workers=1)
+        loaders = build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8)
+        found = next(loaders.train)
+        (worker,) = loaders.train.source._batches._workers  # type: ignore[attr-defined]
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+        worker.join(0.5)
+        assert worker.is_alive()
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    data = dict(type="PythonStdlib", max_bytes=20_000)
+    wanted = next(build_loaders(data, seed=0, global_batch_size=2, data_rank=0, data_size=1, seq_len=8).train)
+    assert torch.equal(found["inputs"], wanted["inputs"])
 
 
 def test_a_worker_that_dies_as_it_starts_is_told_in_torchs_words() -> None:

@@ -162,5 +162,11 @@ def test_wrong_metrics_are_told_in_words(metrics: Any, words: str) -> None:
         run_ranks(1, _of_own, metrics, with_context=False)
 
 
+@pytest.mark.parametrize("name", ["loss", "perplexity", "bits per byte", "bits_per_byte", "tokens", "seconds"])
+def test_a_name_that_an_evaluation_has_itself_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Own.eval_metrics has the name '{name}', which is taken"):
+        metrics_of(Own({"accuracy": len, name: len}))
+
+
 def test_a_model_without_any() -> None:
     assert metrics_of(nn.Linear(2, 2)) == {}

@@ -8,6 +8,7 @@ to the tests that say ``new_python=True``.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -52,6 +53,7 @@ class ForkedPython:
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
+            gc.freeze()  # files of the tests' process that are garbage would close the same numbers once more, later
             try:
                 for number, end in enumerate(writes, start=1):
                     os.dup2(end, number)

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 from helpers.hf_folders import GPT2, LLAMA, make_folder
+from helpers.tokenizer import TEXT, VOCABULARY, make_tokenizer
 
 from colossus.cli.main import main
 from colossus.config import ConfigError, as_dict, load_config
+from colossus.config.section import Named
+from colossus.data import TextFolder
 from colossus.hf.folder import spec_of
+from colossus.launch.data_check import check_data
 from colossus.registry import MODEL_OPTIONS
 
 
@@ -36,6 +40,41 @@ def test_a_config_holds_the_model_that_is_meant(tmp_path: Path, monkeypatch: pyt
     over = load_config(_config(type="hf", path="llama"), ["model.activation_checkpoint=full"])
     assert over.model is not None
     assert over.model.options["activation_checkpoint"] == "full"
+
+
+def test_its_text_is_read_by_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where data is text and names none, that of validation too; whatever the weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_folder(tmp_path / "gpt2", dict(GPT2, vocab_size=VOCABULARY))
+    (tmp_path / "a.txt").write_text(TEXT * 50)
+    other = make_tokenizer(tmp_path / "other")
+
+    def data_of(data: Any, **model: Any) -> Any:
+        found = load_config({**_config(type="hf", path="gpt2", **model), "data": data}).data
+        return found.spec() if isinstance(found, Named) else found
+
+    texts = dict(type="TextFolder", path=".")
+    assert "tokenizer" not in data_of(texts)
+    make_tokenizer(tmp_path / "gpt2")
+    for model in (dict(), dict(weights=False)):
+        assert data_of(texts, **model)["tokenizer"] == "gpt2"
+    assert data_of("PythonStdlib")["tokenizer"] == "gpt2"
+    assert data_of(dict(type=TextFolder, path="."))["tokenizer"] == "gpt2"
+    for given in ("bytes", str(other)):
+        assert data_of({**texts, "tokenizer": given})["tokenizer"] == given
+    assert data_of({**texts, "validation": dict(path="b")})["validation"] == dict(path="b")
+    assert data_of({**texts, "validation": texts})["validation"]["tokenizer"] == "gpt2"
+    assert data_of({**texts, "validation": "PythonStdlib"})["validation"]["tokenizer"] == "gpt2"
+    for unchanged in (dict(type="TokenFile", path="ids.npy"), dict(type=lambda tokenizer=None: [])):
+        assert "tokenizer" not in data_of(unchanged)
+    assert data_of([1, 2]) == [1, 2]
+
+    loaders = check_data(load_config({**_config(type="hf", path="gpt2"), "data": texts}))
+    assert loaders is not None
+    assert loaders.tokenizer is not None
+    assert loaders.tokenizer.name == "tokenizer.json"
+    assert loaders.description.count(", tokenizer gpt2/tokenizer.json (") == 2
 
 
 CONFIG_REFUSED = [

@@ -217,9 +217,21 @@ def test_a_folder_of_hugging_face(
     assert "bits_per_byte" not in found
     as_bytes = evaluate(capsys, tmp_path / "hf", *given, "data.tokenizer=bytes", f"train.global_batch_size={BATCH}")
     assert as_bytes["tokens"] > found["tokens"]
+    fewer = make_tokenizer(tmp_path / "fewer", 270)
+    by_it = evaluate(capsys, tmp_path / "hf", *given, f"data.tokenizer={fewer}", f"train.global_batch_size={BATCH}")
+    assert found["tokens"] < by_it["tokens"] < as_bytes["tokens"]
+    whole = f"data=dict(type='TextFolder', path={str(text)!r}, tokenizer='bytes')"
+    assert evaluate(capsys, tmp_path / "hf", whole, f"train.global_batch_size={BATCH}")["tokens"] == as_bytes["tokens"]
+    elsewhere = [f"data.validation=dict(type='TextFolder', path={str(text)!r})"]  # of the checkpoint's tokens, too
+    assert evaluate(capsys, tmp_path / "one", *elsewhere)["loss"] == wanted["loss"]
     words = refused(capsys, tmp_path / "hf", *given, f"data.tokenizer={make_tokenizer(tmp_path / 'more', 400)}",
                     "model.vocab_size=290")  # fmt: skip
     assert "model.vocab_size = 290" in words
+    (tmp_path / "own.py").write_text(f"model = dict(type='hf', path={str(tmp_path / 'hf')!r})\ndata = {whole[5:]}\n")
+    own = evaluate(capsys, tmp_path / "hf", "--config", str(tmp_path / "own.py"), f"train.global_batch_size={BATCH}")
+    assert own["tokens"] == as_bytes["tokens"]  # as the file says
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    assert "nothing says how text becomes the ids" in refused(capsys, tmp_path / "hf", *given)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------

@@ -205,6 +205,15 @@ def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
     assert ours.encode("the") == plain
 
 
+def test_a_prompt_is_not_cut_or_padded_as_the_file_says(folder: Path, tmp_path: Path) -> None:
+    wanted = FileTokenizer(folder / "tokenizer.json").encode("the cat and the dog")
+    limited = trained("byte_level" if "byte_level" in folder.name else "metaspace")
+    limited.enable_truncation(3)
+    limited.enable_padding(length=40)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    assert FileTokenizer(tmp_path / "tokenizer.json").encode("the cat and the dog") == wanted
+
+
 def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Source:
     if saved:
         (folder / MANIFEST).touch()
@@ -222,7 +231,7 @@ def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"its tokenizer tokenizer\.json: there is no file"):
         tokenizer_of(source(tmp_path, "tokenizer.json"), None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot read it"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*--tokens 1,2,3"):
         tokenizer_of(source(tmp_path, "tokenizer.json"), None)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install colossus\[hf\]"):
