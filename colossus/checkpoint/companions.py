@@ -1,23 +1,71 @@
-"""Files beside weights that go where the weights go: how text becomes tokens, and which tokens end it. No torch."""
+"""What goes where weights go: how text becomes tokens, which tokens end it, names of classes. No torch."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from colossus.checkpoint.durable import write_flushed
+from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 
 GENERATION = "generation_config.json"
-#: by the names that Hugging Face gives them
-COMPANIONS = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", GENERATION)
+PREPROCESSOR = "preprocessor_config.json"
+#: files, by the names that Hugging Face gives them
+COMPANIONS = (
+    TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "tokenizer.model", "vocab.json", "merges.txt", GENERATION, PREPROCESSOR,
+)  # fmt: skip
+#: those that say nothing of tokens
+_OF_IMAGES = (PREPROCESSOR,)
+#: sections of a manifest's config: ids of special tokens, and names of classes, as ``config.json`` has them
+TOKEN_IDS, LABELS = "token_ids", "labels"
 
 
-def companions_of(folder: Path) -> list[Path]:
-    """Those that a folder has."""
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+@dataclass(frozen=True)
+class Companions:
+    """What belongs to weights, beside them.
+
+    Attributes:
+        config: sections of a manifest's config, `TOKEN_IDS` and `LABELS`.
+        files: of `COMPANIONS`, by name.
+    """
+
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+    def for_tokenizer(self, content: bytes | None) -> Companions:
+        """What stays for ids that were made otherwise: of another tokenizer nothing of tokens does.
+
+        Args:
+            content: the ``tokenizer.json`` of the data; None where the data does not say how it was made.
+        """
+        if content is None or content == self.files.get(TOKENIZER_FILE):
+            return self
+        kept = {name: data for name, data in self.files.items() if name in _OF_IMAGES}
+        return Companions({key: value for key, value in self.config.items() if key != TOKEN_IDS}, kept)
 
 
-def copy_companions(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Copies in another folder, under the same names."""
-    return [Path(shutil.copyfile(path, folder / path.name)) for path in paths]
+def read_companions(folder: Path, config: Mapping[str, Any]) -> Companions:
+    """Those of a folder whose manifest has this config.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    files = {}
+    for name in COMPANIONS:
+        try:
+            if (folder / name).is_file():
+                files[name] = (folder / name).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
+    held = {key: config[key] for key in (TOKEN_IDS, LABELS) if isinstance(config.get(key), Mapping) and config[key]}
+    return Companions(held, files)
+
+
+def write_companions(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write and flush them."""
+    for name, data in files.items():
+        write_flushed(folder / name, data)

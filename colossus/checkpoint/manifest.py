@@ -121,6 +121,10 @@ class Manifest:
             if key.startswith(section + "/"):
                 yield key[len(section) + 1 :]
 
+    def shapes(self, section: str) -> dict[str, tuple[int, ...]]:
+        """Full shapes of the tensors in a section, by name."""
+        return {name: self.tensors[f"{section}/{name}"].shape for name in self.names(section)}
+
     def to_bytes(self) -> bytes:
         numbers = {name: number for number, name in enumerate(self.files)}
         body = {

@@ -33,6 +33,7 @@ class WeightMatch:
     Attributes:
         sources: name in the model -> name in the checkpoint, of what is loaded.
         grown: name in the model -> (rows saved, rows here), of those of ``sources`` that have more rows here.
+        shortened: name in the model -> the same, of those that take the first of more rows.
         missing: names in the model that were asked for and that the checkpoint does not have.
         left_over: names in the checkpoint that the model does not have.
         other_shape: name in the model -> (shape saved, shape here), where these do not fit.
@@ -40,6 +41,7 @@ class WeightMatch:
 
     sources: Mapping[str, str] = field(default_factory=dict)
     grown: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    shortened: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     missing: Sequence[str] = ()
     left_over: Sequence[str] = ()
     other_shape: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
@@ -84,6 +86,8 @@ def match_weights(
     only: Sequence[str] | None = None,
     rename: Rename | None = None,
     grow: Sequence[str] = (),
+    shorten: Sequence[str] = (),
+    strict: bool = False,
 ) -> WeightMatch:
     """What of a checkpoint goes into a model that need not be the one which was saved.
 
@@ -96,6 +100,8 @@ def match_weights(
         only: patterns (`fnmatch`) of names in the model; what none of them matches keeps its values.
         rename: see `renamed`.
         grow: patterns of names in the model that may have more rows (dim 0) than were saved.
+        shorten: patterns of those that may have fewer, and take the first ones.
+        strict: refuse what is not complete.
 
     Raises:
         CheckpointError: for a pattern or a rename that meets nothing, and where two saved tensors would go to one
@@ -135,11 +141,16 @@ def match_weights(
     left = {value for value in saved if value not in used and value not in dropped}
     if only is not None:
         left = {value for value in left if matches(new_names[value] or value, only)}
-    found = _compared(sources, wanted, saved, known, left, grow=grow)
+    found = _compared(sources, wanted, saved, known, left, grow=grow, shorten=shorten)
     if not found.sources:
         raise CheckpointError(
             f"nothing in the checkpoint fits this model: {found}"
             + ("" if rename else "; rename={saved prefix: prefix here} renames")
+        )
+    if strict and not found.is_complete:
+        raise CheckpointError(
+            f"it does not fit the model: {found}. only=[patterns] loads a part, rename={{..}} renames, grow=[patterns] "
+            f"lets tables have more rows here, strict=False loads what fits"
         )
     return found
 
@@ -219,19 +230,22 @@ def _compared(
     left: Iterable[str],
     *,
     grow: Sequence[str],
+    shorten: Sequence[str] = (),
 ) -> WeightMatch:
     """The match of these sources, with what does not fit told apart."""
-    fitting, grown, other = {}, {}, {}
+    fitting, grown, shortened, other = {}, {}, {}, {}
     for name, source in sources.items():
         there, here = saved[source], known[name].shape
         if there == here:
             fitting[name] = source
         elif _grows(there, here) and any(matches(each, grow) for each in known[name].names):
             fitting[name], grown[name] = source, (there[0], here[0])
+        elif _grows(here, there) and any(matches(each, shorten) for each in known[name].names):
+            fitting[name], shortened[name] = source, (there[0], here[0])
         else:
             other[name] = there, here
     missing = sorted(wanted.keys() - sources.keys())
-    return WeightMatch(fitting, grown, missing, sorted(set(left) - set(sources.values())), other)
+    return WeightMatch(fitting, grown, shortened, missing, sorted(set(left) - set(sources.values())), other)
 
 
 def _grows(there: Shape, here: Shape) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import platform
 import time
+import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from colossus import __version__
-from colossus.checkpoint.checksum import checksum
-from colossus.checkpoint.companions import companions_of, copy_companions
+from colossus.checkpoint.cast import require_finite
+from colossus.checkpoint.companions import read_companions, write_companions
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
@@ -59,9 +61,10 @@ def to_colossus(
             for key, of_file, shape in wanted:
                 chunk = Chunk(file, header.offsets[key], (0,) * len(shape), shape)
                 tensors[key] = TensorEntry(dtype_name(of_file), shape, (chunk,))
-        for copy in copy_companions(companions_of(reader.folder), folder):
-            files[copy.name] = FileEntry(copy.stat().st_size, checksum(copy))
         source = reader.manifest
+        beside = read_companions(reader.folder, source.config).files
+        write_companions(beside, folder)
+        files |= {name: FileEntry(len(data), zlib.crc32(data)) for name, data in beside.items()}
         manifest = Manifest(
             step=source.step,
             saved_at=time.time(),
@@ -88,6 +91,7 @@ def _read(
     for key, dtype, shape in wanted:
         out = torch.empty(shape, dtype=dtype)
         reader.read_box(key, tuple((0, size) for size in shape), out)
+        require_finite(out, key, partial(reader.tensor, key))
         yield out
         on_tensor(out.numel() * ITEM_BYTES[dtype_name(dtype)])
         del out

@@ -28,8 +28,9 @@ class Weights(ShortSection):
     A bare string is the path.
     """
 
-    #: a checkpoint, a folder of them or a run folder; or a model folder of Hugging Face
-    path: Annotated[str, Field(min_length=1)]
+    #: a checkpoint, a folder of them or a run folder; or a model folder of Hugging Face; by default that of
+    #: ``model = dict(type="hf", path=...)``
+    path: Annotated[str, Field(min_length=1)] = ""
     #: patterns of names in this model, ("blocks.*",); None loads all
     only: Annotated[Names, Field(min_length=1)] | None = None
     #: names of the checkpoint -> names in this model, by prefix or with stars; None leaves out; or a function

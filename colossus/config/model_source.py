@@ -21,18 +21,26 @@ def resolve_model(config: Config) -> Config:
     Raises:
         ConfigError: when the source has no such model.
     """
-    model = config.model
+    model, weights = config.model, config.checkpoint.weights
     if model is None or not isinstance(model.type, str) or model.type not in MODEL_SOURCES:
+        _require_path(weights)
         return config
     try:
         spec, path, tokenizer = MODEL_SOURCES.get(model.type)(model.options)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from None
     checkpoint = config.checkpoint
-    if path is not None and checkpoint.weights is None:
-        checkpoint = checkpoint.model_copy(update={"weights": Weights(path=path)})
+    if path is not None and (weights is None or not weights.path):
+        weights = Weights(path=path) if weights is None else weights.model_copy(update={"path": path})
+        checkpoint = checkpoint.model_copy(update={"weights": weights})
+    _require_path(weights)
     config = config.model_copy(update={"model": Named(**spec), "checkpoint": checkpoint})
     return config if tokenizer is None else with_tokenizer(config, tokenizer)
+
+
+def _require_path(weights: Weights | None) -> None:
+    if weights is not None and not weights.path:
+        raise ConfigError('checkpoint.weights.path: is missing; of model = dict(type="hf", path=...) alone it is known')
 
 
 def with_tokenizer(config: Config, path: str) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from colossus.checkpoint import folder
-from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from colossus.checkpoint.companions import Companions
+from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint, under_key
 from colossus.checkpoint.matching import Rename, WeightMatch
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.sources import find_weights, open_weights
@@ -58,6 +59,7 @@ class Checkpoints:
         self.resumed_plan = ""
         self.weights_from: Path | None = None
         self.weights_match: WeightMatch | None = None
+        self._has_begun = self._config.weights is None
         self.on_progress: Callable[[], None] = lambda: None
 
     @property
@@ -67,6 +69,11 @@ class Checkpoints:
     @hooks.setter
     def hooks(self, hooks: Sequence[Hook]) -> None:
         self._state.hook_states.hooks = hooks
+
+    @property
+    def companions(self) -> Companions:
+        """What lies beside the weights in a checkpoint, on the first rank: tokenizer, ids of special tokens, .."""
+        return self._state.companions
 
     @property
     def stall_seconds(self) -> float:
@@ -92,6 +99,7 @@ class Checkpoints:
         Returns:
             What can be waited for; it raises there what went wrong.
         """
+        self.require_begun()
         return self._saves.save(background=self._config.background if background is None else background)
 
     def after_step(self, *, is_last: bool = False) -> list[SavedCheckpoint]:
@@ -124,9 +132,33 @@ class Checkpoints:
 
     # -- loading ------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Take the weights that ``checkpoint.weights`` names, unless the run may go on somewhere: what a checkpoint has
+        takes their place, and `resume` looks for it first. `colossus.initialize` calls this.
+
+        Raises:
+            CheckpointError: on all ranks, when they are not whole, or not of this model.
+        """
+        if self.resume_from is None:
+            self._take_weights()
+
+    def require_begun(self) -> None:
+        """That weights which the config names have been looked at before something is made of others.
+
+        Raises:
+            CheckpointError: they are not, since `resume` comes first.
+        """
+        if not self._has_begun:
+            assert self._config.weights is not None
+            raise CheckpointError(
+                f"checkpoint.weights = {self._config.weights.path!r}: not loaded yet, since with checkpoint.resume = "
+                f"{self.resume_from!r} the run may go on from a checkpoint instead: call engine.checkpoints.resume() "
+                f"before the first step, or leave checkpoint.resume out"
+            )
+
     def resume(self) -> Path | None:
         """Go on where `resume_from` says, once; where that is nowhere, a run that begins takes the weights
-        that ``checkpoint.weights`` names.
+        that ``checkpoint.weights`` names, unless it has them.
 
         Where it names no single checkpoint and the newest is damaged, the newest that is whole is loaded, after a
         warning that says what was wrong.
@@ -137,7 +169,7 @@ class Checkpoints:
         Raises:
             CheckpointError: on all ranks, when it is no whole checkpoint of this model.
         """
-        wanted, weights = self.resume_from, self._config.weights
+        wanted = self.resume_from
         self._saves.require_root()
         if self.resumed_from is not None:
             return None
@@ -145,15 +177,21 @@ class Checkpoints:
         if wanted is not None:
             find = folder.find_latest if wanted == "auto" else folder.locate
             path = self.root if wanted == "auto" else Path(wanted)
-            with _under_key(f"checkpoint.resume = {wanted!r}"):
+            with under_key(f"checkpoint.resume = {wanted!r}"):
                 found = self._restore_newest(lambda damaged: find(path, damaged))
-        begins = found is None and self.weights_from is None and not self._engine.completed_steps
-        if begins and weights is not None:
-            with _under_key("checkpoint.weights"):
+        if found is None:
+            self._take_weights()
+        return found
+
+    def _take_weights(self) -> None:
+        """Those that the config names, into a run that begins and has none."""
+        weights = self._config.weights
+        if weights is not None and self.weights_from is None and not self._engine.completed_steps:
+            with under_key("checkpoint.weights"):
                 self.load_weights(
                     weights.path, only=weights.only, rename=weights.rename, strict=weights.strict, grow=weights.grow
                 )
-        return found
+        self._has_begun = True
 
     def load(self, path: Path | str) -> None:
         """Take the whole state of a checkpoint: the run goes on behind its step, under any plan.
@@ -193,7 +231,8 @@ class Checkpoints:
             strict: refuse when something asked for is not in the checkpoint, when the checkpoint has something that
                 the model has not, or another shape of it; False loads what fits, and says what did not.
             grow: patterns of names in this model that may have more rows (dim 0) than were saved, for a larger
-                vocabulary or more positions: the saved rows are loaded, the others keep their initial values.
+                vocabulary or more positions: the saved rows are loaded, the others keep their initial values. Of
+                learned positions a model with a smaller ``seq_len`` takes the first rows, without being told.
 
         Returns:
             What was loaded from where, what was missing, left over, of another shape: the same on all ranks.
@@ -228,6 +267,7 @@ class Checkpoints:
         found = self._read_newest(find, take)
         if found is not None:
             self.resumed_from = found
+            self.weights_from = self.weights_match = None
             self._saves.goes_on_from(found)
         return found
 
@@ -253,13 +293,5 @@ class Checkpoints:
                 if is_first:
                     log.warning("%s", error)
             else:
+                self._has_begun = True
                 return found
-
-
-@contextlib.contextmanager
-def _under_key(title: str) -> Iterator[None]:
-    """Errors begin with the key that led to them."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise type(error)(f"{title}: {error}") from error

@@ -214,6 +214,7 @@ class Engine:
         if self._failed_run is not None:
             agree_on_failure(self.context, self._failed_run, self._counts_of_evaluations)
             self._failed_run = None
+        self.checkpoints.require_begun()
         self._num_runs += 1
 
     def _run(self, actions: Sequence[Action], batch: StepBatch, loss_scale: Tensor | None = None) -> StepTotals:

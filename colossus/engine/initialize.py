@@ -58,6 +58,9 @@ def initialize(
 ) -> Engine:
     """Join the other ranks, build this rank's shard of the model, its optimizer and its data.
 
+    Where ``checkpoint.weights`` names weights (``model = dict(type="hf", ..)`` does) the model has them, unless
+    ``checkpoint.resume`` is set: `Checkpoints.resume`, or `fit`, then looks first where the run goes on.
+
     Args:
         config: a config, a dict of its sections, or the path of a config file.
         model: a class or function without arguments that builds the model; by default the config's.
@@ -70,7 +73,27 @@ def initialize(
 
     Raises:
         ValueError: for a config that does not fit the processes or the model, with the arithmetic.
+        CheckpointError: for weights that are not whole, or not those of the model.
     """
+    engine = make_engine(config, model, loss_fn, data, optimizer=optimizer, overrides=overrides)
+    try:
+        engine.checkpoints.begin()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def make_engine(
+    config: Config | Mapping[str, Any] | str | Path,
+    model: Callable[[], nn.Module] | None = None,
+    loss_fn: LossFunction | None = None,
+    data: Any = None,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    overrides: Sequence[str] = (),
+) -> Engine:
+    """The engine of `initialize`, which has loaded nothing yet: for what knows later where its weights come from."""
     nproc = int(os.environ.get("WORLD_SIZE", "1"))
     if not isinstance(config, Config):
         config = load_config(config, overrides, nproc=nproc)

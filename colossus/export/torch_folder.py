@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
@@ -101,6 +103,7 @@ def _read(
     for name, dtype, shape in wanted:
         out = torch.empty(shape, dtype=dtype)
         reader.read_box(f"model/{name}", tuple((0, size) for size in shape), out)
+        require_finite(out, name, partial(reader.tensor, f"model/{name}"))
         yield out
         on_tensor(out.numel() * ITEM_BYTES[str(dtype).removeprefix("torch.")])
         del out

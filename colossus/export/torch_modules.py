@@ -96,7 +96,8 @@ class Rotary(nn.Module):
     """Rotary positions (2104.09864): pairs (i, i + d/2) of each head, turned by position * base^(-2i/d).
 
     Args:
-        scaling: of Llama 3.1 (2407.21783), with the keys of ``rope_scaling`` in Hugging Face's configs.
+        scaling: of Llama 3.1 (2407.21783), or ``linear`` (2306.15595), with the keys of ``rope_scaling`` in Hugging
+            Face's configs.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None) -> None:
@@ -126,6 +127,8 @@ class Rotary(nn.Module):
 
 
 def _stretched(frequency: float, scaling: Mapping[str, Any]) -> float:
+    if scaling.get("rope_type") == "linear":
+        return float(frequency / scaling["factor"])
     low, high = scaling.get("low_freq_factor", 1.0), scaling.get("high_freq_factor", 4.0)
     turns = scaling.get("original_max_position_embeddings", 8192) * frequency / (2 * math.pi)
     kept = min(1.0, max(0.0, (turns - low) / (high - low)))

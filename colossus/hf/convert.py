@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from colossus.checkpoint.companions import companions_of
+from colossus.checkpoint.companions import read_companions
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.shards import MAX_SHARD_BYTES
@@ -47,10 +47,11 @@ def to_hf(
         for name in manifest.names("model")
         for entry in (reader.entry(f"model/{name}"),)
     }
-    plan = plan_folder(kind, options, known, dtype, max_shard_bytes, manifest.config.get("token_ids", {}))
+    beside = read_companions(reader.folder, manifest.config)
+    plan = plan_folder(kind, options, known, dtype, max_shard_bytes, beside)
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         for name in plan.part_names:
             yield name, reader.tensor(f"model/{name}")
 
-    write_folder(target, plan, parts(), companions=companions_of(reader.folder), on_tensor=on_tensor)
+    write_folder(target, plan, parts(), on_tensor=on_tensor)

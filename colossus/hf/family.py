@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from colossus.checkpoint.companions import TOKEN_IDS
 from colossus.hf.settings import Settings
 
 Shape = tuple[int, ...]
@@ -96,6 +97,10 @@ class Family(ABC):
     @abstractmethod
     def to_config(self, options: Any) -> dict[str, Any]:
         """What ``config.json`` says of a model of ours that has no differences."""
+
+    def beside(self, options: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``config.json`` says that is none of the model's; see `colossus.checkpoint.companions`."""
+        return dict(told.get(TOKEN_IDS, {})) if self.is_language_model else {}
 
     @abstractmethod
     def tensors(self, options: Any) -> Sequence[HFTensor]:

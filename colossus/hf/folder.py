@@ -5,8 +5,10 @@ Everything that can be wrong is found from ``config.json`` and the headers of th
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.tensor_header import StoredTensor, read_header
@@ -25,8 +28,13 @@ from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: token ids that generation needs, as they stand in config.json
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+#: options of ours that have a value of their own only where they are given, and what it is made of
+_DERIVED = {
+    "num_kv_heads": ("num_heads",),
+    "head_dim": ("hidden_size", "num_heads"),
+    "ffn_hidden_size": ("hidden_size", "mlp"),
+}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -52,7 +60,7 @@ class HFFolder:
         family: of its model.
         spec: our model with all of its options, ``dict(type="Llama", num_layers=..., ...)``.
         options: the same, checked.
-        token_ids: of those of `TOKEN_IDS` that it names.
+        config: what its ``config.json`` says.
         files: bytes by name, of those that hold tensors.
         placed: in the order of the model.
         versions: of transformers that wrote it, where it says so.
@@ -62,7 +70,7 @@ class HFFolder:
     family: Family
     spec: Mapping[str, Any]
     options: Any
-    token_ids: Mapping[str, Any]
+    config: Mapping[str, Any]
     files: Mapping[str, int]
     placed: Sequence[Placed]
     versions: Mapping[str, str]
@@ -103,10 +111,9 @@ def read_folder(path: Path) -> HFFolder:
     placed = _place(path, family, family.tensors(options), stored)
     files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
     full = {"type": spec["type"], **options.model_dump()}
-    token_ids = {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
     written_by = config.get("transformers_version")
     versions = {"transformers": written_by} if isinstance(written_by, str) else {}
-    return HFFolder(path, family, full, options, token_ids, files, placed, versions)
+    return HFFolder(path, family, full, options, config, files, placed, versions)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -135,6 +142,11 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
+        if kind is None and {"model", "tied"} <= config.keys():  # `colossus.export.torch_folder`
+            raise CheckpointError(
+                f"{path}: is a folder of `colossus checkpoint convert --to torch`, which plain PyTorch runs (its "
+                f"model.py); colossus takes the checkpoint that it was made of"
+            )
         known = ", ".join(HF_FAMILIES.names())
         raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
     family: Family = HF_FAMILIES.get(kind)()
@@ -143,10 +155,23 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
         if config.get(key):
             why = "quantised weights" if key == "quantization_config" else "code of the model's own"
             settings.problems.append(f"{key}: colossus reads no {why}")
-    spec = family.to_spec(settings, given) | dict(given)
+    spec = family.to_spec(settings, given)
     if settings.problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(settings.problems)}")
-    return family, spec
+    return family, _without_derived(spec, given) | dict(given)
+
+
+def _without_derived(spec: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the sizes that the config has as they follow from another one which is given anew: they follow again."""
+    found = dict(spec)
+    for key, sources in _DERIVED.items():
+        if key in given or key not in spec or not any(source in given for source in sources):
+            continue
+        others = {name: value for name, value in spec.items() if name not in ("type", key)}
+        with contextlib.suppress(ValueError):
+            if getattr(MODEL_OPTIONS.get(spec["type"])(**others), key) == spec[key]:
+                del found[key]
+    return found
 
 
 def _options(path: Path, spec: Mapping[str, Any]) -> Any:
@@ -189,7 +214,7 @@ def _without_weights(path: Path) -> str:
                 f"safe_serialization=True)"
             )
     others = [name for name in inside if name.endswith(".safetensors")]
-    more = f"; it has {', '.join(others[:_MOST_LISTED])}" if others else ""
+    more = f"; it has {listed(others)}" if others else ""
     return f"has neither {SINGLE} nor {INDEX}{more}"
 
 
@@ -201,14 +226,20 @@ def _place(
     Raises:
         CheckpointError: naming what is missing, left over, of another shape or dtype.
     """
-    placed, used, missing, wrong = [], set(), [], []
+    placed: list[Placed] = []
+    used: set[str] = set()
+    missing: list[str] = []
+    wrong: list[str] = []
+    different: list[tuple[str, str]] = []
     for tensor in tensors:
-        names = [tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names]
-        found = next((name for name in names if name in stored), None)
-        used.update(names)
-        if found is None:
+        known = dict.fromkeys((tensor.name, tensor.name.removeprefix(family.prefix), *tensor.other_names))
+        there_are = [name for name in known if name in stored]
+        used.update(known)
+        if not there_are:
             missing += [] if tensor.may_be_missing else [tensor.name]
             continue
+        found, *copies = there_are
+        different += [(found, copy) for copy in copies if not _are_equal(path, stored[found], stored[copy])]
         file, there = stored[found]
         if there.shape != tensor.shape:
             wrong.append(f"{found} has shape {list(there.shape)}, {CONFIG} says {list(tensor.shape)}")
@@ -220,12 +251,39 @@ def _place(
         for name in stored
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in family.ignored)
     ]
-    problems = [*wrong[:_MOST_LISTED], *_listed("missing", missing), *_listed(f"not in a {family.model_type}", extra)]
+    problems = wrong[:_MOST_LISTED]
+    for title, names in (("missing", missing), (f"not in a {family.model_type}", extra)):
+        problems += [f"{len(names)} {title}: {listed(names)}"] if names else []
+    problems += [
+        f"{first} and {second} are one parameter, but their numbers differ: where the head is no copy of the table, "
+        f'write "tie_word_embeddings": false into {CONFIG} (tie_embeddings=False of our models)'
+        for first, second in different[:1]
+    ]
     if problems:
         raise CheckpointError(f"{path}: is not the {family.architecture} of its {CONFIG}: {'; '.join(problems)}")
     return placed
 
 
-def _listed(title: str, names: Sequence[str]) -> list[str]:
-    more = ", .." if len(names) > _MOST_LISTED else ""
-    return [f"{len(names)} {title}: {', '.join(names[:_MOST_LISTED])}{more}"] if names else []
+def listed(names: Sequence[str]) -> str:
+    """The first of some names."""
+    return ", ".join(names[:_MOST_LISTED]) + (", .." if len(names) > _MOST_LISTED else "")
+
+
+def _are_equal(path: Path, one: tuple[str, StoredTensor], other: tuple[str, StoredTensor]) -> bool:
+    """Whether two tensors of a folder's files are the same to the byte."""
+    (file, here), (other_file, there) = one, other
+    if (here.dtype, here.shape) != (there.dtype, there.shape):
+        return False
+    left = math.prod(here.shape) * ITEM_BYTES[here.dtype]
+    try:
+        with (path / file).open("rb") as first, (path / other_file).open("rb") as second:
+            first.seek(here.offset)
+            second.seek(there.offset)
+            while left:
+                size = min(left, 1 << 20)
+                if first.read(size) != second.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return True

@@ -35,7 +35,8 @@ def resolve(options: Mapping[str, Any]) -> tuple[dict[str, Any], str | None, str
             )
         raise ValueError(
             f"path = {path!r}: there is no such folder; colossus downloads nothing: of a model of the Hub, "
-            f"huggingface_hub.snapshot_download(..) makes a folder and returns its path"
+            f"huggingface_hub.snapshot_download(..) makes a folder and returns its path. A run goes on without its "
+            f"folder: put the `model` that is in the config.json of the run folder in the place of this one"
         )
     _, spec = spec_of(folder, read_json(folder / CONFIG), given)
     return spec, path if weights else None, path if (folder / TOKENIZER_FILE).is_file() else None

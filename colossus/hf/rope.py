@@ -7,8 +7,9 @@ from typing import Any
 
 from colossus.hf.settings import Settings
 
-#: of llama3 scaling, as our options name them, too
-_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+_LENGTH = "original_max_position_embeddings"
+#: of the kinds of scaling, as our options name them, too
+_KEYS = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH), "linear": ("factor",)}
 
 
 def read_rope(settings: Settings) -> dict[str, Any]:
@@ -21,11 +22,21 @@ def read_rope(settings: Settings) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             settings.problems.append(f"{key} = {value!r}: an object is needed")
             return {}
-    given = dict(new or old)
+    length = settings.get("original_max_position_embeddings", settings.get("max_position_embeddings"))
+    theta = settings.get("rope_theta")
+    old, new = (_standard(each, theta, length) if each else {} for each in (old, new))
+    if old and new and old != new:
+        told = [
+            f"{k} = {old.get(k)!r} and {new.get(k)!r}" for k in sorted(old.keys() | new) if old.get(k) != new.get(k)
+        ]
+        settings.problems.append(
+            f"rope_scaling and rope_parameters differ: {', '.join(told)}: take one of the two out, the wrong one"
+        )
+        return {}
     key = "rope_parameters" if new else "rope_scaling"
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    base = given.pop("rope_theta", None) or settings.get("rope_theta", 10000.0)
+    given = new or old
+    kind, base = given.pop("rope_type", "default"), given.pop("rope_theta", theta)
+    base = 10000.0 if base is None else base
     if type(base) not in (int, float) or not base > 1:
         settings.problems.append(f"rope_theta = {base!r}: a number above 1 is needed")
         base = 10000.0
@@ -34,24 +45,38 @@ def read_rope(settings: Settings) -> dict[str, Any]:
         settings.problems.append("partial_rotary_factor: colossus rotates whole heads only")
     if kind == "default":
         return options
-    if kind != "llama3":
-        settings.problems.append(f"{key}.rope_type = {kind!r}: colossus has 'default' and 'llama3'")
+    if kind not in _KEYS:
+        settings.problems.append(f"{key}.rope_type = {kind!r}: colossus has 'default', {', '.join(map(repr, _KEYS))}")
         return options
-    wanted = {*_FACTORS, "original_max_position_embeddings"}
-    if wrong := sorted(wanted ^ given.keys()):
-        settings.problems.append(f"{key} of type llama3: {', '.join(wrong)} is missing, or not known")
+    if wrong := sorted({*_KEYS[kind]} ^ given.keys()):
+        settings.problems.append(f"{key} of type {kind}: {', '.join(wrong)} is missing, or not known")
         return options
     if any(type(value) not in (int, float) for value in given.values()):
         settings.problems.append(f"{key} = {given!r}: numbers are needed")
         return options
-    scaling: dict[str, Any] = {name: float(given[name]) for name in _FACTORS}
-    scaling["original_max_position_embeddings"] = int(given["original_max_position_embeddings"])
+    scaling: dict[str, Any] = {name: float(value) for name, value in given.items()} | {"rope_type": kind}
+    if kind == "llama3":
+        scaling[_LENGTH] = int(given[_LENGTH])
     return options | {"rotary_scaling": scaling}
+
+
+def _standard(given: Mapping[str, Any], theta: Any, length: Any) -> dict[str, Any]:
+    """With the keys of transformers 5, and what it fills in."""
+    found = {key: value for key, value in given.items() if value is not None and key != "type"}
+    found.setdefault("rope_type", given.get("type") or "default")
+    if theta is not None:
+        found.setdefault("rope_theta", theta)
+    if found["rope_type"] == "llama3" and length is not None:
+        found.setdefault(_LENGTH, length)
+    return found
 
 
 def write_rope(options: Any) -> dict[str, Any]:
     """The keys that transformers 4 and 5 read."""
-    scaling = options.rotary_scaling.model_dump() if options.rotary_scaling is not None else None
+    scaling = None
+    if options.rotary_scaling is not None:
+        held = options.rotary_scaling
+        scaling = {**{key: getattr(held, key) for key in _KEYS[held.rope_type]}, "rope_type": held.rope_type}
     return {
         "rope_theta": options.rotary_base,
         "rope_scaling": scaling,

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from colossus.checkpoint.companions import GENERATION, companions_of, copy_companions
+from colossus.checkpoint.cast import require_finite
+from colossus.checkpoint.companions import GENERATION, TOKEN_IDS, Companions, write_companions
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.new_folder import new_folder, require_new
@@ -22,11 +23,9 @@ from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.together import on_all_ranks
 from colossus.context.parallel_context import ParallelContext
 from colossus.hf.family import Family, HFTensor
-from colossus.hf.folder import CONFIG, INDEX, SINGLE, TOKEN_IDS
+from colossus.hf.folder import CONFIG, INDEX, SINGLE, listed
+from colossus.hf.like import companions_like
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
-
-#: names that an error lists of each kind
-_MOST_LISTED = 4
 
 
 class Trained(Protocol):
@@ -46,13 +45,13 @@ class FolderPlan:
         config: what ``config.json`` says.
         shards: file name -> the tensors in it, in their order.
         dtypes: of each tensor by its name.
-        token_ids: of those of `TOKEN_IDS` that are known.
+        companions: what goes with the weights.
     """
 
     config: Mapping[str, Any]
     shards: Mapping[str, Sequence[HFTensor]]
     dtypes: Mapping[str, torch.dtype]
-    token_ids: Mapping[str, Any]
+    companions: Companions
 
     @property
     def part_names(self) -> list[str]:
@@ -82,7 +81,8 @@ def save(
     Args:
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
-        like: a folder, of Hugging Face or a checkpoint, whose tokenizer and generation config are copied.
+        like: a folder, of Hugging Face or a checkpoint, whose tokenizer, generation config, ids of special tokens and
+            names of classes are taken; by default those that went with the weights which the engine was given.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
@@ -90,23 +90,30 @@ def save(
 
     Raises:
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
-            it cannot be written.
+            it cannot be written, or there is nothing like that.
     """
-    companions = [] if like is None else companions_of(Path(like).expanduser())
     target, context = Path(target).expanduser(), engine.context
     world = context.group(context.grid.names)
     known = whole_tensors(engine.model, context)
     options = getattr(engine.model, "options", None)
     kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
-    plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, {})
     is_writer = context.rank == 0
+
+    def beside() -> Companions:
+        if like is not None:
+            return companions_like(Path(like).expanduser())
+        given: Companions | None = getattr(getattr(engine, "checkpoints", None), "companions", None)
+        return given or Companions()
+
+    companions = on_all_ranks(world, lambda: beside() if is_writer else Companions(), tells_ranks=False)
+    plan = plan_folder(kind or type(engine.model).__name__, options, known, dtype, max_shard_bytes, companions)
     on_all_ranks(world, lambda: require_new(target) if is_writer else None, tells_ranks=False)
     parts = stream_state_dict(engine.model, context, aliases=False, order=plan.part_names)
 
     def write() -> None:
         try:
             if is_writer:
-                write_folder(target, plan, parts, companions=companions, on_tensor=on_tensor)
+                write_folder(target, plan, parts, on_tensor=on_tensor)
         finally:
             for _ in parts:  # ranks gather together to the end, also where writing has failed
                 pass
@@ -121,7 +128,7 @@ def plan_folder(
     known: Mapping[str, WholeTensor],
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    token_ids: Mapping[str, Any],
+    companions: Companions,
 ) -> FolderPlan:
     """What is written of a model of ours.
 
@@ -149,11 +156,11 @@ def plan_folder(
         "model_type": family.model_type,
         "architectures": [family.architecture],
         **family.to_config(options),
-        **{key: token_ids.get(key) for key in TOKEN_IDS if family.is_language_model},
+        **family.beside(options, companions.config),
         "dtype": of_weights,
         "torch_dtype": of_weights,  # its name before transformers 5
     }
-    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, dict(token_ids))
+    return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, companions)
 
 
 def _family_of(kind: str, options: Any) -> Family:
@@ -181,9 +188,8 @@ def _require_same_names(
         ("of another shape than its options say is", [n for n in wanted if n in here and wanted[n] != here[n]]),
     ):
         if names:
-            more = ", .." if len(names) > _MOST_LISTED else ""
             raise CheckpointError(
-                f"the model cannot be written for Hugging Face: {title} {', '.join(names[:_MOST_LISTED])}{more}. "
+                f"the model cannot be written for Hugging Face: {title} {listed(names)}. "
                 f"Adapters and other modules of your own are merged, or taken out, before"
             )
 
@@ -193,14 +199,12 @@ def write_folder(
     plan: FolderPlan,
     parts: Iterable[tuple[str, Tensor]],
     *,
-    companions: Sequence[Path] = (),
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Write what is planned into a folder that gets its name when it is complete.
 
     Args:
         parts: our parameters with their names, in the order of ``plan.part_names``.
-        companions: files that are copied.
 
     Raises:
         CheckpointError: the folder is there, or cannot be written.
@@ -217,9 +221,10 @@ def write_folder(
             total = sum(plan.num_bytes(each) for tensors in plan.shards.values() for each in tensors)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(folder / CONFIG, plan.config)
-        copied = [path.name for path in copy_companions(companions, folder)]
-        if plan.token_ids and GENERATION not in copied:
-            _write_json(folder / GENERATION, {"_from_model_config": True, **plan.token_ids})
+        write_companions(plan.companions.files, folder)
+        token_ids = plan.companions.config.get(TOKEN_IDS)
+        if token_ids and GENERATION not in plan.companions.files:
+            _write_json(folder / GENERATION, {"_from_model_config": True, **token_ids})
 
 
 def _assembled(
@@ -234,7 +239,8 @@ def _assembled(
         for part, first in tensor.located():
             name, value = next(parts)
             assert name == part.name
-            stacked[first : first + part.shape[0]].copy_(value)
+            rows = stacked[first : first + part.shape[0]].copy_(value)
+            require_finite(rows, f"{tensor.name} ({name})", value)
             del value
         yield whole.view(tensor.shape)
         del whole, stacked

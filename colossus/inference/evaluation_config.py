@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from colossus.checkpoint.companions import LABELS, TOKEN_IDS
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.loading import read_file
@@ -53,7 +54,8 @@ def evaluation_config(
         values["data"] = {}  # the options that are recorded are of other data
     if config_file is None:
         _require_no_code(source, values)
-        values.pop("token_ids", None)
+        for key in (TOKEN_IDS, LABELS):
+            values.pop(key, None)
     config = load_config(values, overrides, nproc)
     config._source = Path(config_file).name if config_file is not None else None
     for key, what in (("model", "a model"), ("data", "data: data.type=TextFolder data.path=..., say, or")):

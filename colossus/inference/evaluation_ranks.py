@@ -19,7 +19,7 @@ from colossus.config import Config
 from colossus.config.sizes import world_size
 from colossus.context.local_ranks import run_local_ranks
 from colossus.engine.engine import Engine
-from colossus.engine.initialize import initialize
+from colossus.engine.initialize import make_engine
 from colossus.engine.results import EvalSummary
 from colossus.inference.ranks import follow, rank_options
 
@@ -62,7 +62,7 @@ def _on_rank(folder: Path, config: Config, parent: int, threads: int, rank: int)
 
 
 def _evaluate(folder: Path, config: Config) -> EvalSummary:
-    engine = initialize(config)
+    engine = make_engine(config)
     try:
         engine.checkpoints.load_weights(folder)
         _show_progress(engine)

@@ -199,7 +199,8 @@ def tokenizer_of(source: Source, given: str | None) -> Tokenizer | None:
         where = "--tokenizer" if given is not None else f"{source.folder}: its tokenizer"
         raise ConfigError(f"{where} {name}: there is no file {file}; it is 'bytes', or the path of a {TOKENIZER_FILE}")
     # as the model has seen text begin: Hugging Face's with its template, our datasets' without
-    return FileTokenizer(file, source.token_ids, adds_special=source.is_foreign or bool(source.token_ids))
+    is_theirs = source.is_foreign or (bool(source.token_ids) and source.manifest.is_weights_only)
+    return FileTokenizer(file, source.token_ids, adds_special=is_theirs)
 
 
 def stop_ids(source: Source) -> tuple[int, ...]:

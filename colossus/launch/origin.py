@@ -18,6 +18,7 @@ from colossus.checkpoint.manifest import read_manifest
 from colossus.checkpoint.sources import find_weights
 from colossus.config import Config, ConfigError
 from colossus.launch import checkpoint_folder, run_folder, slurm
+from colossus.launch.weights_check import check_weights
 
 AUTO = "auto"
 
@@ -70,12 +71,13 @@ class Origin:
             raise ConfigError(f"checkpoint.weights = {wanted.path!r}: {error}") from None
 
     def check(self) -> None:
-        """Refuse the folders of other runs, and weights that are not there.
+        """Refuse the folders of other runs, and weights that are not there, or not those of the model.
 
         Raises:
             ConfigError: naming the folder.
         """
-        self.find_weights()
+        if (found := self.find_weights()) is not None:
+            check_weights(self.config, found)
         if self.folder is not None:
             run_folder.check_usable(self.folder) if self.is_own else run_folder.check_unused(self.folder)
             checkpoint_folder.check(self.config.checkpoint, self.folder, self.checkpoint)

@@ -130,11 +130,11 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
         _hold(run)
     # torch is imported here, after the signal handlers are installed: it takes seconds
     from colossus.engine.fit import fit
-    from colossus.engine.initialize import initialize
+    from colossus.engine.initialize import make_engine
     from colossus.monitor.display import make_display
     from colossus.monitor.metrics import Metrics
 
-    engine = run.engine = initialize(config)
+    engine = run.engine = make_engine(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
         _hold(run)

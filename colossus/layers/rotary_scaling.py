@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 class RotaryScaling(BaseModel):
     """The scaling of Llama 3.1 (2407.21783); the keys are those of ``rope_scaling`` in its Hugging Face configs.
+    ``rope_type="linear"`` (2306.15595) divides all frequencies by ``factor``, and has no other keys.
 
     Frequencies that turn less than ``low_freq_factor`` times over the original length are divided by ``factor``, those
     that turn more than ``high_freq_factor`` times stay as they are, and in between one goes over into the other.
@@ -21,10 +22,15 @@ class RotaryScaling(BaseModel):
     low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
     high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
     original_max_position_embeddings: Annotated[int, Field(ge=1)] = 8192
-    rope_type: Literal["llama3"] = "llama3"
+    rope_type: Literal["llama3", "linear"] = "llama3"
 
     @model_validator(mode="after")
     def _in_order(self) -> RotaryScaling:
+        if self.rope_type == "linear":
+            fields = type(self).model_fields
+            others = [key for key in fields if key not in ("factor", "rope_type")]
+            if unused := [key for key in others if getattr(self, key) != fields[key].default]:
+                raise ValueError(f"{', '.join(unused)}: rope_type = 'linear' has a factor only")
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {self.low_freq_factor} is not below high_freq_factor = {self.high_freq_factor}"
@@ -33,6 +39,8 @@ class RotaryScaling(BaseModel):
 
     def scale(self, frequency: float) -> float:
         """The frequency, in radians per token, that takes the place of another."""
+        if self.rope_type == "linear":
+            return frequency / self.factor
         turns = self.original_max_position_embeddings * frequency / (2 * math.pi)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = min(1.0, max(0.0, kept))

@@ -21,6 +21,8 @@ class DecoderOptions(TransformerOptions):
 
     block_names: ClassVar[str] = "embedding, layers, head"
     token_key: ClassVar[str | None] = "seq_len"
+    #: tables with a row for each position from the first: a model with fewer takes the first rows of another's
+    positions_by_row: ClassVar[tuple[str, ...]] = ("positions.weight",)
 
     #: tokens of a sequence
     seq_len: Count = 128

@@ -91,6 +91,8 @@ class Display(Hook):
         if checkpoints.weights_match is not None:
             count, grown = len(checkpoints.weights_match.sources), checkpoints.weights_match.grown
             more = "".join(f", {name} {saved} of {here} rows" for name, (saved, here) in grown.items())
+            shortened = checkpoints.weights_match.shortened
+            more += "".join(f", {name} the first {here} of {saved} rows" for name, (saved, here) in shortened.items())
             lines.append(f"{count} parameters and buffers from {checkpoints.weights_from}{more}")
         return lines
 

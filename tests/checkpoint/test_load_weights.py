@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def test_weights_go_into_another_model(tmp_path: Path) -> None:
 
 
 def by_config(rank: int, root: str) -> None:
-    """`fit` takes them before step 0, unless the run goes on where it was."""
+    """`initialize` takes them, and where the run may go on `fit` does before step 0, unless it does go on."""
     path, state, loss = saved_by(dict(parallel=dict(data=2)), root + "/first")
     batches = [step_batch(rank) for _ in range(4)]
 
@@ -254,9 +255,19 @@ def by_config(rank: int, root: str) -> None:
     assert_states(whole(engine), after)
     engine.close()
 
-    # a run that has begun keeps what it has
+    # in a loop of one's own there is no step of other weights, and a run that has begun keeps what it has
+    engine = made(
+        dict(parallel=dict(data=2)), seed=9, checkpoint=dict(weights=str(path), dir=str(path.parent), resume="auto")
+    )
+    for refused in (partial(step, engine), lambda: engine.eval_step({}), engine.checkpoints.save):
+        with pytest.raises(CheckpointError, match=r"checkpoint\.weights = .* call engine\.checkpoints\.resume\(\) bef"):
+            refused()
+    engine.checkpoints.resume()
+    assert (engine.checkpoints.resumed_from, engine.checkpoints.weights_from) == (path, None)
+    engine.close()
     engine = made(dict(parallel=dict(data=2)), seed=9, checkpoint=dict(weights=str(path)))
-    step(engine)
+    assert_states(whole(engine), state)
+    assert step(engine) == pytest.approx(loss, rel=1e-10)
     begun = whole(engine)
     assert engine.checkpoints.resume() is None
     assert_states(whole(engine), begun)

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.export import torch_modules
 from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.rotary import Rotary
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.gpt import GPT
 from colossus.models.vit import ViT
 
@@ -270,3 +273,12 @@ def test_torch_exports_and_traces_it() -> None:
     other = torch.randint(0, SIZES["vocab_size"], (5, 11))
     torch.testing.assert_close(exported.module()(other), model(other), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(traced(other), model(other), rtol=1e-6, atol=1e-7)
+
+
+def test_linear_scaling_of_rotary_positions() -> None:
+    scaling = RotaryScaling(factor=3.0, rope_type="linear")
+    ours, plain = Rotary(8, 30.0, scaling), torch_modules.Rotary(8, 30.0, scaling.model_dump())
+    query, key = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
+    turned = torch.stack(plain(query, key))
+    assert torch.equal(turned, torch.stack((ours(query), ours(key))))
+    assert not torch.equal(turned, torch.stack(torch_modules.Rotary(8, 30.0)(query, key)))

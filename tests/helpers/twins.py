@@ -63,6 +63,8 @@ class PlainAttention(nn.Module):
 
 def llama3_rates(rate: Tensor, scaling: RotaryScaling) -> Tensor:
     """Llama 3.1's scaling by wavelengths, as its reference code writes it."""
+    if scaling.rope_type == "linear":
+        return rate / scaling.factor
     length = scaling.original_max_position_embeddings
     wave = 2 * torch.pi / rate
     smooth = (length / wave - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

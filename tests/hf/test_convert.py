@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
 from helpers.ranks import run_ranks
 from helpers.training import BATCH, batch_of, config_of
 from safetensors.torch import load_file
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import colossus
 import colossus.hf
 from colossus.checkpoint import CheckpointError, CheckpointReader, read_state_dict, tensor_file
+from colossus.checkpoint.companions import Companions
 from colossus.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.cli.main import main
@@ -77,7 +78,8 @@ def test_there_and_back(kind: str, tmp_path: Path, capsys: Captured) -> None:
         assert config["model_type"] == kind
         assert config["dtype"] == config["torch_dtype"] == "float32"
         assert config.get("eos_token_id") == CONFIGS[kind].get("eos_token_id")
-        assert ("eos_token_id" in config) == (kind != "vit")
+        assert ("eos_token_id" in config) == (kind == "gpt2")
+        assert config.get("id2label") == CONFIGS[kind].get("id2label")
         assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
     if kind == "gpt2":
         assert json.loads((back / "generation_config.json").read_text())["eos_token_id"] == 3
@@ -107,6 +109,20 @@ def test_in_another_dtype(tmp_path: Path) -> None:
     wide = {name: value.to(torch.bfloat16).double() for name, value in tensors_of(source).items()}
     assert_same(tensors_of(tmp_path / "hf"), wide)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float64"
+
+
+def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) -> None:
+    tensors = random_tensors(GPT2)
+    tensors["transformer.h.0.attn.c_attn.bias"][9] = -1e5
+    tensors["transformer.wpe.weight"][0, 0] = torch.inf  # as it was
+    source = make_folder(tmp_path / "source", GPT2, tensors)
+    for to in ("hf", "colossus", "torch"):
+        assert convert(source, tmp_path / to, "--to", to, "--dtype", "fp16") == 2
+        told = capsys.readouterr().err
+        assert "key.bias" in told
+        assert "has 100000, and float16 ends at 65504: it would be infinity; take bf16" in told
+        assert not (tmp_path / to).exists()
+        assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
 
 def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:
@@ -142,6 +158,56 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     assert spec["type"] == "Llama"
     assert spec["num_kv_heads"] == 2
     assert spec["bias"] is True
+
+
+BESIDE = {
+    name: f'{{"of": "{name}"}}'.encode()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
+}
+
+
+def _tuned(rank: int, root: Path, like: Path) -> None:
+    sizes = dict(model=dict(type="hf", path=str(like)), train=dict(steps=2, global_batch_size=2), device="cpu")
+    told = dict(parallel=dict(data=2), **sizes)
+    for resume in (None, "auto"):
+        engine = colossus.initialize({**told, "checkpoint": dict(dir=str(root / "run"), resume=resume)})
+        assert (engine.checkpoints.resume() is not None) == (resume is not None)
+        ids = torch.arange(6).view(1, 6)
+        engine.train_step({"inputs": ids, "labels": ids})
+        engine.checkpoints.save(background=False).wait()
+        if resume is not None:
+            colossus.hf.save(engine, root / "saved")
+            with pytest.raises(CheckpointError, match=r"like = '.*misspelt': there is no such folder"):
+                colossus.hf.save(engine, root / "never", like=root / "misspelt")
+            colossus.hf.save(engine, root / "like", like=root / "run")
+        engine.close()
+
+
+def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
+    """Through its checkpoints, a resume too, and out of them: ids of special tokens, files; no null."""
+    like = make_folder(tmp_path / "gpt2", dict(GPT2, bos_token_id=1, eos_token_id=[3, 4]))
+    for name, data in BESIDE.items():
+        (like / name).write_bytes(data)
+    run_ranks(2, _tuned, tmp_path, like, with_context=False)
+    assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
+    assert read_manifest(tmp_path / "run" / "step-00000002").tokenizer == "tokenizer.json"
+    for name in ("saved", "like", "converted"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (1, [3, 4]), name
+        assert "pad_token_id" not in config
+        assert {each: (tmp_path / name / each).read_bytes() for each in BESIDE} == BESIDE
+        generation = json.loads((tmp_path / name / "generation_config.json").read_text())
+        assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
+
+
+def test_another_tokenizer_leaves_nothing_of_the_first() -> None:
+    beside = Companions(
+        {"token_ids": {"eos_token_id": 3}, "labels": {"id2label": {}}}, {**BESIDE, "preprocessor_config.json": b"{}"}
+    )
+    assert beside.for_tokenizer(None) == beside.for_tokenizer(BESIDE["tokenizer.json"]) == beside
+    for content in (b"", b"another"):
+        kept = beside.for_tokenizer(content)
+        assert (kept.config.keys(), kept.files.keys()) == ({"labels"}, {"preprocessor_config.json"})
 
 
 def _grown(rank: int, target: Path) -> tuple[int, int]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hf_folders import GPT2, LLAMA, make_folder
+from helpers.hf_folders import GPT2, LLAMA, make_folder, random_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.hf.folder import read_folder
+from colossus.checkpoint.sources import find_weights
+from colossus.hf.folder import read_folder, spec_of
+from colossus.registry import MODEL_OPTIONS
 
 Damage = Callable[[Path], Any]
 
@@ -122,9 +124,21 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
 
 
 LLAMA_REFUSED = [
-    (dict(hidden_act="gelu"), r"hidden_act = 'gelu': colossus has 'silu' only"),
+    (dict(hidden_act="gelu"), r"hidden_act = 'gelu': known are 'silu', 'swish'"),
     (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has biases in all"),
-    (dict(rope_scaling=dict(type="linear", factor=2.0)), r"rope_scaling.rope_type = 'linear': colossus has 'default'"),
+    (
+        dict(rope_scaling=dict(type="dynamic", factor=2.0)),
+        r"rope_scaling.rope_type = 'dynamic': colossus has 'default'",
+    ),
+    (dict(rope_scaling=dict(type="linear")), r"rope_scaling of type linear: factor is missing"),
+    (
+        dict(rope_scaling=dict(type="linear", factor=2.0), rope_parameters=dict(rope_theta=1e4, rope_type="default")),
+        r"rope_scaling and rope_parameters differ: factor = 2.0 and None, rope_theta = None and 10000.0, rope_type = '",
+    ),
+    (
+        dict(rope_theta=5e5, rope_scaling=dict(rope_type="default"), rope_parameters=dict(rope_theta=1e4)),
+        r"rope_scaling and rope_parameters differ: rope_theta = 500000.0 and 10000.0: take one of the two out",
+    ),
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), r"rope_parameters.rope_type = 'yarn'"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), r"rope_scaling of type llama3: high_freq_factor, low"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_rotary_factor"),
@@ -153,6 +167,20 @@ def test_what_colossus_has_not_is_refused(changed: dict[str, Any], said: str, tm
     _config(**changed)(folder)
     with pytest.raises(CheckpointError, match=said):
         read_folder(folder)
+
+
+def test_what_transformers_fills_in_of_rotary_positions() -> None:
+    scaled = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    _, spec = spec_of(Path(), dict(LLAMA, rope_scaling=scaled, hidden_act="swish"), {})
+    assert spec["rotary_scaling"]["original_max_position_embeddings"] == LLAMA["max_position_embeddings"]
+    both = dict(rope_theta=5e5, rope_scaling=scaled, rope_parameters=dict(scaled, rope_theta=5e5))
+    assert spec_of(Path(), dict(LLAMA, **both), {})[1]["rotary_base"] == 5e5
+    family, spec = spec_of(Path(), dict(LLAMA, rope_scaling=dict(type="linear", factor=2)), {})
+    options = MODEL_OPTIONS.get(spec.pop("type"))(**spec)
+    assert options.rotary_scaling.scale(0.5) == 0.25
+    written = family.to_config(options)
+    assert written["rope_scaling"] == dict(rope_type="linear", factor=2.0)
+    assert spec_of(Path(), dict(written, model_type="llama"), {})[1] == dict(spec, type="Llama")
 
 
 INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
@@ -191,6 +219,28 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     save_file({**load_file(second), **load_file(first)}, second)
     with pytest.raises(DamagedCheckpoint, match=r"is in model-00001-of-00002.safetensors and in model-00002"):
         read_folder(folder)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_tied_head_that_is_no_copy(files: int, tmp_path: Path) -> None:
+    """transformers takes both then; a copy to the byte is one parameter."""
+    tensors = random_tensors(GPT2)
+    table = tensors["transformer.wte.weight"]
+    read_folder(make_folder(tmp_path / "same", GPT2, {**tensors, "lm_head.weight": table.clone()}, files))
+    other = table.clone()
+    other[-1, -1] += 1
+    told = r"transformer.wte.weight and lm_head.weight are one parameter, but .* differ: .*\(tie_embeddings=False"
+    with pytest.raises(CheckpointError, match=told):
+        read_folder(make_folder(tmp_path / "other", GPT2, {**tensors, "lm_head.weight": other}, files))
+    untied = dict(GPT2, tie_word_embeddings=False)
+    assert read_folder(make_folder(tmp_path / "untied", untied, {**tensors, "lm_head.weight": other}, files)).placed
+
+
+def test_a_folder_of_plain_pytorch_is_told_as_such(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    (folder / "config.json").write_text(json.dumps({"model": {"type": "GPT"}, "tied": {}}))
+    with pytest.raises(CheckpointError, match=r"is a folder of `colossus checkpoint convert --to torch`"):
+        find_weights(folder)
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

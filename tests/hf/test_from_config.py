@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.hf_folders import GPT2, LLAMA, make_folder
+from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
 from helpers.tokenizer import TEXT, VOCABULARY, make_tokenizer
 
 from colossus.cli.main import main
@@ -77,8 +77,25 @@ def test_its_text_is_read_by_its_tokenizer(tmp_path: Path, monkeypatch: pytest.M
     assert loaders.description.count(", tokenizer gpt2/tokenizer.json (") == 2
 
 
+def test_sizes_that_follow_from_others_follow_from_those_that_are_given() -> None:
+    def options(config: dict[str, Any], **given: Any) -> Any:
+        _, spec = spec_of(Path(), config, given)
+        return MODEL_OPTIONS.get(spec.pop("type"))(**spec)
+
+    wide = options(GPT2, hidden_size=24, num_heads=3)
+    assert (wide.head_dim, wide.num_kv_heads, wide.ffn_hidden_size) == (8, 3, 96)
+    of_its_own = dict(LLAMA, head_dim=6)
+    assert options(LLAMA, hidden_size=16).head_dim == 8
+    assert options(of_its_own, hidden_size=16).head_dim == 6
+    assert options(of_its_own, hidden_size=16, head_dim=2).head_dim == 2
+    assert (options(LLAMA, hidden_size=16).num_kv_heads, options(LLAMA, hidden_size=16).ffn_hidden_size) == (1, 12)
+
+
 CONFIG_REFUSED = [
-    (dict(path="nowhere"), r"model: path = 'nowhere': there is no such folder; colossus downloads nothing"),
+    (
+        dict(path="nowhere"),
+        r"model: path = 'nowhere': there is no such folder; colossus downloads nothing.*A run goes on wi",
+    ),
     (dict(path="empty"), r"model: path = 'empty': has no config.json with a model_type"),
     (dict(), r"model: needs the path of a model folder: .*got path = None"),
     (dict(path="llama", weights="no"), r"model: weights = 'no': True takes those of the folder"),
@@ -117,6 +134,32 @@ def test_a_dry_run_tells_of_it_and_finds_what_is_wrong(
     assert main(["launch", "config.py", "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert "checkpoint.weights = 'gpt2': gpt2/model.safetensors: is no safetensors file" in err
+
+
+def test_weights_that_do_not_fit_are_told_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the rules of the ranks, of which the command line may choose others; the path is the model's."""
+    monkeypatch.chdir(tmp_path)
+    vit = dict(VIT, num_channels=1)
+    make_folder(tmp_path / "vit", vit, {k: v for k, v in random_tensors(vit).items() if not k.startswith("classifier")})
+    make_folder(tmp_path / "gpt2", dict(GPT2, vocab_size=256))
+    for kind, more, data in (("vit", "num_classes=10", "Digits"), ("gpt2", "seq_len=4", "PythonStdlib")):
+        text = f'model = dict(type="hf", path="{kind}", {more})\ndata = dict(type="{data}")\ndevice = "cpu"\n'
+        (tmp_path / f"{kind}.py").write_text(text + "train = dict(steps=1, global_batch_size=2)\n")
+    dry = ("launch", "--dry-run")
+    assert main([*dry, "vit.py"]) == 2
+    told = capsys.readouterr().err
+    assert "checkpoint.weights = 'vit': it does not fit the model: 2 missing there: head.bias, head.weight" in told
+    found = load_config("vit.py", ["checkpoint.weights.strict=False"])
+    assert found.checkpoint.weights is not None
+    assert (found.checkpoint.weights.path, found.checkpoint.weights.strict) == ("vit", False)
+    assert main([*dry, "vit.py", "checkpoint.weights.strict=False"]) == 0
+    assert main([*dry, "gpt2.py"]) == 0
+    assert main([*dry, "gpt2.py", "model.hidden_size=16"]) == 2
+    assert "20 of another shape: embedding.weight (256, 8) there, (256, 16) here" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"checkpoint\.weights\.path: is missing; of model = dict\(type=\"hf\""):
+        load_config("gpt2.py", ["model.weights=False", "checkpoint.weights.strict=False"])
 
 
 #: as the Hub has them, but for keys that say nothing of the model: the old style of writing

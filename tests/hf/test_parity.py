@@ -62,7 +62,6 @@ def body(rank: int, folders: Path, plan: dict[str, Any], written: Path) -> dict[
     found = {}
     for kind in CONFIGS:
         engine = colossus.initialize(config_of(folders / kind, plan))
-        engine.checkpoints.resume()
         loaded = full_state_dict(engine.model, engine.context, aliases=False)
         logits = None
         if not ({"pipeline", "zero"} & plan.keys()):
@@ -155,7 +154,6 @@ def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
 
     def logits_of(rank: int, path: Path, kind: str, precision: str, dtype: torch.dtype) -> Tensor:
         engine = colossus.initialize(config_of(path, {}, precision))
-        engine.checkpoints.resume()
         with torch.no_grad():
             return layers.to_user(engine.model.eval()(batch_for(kind, dtype=dtype)["inputs"]))
 

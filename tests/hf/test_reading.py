@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import resource
 from pathlib import Path
@@ -15,8 +16,11 @@ from torch import Tensor
 
 import colossus
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint, read_state_dict
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.engine.initialize import make_engine
 from colossus.hf.folder import read_folder
 from colossus.hf.reader import HFReader
+from colossus.monitor.display import PlainDisplay
 
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "vit": VIT}
 
@@ -174,10 +178,11 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
     def load(rank: int) -> list[str]:
         told = []
         train = dict(train=dict(steps=1, global_batch_size=2), device="cpu")
-        engine = colossus.initialize(dict(model=dict(type="hf", path=str(folder), num_classes=7), **train))
+        config = dict(model=dict(type="hf", path=str(folder), num_classes=7), **train)
         with pytest.raises(CheckpointError) as raised:
-            engine.checkpoints.resume()
+            colossus.initialize(config)
         told.append(str(raised.value))
+        engine = make_engine(config)
         told.append(str(engine.checkpoints.load_weights(folder, strict=False)))
         with pytest.raises(CheckpointError) as raised:
             engine.checkpoints.load(folder)
@@ -189,3 +194,27 @@ def test_the_weights_of_a_folder_go_into_a_model_that_differs(tmp_path: Path) ->
     assert "2 missing there: head.bias, head.weight" in strict
     assert loaded == "2 missing there: head.bias, head.weight"
     assert "a model folder of Hugging Face checkpoint.weights takes the weights" in resumed
+
+
+def test_a_shorter_model_takes_the_first_positions(tmp_path: Path) -> None:
+    """Of learned ones, under any plan, whether or not all has to fit; other tables must."""
+    folder = make_folder(tmp_path / "gpt2", GPT2)
+    saved = read_state_dict(folder)
+
+    def load(rank: int) -> str:
+        train = dict(train=dict(steps=1, global_batch_size=2), device="cpu", parallel=dict(tensor=2))
+        engine = colossus.initialize(dict(model=dict(type="hf", path=str(folder), seq_len=4), **train))
+        for name, value in full_state_dict(engine.model, engine.context).items():
+            assert torch.equal(value, saved[name][:4] if name == "positions.weight" else saved[name]), name
+        match = engine.checkpoints.weights_match
+        assert match is not None
+        assert match.is_complete
+        assert match.shortened == {"positions.weight": (6, 4)}
+        heading = PlainDisplay(tmp_path, io.StringIO()).heading(engine)[-1]
+        engine.close()
+        with pytest.raises(CheckpointError, match=r"embedding.weight \(11, 8\) there, \(10, 8\) here"):
+            colossus.initialize(dict(model=dict(type="hf", path=str(folder), vocab_size=10), **train))
+        return heading
+
+    for heading in run_ranks(2, load, with_context=False):
+        assert heading.endswith(f"from {folder}, positions.weight the first 4 of 6 rows")

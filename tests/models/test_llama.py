@@ -28,11 +28,12 @@ LLAMA: dict[str, Any] = dict(
 SCALING = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=96, rope_type="llama3"
 )
+LINEAR = dict(factor=3.0, rope_type="linear")
 KINDS: dict[str, dict[str, Any]] = {
     "llama 2": dict(norm_eps=1e-5),
     "llama 3": dict(norm_eps=1e-5, num_kv_heads=2, rotary_base=500000.0),
     "llama 3.1": dict(norm_eps=0.3, num_kv_heads=2, rotary_base=500000.0, rotary_scaling=SCALING),
-    "layer norm": dict(norm="layernorm", norm_eps=0.3, rotary_base=30.0),
+    "layer norm": dict(norm="layernorm", norm_eps=0.3, rotary_base=30.0, rotary_scaling=LINEAR),
 }
 IDS = torch.randint(0, 30, (BATCH, 24), generator=torch.Generator().manual_seed(1))
 
@@ -136,6 +137,7 @@ REFUSED = [
     (dict(rotary_scaling=dict(factor=0.5)), "factor"),
     (dict(rotary_scaling=dict(factor=2.0, low_freq_factor=4.0)), "low_freq_factor = 4.0 is not below high_freq_factor"),
     (dict(rotary_scaling=dict(factor=2.0, rope_type="yarn")), "rope_type"),
+    (dict(rotary_scaling=dict(LINEAR, low_freq_factor=2.0)), "low_freq_factor: rope_type = 'linear' has a factor only"),
 ]
 
 

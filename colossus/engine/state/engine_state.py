@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossus.arithmetic import factors
+from colossus.checkpoint.companions import Companions, read_companions
 from colossus.checkpoint.entries import Entry
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.held_tensor import HeldTensor
+from colossus.checkpoint.manifest import TOKENIZER_FILE
 from colossus.checkpoint.matching import Rename, WeightMatch, match_weights
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.snapshot import RankState
@@ -68,18 +70,41 @@ class EngineState:
         self._buffers = persistent_names(engine.model)
         #: the options of the optimizer's groups as it was made
         self._made = group_options(engine.optimizer)
+        #: what came with the weights that were loaded
+        self._loaded = Companions()
 
     def about(self) -> About:
         engine = self._engine
         grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
+        beside = self.companions
         tokenizer = getattr(engine.loaders, "tokenizer", None)
+        held = TOKENIZER_FILE if TOKENIZER_FILE in beside.files else None
         return About(
             engine.completed_steps,
             {"axes": dict(grid.sizes), "text": f"{text}, {zero}" if zero else text, "num_ranks": grid.world_size},
-            as_dict(engine.config),
-            None if tokenizer is None else tokenizer.name,
-            {} if tokenizer is None else tokenizer.files,
+            {**as_dict(engine.config), **beside.config},
+            held if tokenizer is None else tokenizer.name,
+            beside.files,
+        )
+
+    @property
+    def companions(self) -> Companions:
+        """What goes with the weights, on the first rank: what came with those that were loaded, as far as it is of the
+        tokenizer of the data; and that."""
+        tokenizer = getattr(self._engine.loaders, "tokenizer", None)
+        if tokenizer is None:
+            return self._loaded
+        kept = self._loaded.for_tokenizer(tokenizer.content)
+        return Companions(kept.config, {**kept.files, **tokenizer.files})
+
+    def _beside(self, reader: CheckpointReader) -> Companions:
+        """What lies beside the weights of a checkpoint. Collective; the first rank writes it."""
+        first = self._engine.context.rank == 0
+        return on_all_ranks(
+            self._world,
+            lambda: read_companions(reader.folder, reader.manifest.config) if first else Companions(),
+            tells_ranks=False,
         )
 
     # -- giving -------------------------------------------------------------------------------------------
@@ -191,7 +216,9 @@ class EngineState:
             replica = self._saved_replica(reader)
             for section in self._per_parameter():
                 require_state_fits(replica + section, reader, boxes, world)
+            beside = self._beside(reader)
             on_all_ranks(world, lambda: self._take(reader, match, boxes, replica), _MIXED)
+            self._loaded = beside
         torch.clear_autocast_cache()
 
     def _check_values(self, reader: CheckpointReader) -> None:
@@ -246,17 +273,15 @@ class EngineState:
             known = known_weights(engine.model, boxes, engine.context)
             try:
                 match = match_weights(
-                    known, saved_weights(reader), reader.manifest.aliases, only=only, rename=rename, grow=grow
-                )
-                if strict and not match.is_complete:
-                    raise CheckpointError(
-                        f"it does not fit the model: {match}. only=[patterns] loads a part, rename={{..}} renames, "
-                        f"grow=[patterns] lets tables have more rows here, strict=False loads what fits"
-                    )
+                    known, saved_weights(reader), reader.manifest.aliases, only=only, rename=rename, grow=grow,
+                    shorten=getattr(getattr(engine.model, "options", None), "positions_by_row", ()), strict=strict,
+                )  # fmt: skip
             except CheckpointError as error:
                 raise CheckpointError(f"{reader.folder}: {error}") from None
             reader.verify(self._world, on_progress)
+            beside = self._beside(reader) if only is None else self._loaded  # a part may know other tokens
             on_all_ranks(self._world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+            self._loaded = beside
         differ = other_functions(reader.manifest.config.get("model"), as_dict(engine.config).get("model"))
         if differ and engine.context.is_logging_rank:
             log.warning("%s: its weights are of a model that computes otherwise: %s", reader.folder, ", ".join(differ))

@@ -31,13 +31,13 @@ def known_weights(model: nn.Module, boxes: Sequence[ParameterBox], context: Para
 
 def saved_weights(reader: CheckpointReader) -> dict[str, Shape]:
     """Shapes of the parameters and buffers of a checkpoint, by the names under which the values are."""
-    return {name: reader.manifest.tensors[f"model/{name}"].shape for name in reader.manifest.names("model")}
+    return reader.manifest.shapes("model")
 
 
 #: options that change what a model computes of the same weights
 _OF_FUNCTION = (
     "num_heads", "num_kv_heads", "head_dim", "mlp", "norm", "norm_eps", "positions", "rotary_base", "rotary_scaling",
-    "pool",
+    "pool", "image_size", "patch_size",
 )  # fmt: skip
 
 
@@ -79,7 +79,8 @@ def load_matched(
     rank: int | None,
     replica: str = "",
 ) -> None:
-    """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those.
+    """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those;
+    of what has fewer, the first ones are read.
 
     Args:
         rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.

@@ -20,7 +20,7 @@ class GPT2(Family):
     architecture = "GPT2LMHeadModel"
     prefix = "transformer."
     ours = ("GPT",)
-    #: masks that older versions saved, and the copy of a tied head
+    #: masks that older versions saved
     ignored = ("*h.*.attn.bias", "*h.*.attn.masked_bias")
 
     def to_spec(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class Llama(Family):
 
     def to_spec(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
         s = settings
-        s.require("hidden_act", "silu", "silu")
+        s.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
         hidden, heads = s.count("hidden_size", 4096), s.count("num_attention_heads", 32)
         bias = s.flag("attention_bias", False)
         if s.flag("mlp_bias", False) != bias:

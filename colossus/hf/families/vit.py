@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from colossus.checkpoint.companions import LABELS
 from colossus.hf.family import Family, HFTensor, Part, unlike
 from colossus.hf.settings import Settings
 from colossus.registry import HF_FAMILIES
@@ -64,7 +65,6 @@ class ViT(Family):
 
     def to_config(self, options: Any) -> dict[str, Any]:
         o = options
-        labels = [f"LABEL_{number}" for number in range(o.num_classes)]
         return dict(
             image_size=_side(o.image_size),
             patch_size=_side(o.patch_size),
@@ -78,9 +78,13 @@ class ViT(Family):
             qkv_bias=True,
             hidden_dropout_prob=o.dropout,
             attention_probs_dropout_prob=o.attention_dropout,
-            id2label={str(number): label for number, label in enumerate(labels)},
-            label2id={label: number for number, label in enumerate(labels)},
+            **_numbered(o.num_classes),
         )
+
+    def beside(self, options: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+        """Names of the classes, where there are still as many."""
+        labels = told.get(LABELS, {})
+        return dict(labels) if len(labels.get("id2label", ())) == options.num_classes else {}
 
     def tensors(self, options: Any) -> Sequence[HFTensor]:
         return list(self._tensors(options))
@@ -133,6 +137,11 @@ def _sides(settings: Settings, key: str, default: int) -> tuple[int, int]:
         settings.problems.append(f"{key} = {value!r}: a whole number is needed, or [height, width]")
         return default, default
     return sides[0], sides[1]
+
+
+def _numbered(num_classes: int) -> dict[str, Any]:
+    labels = [f"LABEL_{number}" for number in range(num_classes)]
+    return dict(id2label={str(n): each for n, each in enumerate(labels)}, label2id={e: n for n, e in enumerate(labels)})
 
 
 def _side(sides: tuple[int, int]) -> int | list[int]:
