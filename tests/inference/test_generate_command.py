@@ -284,6 +284,15 @@ def test_a_model_of_ones_own(
     model = load_model(source, config_file=str(file))
     assert model.can_cache is not bool(why)
     assert model.module.get_parameter("head.weight").dtype == (torch.bfloat16 if precision == "bf16" else torch.float64)
+    stored = {name: each.clone() for name, each in model.module.named_parameters()}
+    with model.wide():
+        assert not {each.dtype for each in model.module.parameters()} & {torch.bfloat16, torch.float16}
+        logits = model.logits(torch.tensor([[1, 2, 3]]))
+        assert logits is not None
+        assert logits.dtype == (torch.float32 if precision == "bf16" else torch.float64)
+    for name, each in model.module.named_parameters():
+        assert each.dtype == stored[name].dtype
+        assert torch.equal(each, stored[name])
     model.can_cache = False
     (slow,) = generate(model, [[1, 2, 3]], max_tokens=6, sampling=Sampling())
     assert texts[0].strip() == ",".join(map(str, [1, 2, 3, *slow]))
