@@ -25,11 +25,7 @@ MAX_TOKENS, STOP, POSITIONS = "max_tokens", "stop", "positions"
 
 
 class DecodingFailed(RuntimeError):
-    """The model gives no next token."""
-
-
-class NotNumbers(DecodingFailed):
-    """Logits that are not numbers; raised on all ranks."""
+    """The model gives no next token; why in one line."""
 
 
 class Decoding:
@@ -95,8 +91,7 @@ class Decoding:
         """One forward: the new token of each row; None of those that have ended, or have a prompt left.
 
         Raises:
-            NotNumbers: on all ranks, when logits are not numbers.
-            DecodingFailed: when the model looks something up that is not there.
+            DecodingFailed: on all ranks when logits are not numbers, on one when the model looks up what is not there.
         """
         if all(self.ended[row] is not None for row in self._batch):
             self._begin(self._batches.pop(0))
@@ -106,7 +101,7 @@ class Decoding:
         try:
             logits = self._model.logits(ids, self._cache)
         except IndexError as error:
-            told = " ".join([str(error), *getattr(error, "__notes__", ())])
+            told = " ".join(" ".join([str(error), *getattr(error, "__notes__", ())]).split())
             raise DecodingFailed(
                 f"on {position} tokens, after {self._seen} without a fault, the model raised IndexError: {told}; does "
                 f"it look up positions of its own, and has no more of them?"
@@ -139,7 +134,7 @@ class Decoding:
         if self.ended[row] is not None or position < self._lengths[row]:
             return None
         if token == NOT_A_NUMBER:
-            raise NotNumbers(
+            raise DecodingFailed(
                 f"the logits of row {row} behind {position} tokens are not numbers (NaN): the weights are not, or "
                 f"they overflow in this precision (train.precision=fp32 overrides it)"
             )

@@ -23,8 +23,8 @@ from colossus import machine
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError
 from colossus.config.sizes import world_size
-from colossus.context.local_ranks import LocalRanks
-from colossus.inference.decoding import Decoding, NotNumbers
+from colossus.context.local_ranks import LocalRanks, RanksFailed
+from colossus.inference.decoding import Decoding, DecodingFailed
 from colossus.inference.sampling_options import Sampling
 from colossus.inference.source import Source
 from colossus.inference.text_model import TextModel, load_model
@@ -51,13 +51,11 @@ class Step:
         tokens: the new ones, by row.
         ended: why rows have ended so far.
         fed: see `Decoding`.
-        problem: why there are no tokens.
     """
 
     tokens: list[int | None]
     ended: list[str | None]
-    fed: tuple[int, int] = (0, 0)
-    problem: str = ""
+    fed: tuple[int, int]
 
 
 class _Rank:
@@ -99,10 +97,7 @@ class _Rank:
 
     def step(self) -> Step:
         assert self._decoding is not None
-        try:
-            return Step(self._decoding.step(), list(self._decoding.ended), self._decoding.fed)
-        except NotNumbers as error:  # on all ranks
-            return Step([], [], problem=str(error))
+        return Step(self._decoding.step(), list(self._decoding.ended), self._decoding.fed)
 
     def close(self) -> None:
         if self._model is not None:
@@ -156,9 +151,15 @@ class Ranks:
         Raises:
             DecodingFailed: when there is no next token.
         """
-        made: Step = self._call("step")
-        if made.problem:
-            raise NotNumbers(made.problem)
+        try:
+            made: Step = self._call("step")
+        except RanksFailed as failed:  # one rank said why; others that waited for it may say that it has gone
+            name = f"{DecodingFailed.__module__}.{DecodingFailed.__qualname__}: "
+            lines = [line for text in failed.tracebacks.values() for line in text.splitlines()]
+            told = next((line.removeprefix(name) for line in lines if line.startswith(name)), None)
+            if told is None:
+                raise
+            raise DecodingFailed(told) from None
         return made
 
     def _call(self, method: str, *args: Any) -> Any:

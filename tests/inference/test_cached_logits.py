@@ -16,7 +16,7 @@ from torch import Tensor
 
 from colossus.config.sizes import world_size
 from colossus.inference import Sampling, generate, load_model
-from colossus.inference.decoding import Decoding, NotNumbers, batches, steps
+from colossus.inference.decoding import Decoding, DecodingFailed, batches, steps
 from colossus.inference.plan import plan_config
 from colossus.inference.source import Source
 from colossus.layers.kv_cache import KeyValueCache, capacity_for
@@ -280,6 +280,6 @@ def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None
     with torch.no_grad():
         model.module.get_parameter("norm.weight").fill_(float("nan"))
     for greedy in (True, False):
-        with pytest.raises(NotNumbers, match="row 0 behind 2 tokens are not numbers"):
+        with pytest.raises(DecodingFailed, match="row 0 behind 2 tokens are not numbers"):
             generate(model, [[1, 2]], sampling=Sampling(greedy=greedy))
     model.close()

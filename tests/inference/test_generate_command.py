@@ -334,13 +334,14 @@ def test_a_model_that_fails_says_where(tmp_path: Path, capfd: Captured) -> None:
     assert kind is not None
     source = save(tmp_path / "saved", kind.spec())
     words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "30", "--config", str(file)]
-    code, out, err = run(capfd, *words)
-    assert code == 1
-    assert out.count(",") == 16, "the 17th token is chosen behind 16, and fed to none"
-    assert out.endswith("\n")
-    assert "on 17 tokens, after 16 without a fault, the model raised IndexError: index out of range" in err
-    assert "own.py" in err
-    assert "Traceback" not in err
+    for plan in ([], ["parallel.data=2"]):
+        code, out, err = run(capfd, *words, *plan)
+        assert code == 1
+        assert out.count(",") == 16, "the 17th token is chosen behind 16, and fed to none"
+        assert out.endswith("\n")
+        assert "on 17 tokens, after 16 without a fault, the model raised IndexError: index out of range" in err
+        assert "own.py" in err
+        assert "Traceback" not in err
     code, out, err = run(capfd, *words, "--json")
     assert (code, len(json.loads(out)["results"][0]["tokens"])) == (1, 14)
     code, _, err = run(capfd, *words[:2], "1,61", *words[3:])
