@@ -128,7 +128,9 @@ def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_
     assert f"step {saved}/16  checkpoint " in out
     assert not (run / "failures").exists()
 
-    process = start([*LAUNCH, "--resume", "--run-dir", "run", *steps, "data.num_workers=1"], tmp_path, **SLOW)
+    # a data loader's worker in what was forked from a long-lived process of tests may never answer
+    command = [*LAUNCH, "--resume", "--run-dir", "run", *steps, "data.num_workers=1"]
+    process = start(command, tmp_path, new_python=True, **SLOW)
     wait_for(lambda: has_rows(process, run, saved + 2), process.pid)
     told = [process.pid, *children(process.pid), *(pid for rank in children(process.pid) for pid in children(rank))]
     assert len(told) >= 5  # also those that read data
