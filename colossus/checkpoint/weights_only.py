@@ -5,17 +5,14 @@ from __future__ import annotations
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from colossus import __version__
-from colossus.checkpoint.cast import require_finite
+from colossus.checkpoint.cast import read_cast, weight_dtype
 from colossus.checkpoint.companions import read_companions, write_companions
-from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.manifest import MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.new_folder import new_folder
@@ -43,7 +40,7 @@ def to_colossus(
         CheckpointError: when the target is there, or cannot be written.
     """
     entries = {
-        name: TensorEntry(_stored_as(entry.dtype, dtype), entry.shape, ())
+        name: TensorEntry(dtype_name(weight_dtype(entry.dtype, dtype)), entry.shape, ())
         for name in reader.manifest.names("model")
         for entry in (reader.entry(f"model/{name}"),)
     }
@@ -53,14 +50,14 @@ def to_colossus(
     with new_folder(target) as folder:
         for number, names in enumerate(shards, 1):
             file = f"weights-{number:05d}.safetensors"
-            wanted = [(f"model/{name}", DTYPES[entries[name].dtype], entries[name].shape) for name in names]
-            header = make_header(wanted)
+            wanted = [(name, DTYPES[entries[name].dtype], entries[name].shape) for name in names]
+            header = make_header([(f"model/{name}", of_file, shape) for name, of_file, shape in wanted])
             with naming(folder / file):
-                crc = write_file(folder / file, header, _read(reader, wanted, on_tensor))
+                crc = write_file(folder / file, header, read_cast(reader, wanted, on_tensor))
             files[file] = FileEntry(header.num_bytes, crc)
-            for key, of_file, shape in wanted:
-                chunk = Chunk(file, header.offsets[key], (0,) * len(shape), shape)
-                tensors[key] = TensorEntry(dtype_name(of_file), shape, (chunk,))
+            for name, of_file, shape in wanted:
+                chunk = Chunk(file, header.offsets[f"model/{name}"], (0,) * len(shape), shape)
+                tensors[f"model/{name}"] = TensorEntry(dtype_name(of_file), shape, (chunk,))
         source = reader.manifest
         beside = read_companions(reader.folder, source.config).files
         write_companions(beside, folder)
@@ -77,21 +74,3 @@ def to_colossus(
             tokenizer=source.tokenizer,
         )
         write_flushed(folder / MANIFEST, manifest.to_bytes())
-
-
-def _stored_as(dtype: str, wanted: torch.dtype | None) -> str:
-    return dtype_name(wanted) if wanted is not None and DTYPES[dtype].is_floating_point else dtype
-
-
-def _read(
-    reader: CheckpointReader,
-    wanted: list[tuple[str, torch.dtype, tuple[int, ...]]],
-    on_tensor: Callable[[int], None],
-) -> Iterator[Tensor]:
-    for key, dtype, shape in wanted:
-        out = torch.empty(shape, dtype=dtype)
-        reader.read_box(key, tuple((0, size) for size in shape), out)
-        require_finite(out, key, partial(reader.tensor, key))
-        yield out
-        on_tensor(out.numel() * ITEM_BYTES[dtype_name(dtype)])
-        del out

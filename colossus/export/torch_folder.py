@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from colossus.checkpoint.cast import require_finite
-from colossus.checkpoint.dtypes import ITEM_BYTES
+from colossus.checkpoint.cast import read_cast, weight_dtype
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.manifest import TOKENIZER_FILE
@@ -21,7 +18,7 @@ from colossus.checkpoint.natural_order import natural_order
 from colossus.checkpoint.new_folder import new_folder
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.shards import MAX_SHARD_BYTES
-from colossus.checkpoint.tensor_file import DTYPES, make_header, write_file
+from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.export import torch_modules
 
 #: the file of plain modules under its name in a folder
@@ -55,16 +52,13 @@ def to_torch(
     manifest = reader.manifest
     names = sorted(manifest.names("model"), key=natural_order)
     _require_known(reader, names)
-    wanted = []
-    for name in names:
-        entry = reader.entry(f"model/{name}")
-        stored = DTYPES[entry.dtype]
-        wanted.append((name, dtype if dtype is not None and stored.is_floating_point else stored, entry.shape))
+    entries = {name: reader.entry(f"model/{name}") for name in names}
+    wanted = [(name, weight_dtype(entry.dtype, dtype), entry.shape) for name, entry in entries.items()]
     config = {"model": manifest.config["model"], "tied": dict(manifest.aliases)}
     with new_folder(target) as folder:
         header = make_header(wanted)
         with naming(folder / torch_modules.WEIGHTS):
-            write_file(folder / torch_modules.WEIGHTS, header, _read(reader, wanted, on_tensor))
+            write_file(folder / torch_modules.WEIGHTS, header, read_cast(reader, wanted, on_tensor))
         write_flushed(folder / torch_modules.CONFIG, json.dumps(config, indent=2).encode() + b"\n")
         write_flushed(folder / MODEL, Path(torch_modules.__file__).read_bytes())
         if manifest.tokenizer == TOKENIZER_FILE:
@@ -93,17 +87,3 @@ def _require_known(reader: CheckpointReader, names: list[str]) -> None:
             f"{reader.folder}: {len(wrong)} of its tensors are not those of its config's {spec['type']}, "
             f"{first} say: {saved.get(first, 'none')} is saved, the model has {shapes.get(first, 'none')}; {how}"
         )
-
-
-def _read(
-    reader: CheckpointReader,
-    wanted: list[tuple[str, torch.dtype, tuple[int, ...]]],
-    on_tensor: Callable[[int], None],
-) -> Iterator[Tensor]:
-    for name, dtype, shape in wanted:
-        out = torch.empty(shape, dtype=dtype)
-        reader.read_box(f"model/{name}", tuple((0, size) for size in shape), out)
-        require_finite(out, name, partial(reader.tensor, f"model/{name}"))
-        yield out
-        on_tensor(out.numel() * ITEM_BYTES[str(dtype).removeprefix("torch.")])
-        del out
