@@ -181,9 +181,18 @@ STRATEGIES = Registry(
     "data-parallel strategy",
     {
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "sgp": "colossus.engine.strategies.sgp:SGP",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
 )
+#: of the strategies that have any: what their options may be, and whether they fit the plan
+STRATEGY_OPTIONS = Registry(
+    "options of a data-parallel strategy",
+    {
+        "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
+    },
+)
+GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
 NORMS = Registry("norm", {"layernorm": "colossus.layers.kinds:LAYERNORM", "rmsnorm": "colossus.layers.kinds:RMSNORM"})
 MLPS = Registry(
     "MLP",

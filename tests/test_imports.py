@@ -49,7 +49,8 @@ LEAVES = {
     "nest": set(),
     "arithmetic": set(),
     "refusal": set(),
-    "config": {"registry", "_lazy", "arithmetic"},
+    "graphs": {"registry", "arithmetic"},
+    "config": {"registry", "_lazy", "arithmetic", "graphs"},
 }
 
 

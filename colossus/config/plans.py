@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ValidationError
 
@@ -31,9 +31,16 @@ from colossus.registry import (
     SCHEDULES,
     SEQUENCE_MODES,
     STRATEGIES,
+    STRATEGY_OPTIONS,
     TENSOR_MODES,
     Registry,
 )
+
+
+class StrategyOptions(Protocol):
+    """What the options of a data-parallel strategy answer."""
+
+    def check(self, config: Config) -> list[str]: ...
 
 
 def check_names(config: Config) -> None:
@@ -57,7 +64,7 @@ def check_names(config: Config) -> None:
             continue
         if isinstance(value.type, str) and value.type not in registry:
             problems.append(f"{key}.type: {registry.missing(value.type)}")
-        elif not (registry is MODELS and value.type in MODEL_OPTIONS.names()):  # checked by their own class
+        elif not _has_own_options(registry, value.type):
             problems += option_problems(key, value, registry)
             problems += range_problems(key, value, registry)
     mode = config.parallel.tensor.mode
@@ -68,6 +75,31 @@ def check_names(config: Config) -> None:
         problems.append(f"parallel.sequence.mode: {SEQUENCE_MODES.missing(sequence)}")
     if problems:
         raise ConfigError(problems)
+
+
+def _has_own_options(registry: Registry, kind: Any) -> bool:
+    """Whether the options of a component are checked by a class of their own."""
+    own = {MODELS.kind: MODEL_OPTIONS, STRATEGIES.kind: STRATEGY_OPTIONS}.get(registry.kind)
+    return own is not None and isinstance(kind, str) and kind in own.names()
+
+
+def strategy_options(config: Config) -> StrategyOptions | None:
+    """The checked options of the data-parallel strategy, or None for those that declare none.
+
+    Raises:
+        ConfigError: for unknown keys and wrong values, as ``parallel.strategy.<key>: ...``.
+    """
+    strategy = config.parallel.strategy
+    if not isinstance(strategy.type, str) or strategy.type not in STRATEGY_OPTIONS.names():
+        return None
+    options = STRATEGY_OPTIONS.get(strategy.type)
+    try:
+        built: StrategyOptions = options(**strategy.options)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path}: {problem}" for path, problem in explain(error, options, "parallel.strategy").items()
+        ) from None
+    return built
 
 
 def model_options(config: Config) -> ModelOptions | None:
@@ -103,7 +135,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc = {nproc}: the number of processes must be at least 1")
     parallel = config.parallel
-    options = model_options(config)
+    options, of_strategy = model_options(config), strategy_options(config)
     _require_one_checkpointing(config, options)
     others = parallel.pipeline.size * parallel.sequence.size * parallel.tensor.size
     parallel, problems = _with_sequence_mode(parallel, options)
@@ -128,6 +160,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         problems += vocabulary_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += batch_problems(config, resolved)
+    if fits and of_strategy is not None:
+        problems += of_strategy.check(config.model_copy(update={"parallel": resolved}))
     if problems:
         processes = nproc or world_size(resolved)
         raise ConfigError([*problems[:-1], problems[-1] + suggestions(config, options, processes, fits)])

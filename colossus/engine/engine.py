@@ -92,7 +92,9 @@ class Engine:
         self._counts_of_evaluations: dict[str, int] = {}
         self._batch_scope = model_parallel_of(context).batch_scope
         self.checkpoints = Checkpoints(self)
-        self._evaluation = Evaluation(model, stages.metrics.names, context, self._forward, self._mark_failed, reduction)
+        self._evaluation = Evaluation(
+            model, stages.metrics.names, context, self._forward, self._mark_failed, reduction, strategy
+        )
 
     @property
     def loss_fn(self) -> LossFunction:
@@ -270,10 +272,9 @@ class Engine:
         try:
             batches = list(self.inputs.split_evenly(batch, most))
             self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
-            with self.strategy.evaluation():
-                for step_batch, times in batches:
-                    totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
-                    sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
+            for step_batch, times in batches:
+                totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+                sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
         except BaseException:
             self.store.abandon_step()
             raise

@@ -14,6 +14,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.eval_metrics import EvalTotals
 from colossus.engine.reduction import StepReduction
 from colossus.engine.results import EvalResult
+from colossus.engine.strategies.strategy import Strategy
 
 _NONE = object()
 
@@ -35,8 +36,10 @@ class Evaluation:
         forward: Callable[[Any], EvalTotals],
         failed: Callable[[], None],
         reduction: StepReduction,
+        strategy: Strategy,
     ) -> None:
         self._model, self._context, self._forward, self._failed = model, context, forward, failed
+        self._strategy = strategy
         self._metrics, self._reduction = metrics, reduction
 
     @torch.no_grad()
@@ -80,7 +83,7 @@ class Evaluation:
         was_training = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            with self._context:
+            with self._context, self._strategy.evaluation():
                 yield
         finally:
             for module, mode in was_training:  # one by one: a user may have put some into eval mode

@@ -189,6 +189,7 @@ def _engine(
         parameters_by_stage(pipeline.actions, lambda stage: pipeline.parameters_on(stage, model)),
         pipeline.tied_parameters(model),
         config.comm.bucket_mb,
+        partial(_meets_after, config, loaders is not None and loaders.validation is not None),
     )
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
     strategy = STRATEGIES.build(config.parallel.data_strategy)
@@ -233,6 +234,13 @@ def _engine(
         inputs=inputs,
         loaders=loaders,
     )
+
+
+def _meets_after(config: Config, has_validation: bool, completed: int) -> bool:
+    """Whether all replicas wait for each other after so many steps, as the config says."""
+    train, every = config.train, config.checkpoint.every
+    evaluates = has_validation and bool(train.eval_every) and completed % train.eval_every == 0
+    return evaluates or bool(every and completed % every == 0) or completed == train.steps
 
 
 def _measure(

@@ -41,6 +41,7 @@ class OptimizerStep:
         self.learning_rate, self.loss_scaler = LearningRate(config, optimizer), loss_scaler
         self._clip_value = config.train.clip_grad_value
         self._late_stops = LateValue()
+        self._replica = strategy.parts.context.index("data")
 
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, before_update: Callable[[], None]
@@ -66,18 +67,21 @@ class OptimizerStep:
             lr = self.learning_rate.set(step)
             strategy.step(self._optimizer, scale, before_update, found_inf, self._clip_value)
             strategy.after_step(step)
-            numbers = strategy.reduce_scalars(numbers)
+            own = numbers
+            numbers = strategy.reduce_scalars(step, numbers)
+            stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
             if scaler is not None:
-                scaler.update(found_inf, numbers[1])
+                scaler.update(found_inf, own[1])
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
             lr,
             numbers,
-            self._late_stops.push(numbers[3]) or 0.0,
+            stops,
             self._reduction.batch_check.require_zero if mark is not None else None,
             groups=self._reduction.group_names,
             skipped=False if found_inf is None else found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
+            replica=None if strategy.is_summed(step) else self._replica,
         )

@@ -11,13 +11,14 @@ from colossus.engine.stop_request import signal_of
 
 
 class StepResult:
-    """Result of one optimizer step; the same on all ranks.
+    """Result of one optimizer step; the same on all ranks, or on those of a replica (``replica``).
 
     The numbers stay on the device until they are first read: a loop that does not read them does not wait for it.
 
     Attributes:
         step: number of optimizer steps done, this one included.
         lr: learning rate of this step.
+        replica: index of the replica whose own numbers these are; None where they are of all.
         stop_requested: whether a rank has asked to stop; all ranks see it after the same step. On an accelerator,
             which is not waited for, that is one step later.
         stop_signal: number of the signal that made a rank ask, None when none did.
@@ -45,8 +46,9 @@ class StepResult:
         skipped: Tensor | bool = False,
         num_skipped: Tensor | int = 0,
         loss_scale: Tensor | None = None,
+        replica: int | None = None,
     ) -> None:
-        self.step, self.lr = step, lr
+        self.step, self.lr, self.replica = step, lr, replica
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
         self._require_zero, self._groups = require_zero, groups

@@ -32,7 +32,7 @@ class Strategy:
         begin_step
         for each microbatch and stage:   before_forward, after_forward, before_backward, after_backward
         for each stage:                  last_backward before its last backward, reduce after it
-        finish, replica_scalars, step, after_step, reduce_scalars
+        finish, replica_scalars, step, after_step, reduce_scalars, agree_on_stop
 
     and `abandon` in place of the rest where something is raised. The arguments of ``__init__`` are the options of
     ``parallel.strategy``.
@@ -140,11 +140,11 @@ class Strategy:
         Also after a step that was skipped, whose parameters are those from before it: other replicas may wait here.
         """
 
-    def reduce_scalars(self, numbers: Tensor) -> Tensor:
-        """What is logged of a step, over all replicas: float64 [loss sum, count, gradient norm, ..].
+    def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
+        """What is logged of step ``step``, over all replicas: float64 [loss sum, count, gradient norm, ..].
 
-        Of an inexact strategy the norm is averaged over replicas and all else is summed; a strategy that must not wait
-        may return the numbers of an earlier step.
+        Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
+        else they are those of its own replica.
         """
         if self.exact or self._data_group.size == 1:
             return numbers
@@ -152,13 +152,33 @@ class Strategy:
         total[2] /= self._data_group.size
         return total
 
+    def is_summed(self, step: int) -> bool:
+        """Whether what is logged of step ``step`` is of all replicas."""
+        return True
+
+    def agree_on_stop(self, step: int, requests: float) -> float:
+        """Called at the end of each step: the requests to stop that all replicas act on after step ``step``, at the
+        same step.
+
+        Args:
+            requests: of the ranks that `replica_scalars` sums over, from their own request on in every step.
+        """
+        return requests
+
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""
 
     # -- besides ------------------------------------------------------------------------------------------
 
+    def meet(self) -> None:
+        """All replicas are about to do something together (evaluate, save, end): wait until all have come this far.
+
+        Replicas that wait answer those that do not.
+        """
+
     def evaluation(self) -> AbstractContextManager[None]:
-        """Around an evaluation, and around what exports weights: which of the replicas' weights are meant."""
+        """Around an evaluation, and around what exports weights: which of the replicas' weights are meant. Collective,
+        by ranks of all replicas."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

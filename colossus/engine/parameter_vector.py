@@ -1,0 +1,69 @@
+"""The parameters of a rank as one vector: to be sent, mixed and averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+
+
+class ParameterVector:
+    """Where tensors of a rank lie in one buffer of bytes, those of a dtype side by side.
+
+    Args:
+        tensors: parameters as they are stored, say; in the same order on all ranks that exchange vectors.
+
+    Attributes:
+        nbytes: of the buffer.
+        device: of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self._by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(self.tensors):
+            self._by_dtype.setdefault(tensor.dtype, []).append(index)
+        self._segments: list[tuple[torch.dtype, int, int]] = []
+        self.nbytes = 0
+        for dtype, indices in self._by_dtype.items():
+            size = sum(self.tensors[index].numel() for index in indices) * dtype.itemsize
+            self._segments.append((dtype, self.nbytes, size))
+            self.nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of most of it, for counts."""
+        return max(self._segments, key=lambda segment: segment[2])[0] if self._segments else torch.uint8
+
+    def empty(self) -> Tensor:
+        """A buffer, uint8 [nbytes]."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """The buffer as numbers: a flat view of each dtype."""
+        return [buffer[start : start + size].view(dtype) for dtype, start, size in self._segments]
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Of each tensor, a view of its shape."""
+        found: list[Tensor | None] = [None] * len(self.tensors)
+        for part, indices in zip(self.parts(buffer), self._by_dtype.values(), strict=True):
+            pieces = part.split([self.tensors[index].numel() for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                found[index] = piece.view(self.tensors[index].shape)
+        return [view for view in found if view is not None]
+
+    @torch.no_grad()
+    def pack(self, buffer: Tensor) -> None:
+        """Copy the tensors into a buffer."""
+        if self.tensors:
+            torch._foreach_copy_(self.views(buffer), [tensor.detach() for tensor in self.tensors])
+
+    @torch.no_grad()
+    def unpack(self, buffer: Tensor) -> None:
+        """Copy a buffer into the tensors."""
+        if self.tensors:
+            torch._foreach_copy_([tensor.detach() for tensor in self.tensors], self.views(buffer))

@@ -1,0 +1,33 @@
+"""What all strategies' options have in common. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from colossus.config import Config
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+
+class StrategyOptions(BaseModel):
+    """Options of ``parallel.strategy``: those of a strategy are a subclass, which its class is made with."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+    def check(self, config: Config) -> list[str]:
+        """One line, that begins with the key, for each thing that does not fit the plan; ``parallel.data`` is known."""
+        return []
+
+
+class PerReplicaOptions(StrategyOptions):
+    """Of the strategies whose replicas have parameters of their own."""
+
+    #: what is evaluated and exported: the average of the replicas, or each replica's own (exported: the first's)
+    evaluate: Literal["average", "own"] = "average"
+    #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
+    log_every: CountOrZero = 0

@@ -1,0 +1,1 @@
+"""The graphs of colossus, one per file; the registry finds them here."""
