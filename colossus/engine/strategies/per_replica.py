@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.base import PerReplicaOptions
+
+log = logging.getLogger("colossus.engine")
 
 
 class PerReplica(AllReduce):
@@ -19,6 +25,15 @@ class PerReplica(AllReduce):
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        if self._data_group.size == 1 and parts.context.rank == 0:
+            log.warning(
+                "%s: parallel.data is 1, so there is one replica and nothing to mix or average; it trains as it would "
+                "with all_reduce",
+                type(self).__name__,
+            )
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
