@@ -285,8 +285,12 @@ class PeerLinks:
             raise RuntimeError(f"the thread of the links between replicas failed: {self._failure}") from self._failure
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.write(self._wake_write, b"w")
+        except BlockingIOError:  # it is awake
+            pass
+        except BrokenPipeError:
+            self._raise_failure()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
