@@ -181,6 +181,7 @@ STRATEGIES = Registry(
     "data-parallel strategy",
     {
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
@@ -189,6 +190,7 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
     },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from colossus.engine.strategies.options.base import Count, CountOrZero, PerReplicaOptions
 
@@ -17,3 +17,8 @@ class GossipOptions(PerReplicaOptions):
 class SGPOptions(GossipOptions):
     #: steps for which what is sent travels
     overlap: CountOrZero = 0
+
+
+class DPSGDOptions(GossipOptions):
+    #: whether a replica mixes what it had before its update, which travels during the step, or after it
+    order: Literal["adapt_while_combine", "adapt_then_combine"] = "adapt_while_combine"
