@@ -181,6 +181,7 @@ STRATEGIES = Registry(
     "data-parallel strategy",
     {
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
