@@ -180,6 +180,7 @@ SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.ad_psgd:ADPSGD",
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
         "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",

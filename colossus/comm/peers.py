@@ -104,11 +104,13 @@ class PeerLinks:
     Attributes:
         waited_seconds: that `receive` has waited so far.
         bytes_sent: by `send` so far.
+        on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
         self.group, self._most_bytes, self._timeout = group, most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
+        self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
         self._gone: dict[int, str] = {}
@@ -245,6 +247,11 @@ class PeerLinks:
             found = sorted(key for key in self._inbox if key[1] == kind)
             return [message for key in found for message in self._inbox.pop(key)]
 
+    def has_come(self, kind: int) -> bool:
+        """Whether `take` would give any."""
+        with self._changed:
+            return any(key[1] == kind for key in self._inbox)
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until something comes, or ``until()``, which is called under the lock, is true."""
         with self._changed:
@@ -372,6 +379,7 @@ class PeerLinks:
         with self._changed:
             self._gone.setdefault(index, reason)
             self._changed.notify_all()
+        self.on_arrival()
 
     def _drop_queue(self, index: int) -> None:
         out = self._outgoing[index]
@@ -449,6 +457,7 @@ class PeerLinks:
             with self._changed:
                 self._inbox.setdefault((source, header.kind, header.number), deque()).append(message)
                 self._changed.notify_all()
+            self.on_arrival()
         incoming.header = incoming.meta = incoming.data = None
         self._expect(incoming, bytearray(HEADER_BYTES))
 
