@@ -181,7 +181,10 @@ STRATEGIES = Registry(
     "data-parallel strategy",
     {
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "diloco": "colossus.engine.strategies.diloco:DiLoCo",
+        "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
+        "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
 )
@@ -189,7 +192,10 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
+        "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
+        "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
