@@ -115,7 +115,8 @@ def _run(jobs: Sequence[Job], root: Path, plot: str | None) -> int:
 def _root(name: str, out: str | None, resume: bool) -> Path:
     """The folder of the runs."""
     if out is not None:
-        run_folder.check_usable(Path(out))
+        if Path(out).exists() and not Path(out).is_dir():
+            raise ConfigError(f"--out {out}: is a file, not a folder; give another one")
         return Path(out)
     if not resume:
         return run_folder.default_folder(name)

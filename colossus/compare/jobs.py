@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.config import Config, ConfigError, as_dict, load_config
-from colossus.config.overrides import parse_override, plan_overrides, strategy_overrides
+from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.model_check import check_model
@@ -70,13 +70,18 @@ def make_jobs(
     Raises:
         ConfigError: with all that is wrong with any of them; what is wrong with all is said once.
     """
-    _check_words(overrides, strategies, plans)
+    if not strategies and not plans:
+        raise ConfigError(
+            "nothing to compare: give --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
+            "--plans, for example --plans 'data=4' 'data=2 tensor=2'"
+        )
+    strategies, plans = [[" ".join(text.split()) for text in texts] for texts in (strategies, plans)]
     jobs: list[Job] = []
     root: Path | None = None
-    problems = _Problems()
-    for strategy in strategies or [""]:
-        for plan in plans or [""]:
-            label = ", ".join(" ".join(text.split()) for text in (strategy, plan) if text) or "the config"
+    problems = _Problems(_misplaced(overrides, strategies, plans))
+    for strategy in dict.fromkeys(strategies or [""]):
+        for plan in dict.fromkeys(plans or [""]):
+            label = ", ".join(filter(None, [strategy, plan]))
             with problems.of(label):
                 given = list(overrides)
                 given += plan_overrides(plan) if plan else []
@@ -122,7 +127,8 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 class _Problems:
     """Collects what is wrong with several jobs: problem -> whose it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Sequence[str] = ()) -> None:
+        self._known = list(known)
         self._whose: dict[str, list[str]] = {}
         self._labels: list[str] = []
         self._source: str | None = None
@@ -142,7 +148,7 @@ class _Problems:
         return True
 
     def raise_any(self) -> None:
-        lines = []
+        lines = self._known
         for problem, whose in self._whose.items():
             is_common = len(whose) == len(self._labels)
             lines.append(problem if is_common else f"{' and '.join(dict.fromkeys(whose))}: {problem}")
@@ -150,32 +156,22 @@ class _Problems:
             raise ConfigError(lines, self._source)
 
 
-def _check_words(overrides: Sequence[str], strategies: Sequence[str], plans: Sequence[str]) -> None:
-    if not strategies and not plans:
-        raise ConfigError(
-            "nothing to compare: give --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
-            "--plans, for example --plans 'data=4' 'data=2 tensor=2'"
-        )
+def _misplaced(overrides: Sequence[str], strategies: Sequence[str], plans: Sequence[str]) -> list[str]:
+    """What is said twice, or where it does not belong."""
     problems = []
     for option, texts in (("--strategies", strategies), ("--plans", plans)):
-        spelt = [" ".join(text.split()) for text in texts]
-        twice = sorted({text for text in spelt if spelt.count(text) > 1})
-        problems += [f"{option}: {text!r} is named twice" for text in twice]
-    for text in strategies:
-        if re.match(r"\w+\.[\w.]+=", text):
-            problems.append(f"--strategies: {text!r} is an override: write it before --strategies")
+        problems += [f"{option}: {text!r} is named twice" for text in dict.fromkeys(texts) if texts.count(text) > 1]
     for text in overrides:
-        path, _ = parse_override(text)
-        if strategies and path[:2] == ["parallel", "strategy"]:
-            option = ".".join(path[2:])
+        key = text.partition("=")[0]
+        if strategies and (key + ".").startswith("parallel.strategy."):
+            option = key.removeprefix("parallel.strategy").lstrip(".")
             hint = f"into the text of each that it is for, '{strategies[-1]} {option}=..'" if option else "among them"
             problems.append(f"{text}: --strategies says what the strategies are: write it {hint}")
-        if path == ["checkpoint", "resume"]:
+        if key == "checkpoint.resume":
             problems.append(
                 f"{text}: the runs of a comparison begin at the first step; checkpoint.weights=.. gives them weights"
             )
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def _check_folder(job: Job) -> None:

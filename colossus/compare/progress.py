@@ -57,7 +57,7 @@ class Progress:
             yield
             return
         over = threading.Event()
-        live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True) if self._is_live else None
+        live = self._make_live() if self._is_live else None
         watcher = threading.Thread(target=self._watch, args=(number, job, over, live), daemon=True)
         watcher.start()
         try:
@@ -65,6 +65,11 @@ class Progress:
         finally:
             over.set()
             watcher.join()
+
+    def _make_live(self) -> Live:
+        """What the launch prints meanwhile goes to its file, so nothing is redirected here."""
+        console = Console(file=self._stream)
+        return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def _watch(self, number: int, job: Job, over: threading.Event, live: Live | None) -> None:
         """Until the run is over; nothing but the file's size is looked at before its ranks have begun."""

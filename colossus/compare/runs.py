@@ -6,12 +6,11 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from colossus.compare.jobs import Job
 from colossus.compare.progress import Progress, last_step
-from colossus.launch import command
+from colossus.launch import command, failure
 from colossus.launch.inside import STANDARD_ERROR, STANDARD_OUTPUT, environment_kept, output_to
 
 State = Literal["done", "failed", "stopped", "not run"]
@@ -77,17 +76,19 @@ def _ended(job: Job, code: int) -> Ended:
         return Ended("done")
     if code > 128:
         return Ended("stopped", f"by {signal.Signals(code - 128).name}", code)
-    return Ended("failed", _reason(job.output), code)
+    return Ended("failed", _reason(job), code)
 
 
-def _reason(output: Path) -> str:
+def _reason(job: Job) -> str:
     """The line of a failed launch's output that says what was wrong."""
     try:
-        lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in job.output.read_text(errors="replace").splitlines() if line.strip()]
     except OSError:
         lines = []
     for line, following in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=True):
         if re.fullmatch(r"=+ run failed: .* =+", line):
-            return following
+            found = [record for record in failure.read_all(job.folder) if following.endswith(f"raised {record.type}")]
+            told = found[0].message.strip().splitlines() if found else []
+            return f"{following}: {told[0]}" if told else following
     told = [line.removeprefix("colossus: ") for line in lines if line.startswith("colossus: ")]
     return (told or lines or ["it said nothing"])[-1]

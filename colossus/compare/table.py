@@ -21,8 +21,7 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
     Args:
         counted: what the loss counts.
     """
-    rows, seconds = comparison.rows, comparison.equal_seconds
-    after = f"{seconds:.3g} s" if seconds < 100 else clock(seconds)
+    rows, after = comparison.rows, _duration(comparison.equal_seconds)
     has_validation = any(row.validation_loss for row in rows)
     columns = ["", "loss", *(["validation"] if has_validation else []), f"loss after {after}", f"{counted}/s", "step"]
     table = Table(*columns, "sent/step", "waited/step", "distance", box=None, pad_edge=False, header_style="bold")
@@ -32,11 +31,14 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
         column.justify = "right"
     for row in rows:
         table.add_row(row.label, *([*_cells(row, has_validation)] if not row.problems else []))
-    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum)
-    console.print(table)
+    console.width = max(
+        console.width, console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    )
+    if comparison.equal_steps:
+        console.print(table)
     for row in rows:
         for problem in row.problems:
-            console.print(f"{row.label}: {problem}", markup=False, highlight=False, soft_wrap=True, style="red")
+            console.print(f"{row.label}: {problem}", markup=False, highlight=False, soft_wrap=True)
     for line in _notes(comparison, has_validation):
         console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 
@@ -71,6 +73,10 @@ def _seconds(value: Mean | None) -> str:
     return f"{1e3 * value.mean:.3g} ms" if value.mean < 1 else f"{value.mean:.3g} s"
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else clock(seconds)
+
+
 def _notes(comparison: Comparison, has_validation: bool) -> Sequence[str]:
     if not comparison.equal_steps:
         return ["no run has come to its end, so there are no numbers"]
@@ -80,7 +86,7 @@ def _notes(comparison: Comparison, has_validation: bool) -> Sequence[str]:
     return [
         "",
         f"loss: training, the mean of the last 20th of {comparison.equal_steps} steps, and of those done after "
-        f"{comparison.equal_seconds:.1f} s of steps, which the fastest run took for all of its own",
+        f"{_duration(comparison.equal_seconds)} of steps, which the fastest run took for all of its own",
         *(["validation: after the same steps, of what the strategy evaluates"] if has_validation else []),
         *(["means over the seeds, in brackets standard deviations"] if averaged else []),
         f"percent and x: {of} and speed, to those of {first}; speed is of all replicas, without the first steps; step "

@@ -51,6 +51,8 @@ def strategy_overrides(text: str) -> list[str]:
         ConfigError: when it does not begin with a name, or what follows is no override.
     """
     name, *options = _words(text) or [""]
+    if re.match(r"\w+\.[\w.]+=", name):
+        raise ConfigError(f"{text!r} is an override, no strategy: overrides come before the strategies")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{text!r} does not begin with the name of a strategy: {STRATEGY_SYNTAX}")
     for option in options:
