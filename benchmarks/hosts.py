@@ -4,8 +4,8 @@
     python -m benchmarks.hosts --hosts 2 -- ip address
 
 `launch` is the real `colossus launch --nnodes`, one on each host; any other command is run on each as it is. Each host
-has a network, mounts, IPC, processes and a host name of its own and its own /dev/shm, so that nothing of one can be found
-by another but through the network. The files are those of this machine.
+has a network, mounts, IPC, processes, a host name and a /dev/shm of its own, so that nothing of one can be found by
+another but through the network. All other files are those of this machine.
 
 Needs root on Linux, and iproute2 (`ip`, `tc`). Nothing is left when it ends, whatever ends it: bridge and links are in
 namespaces that live as long as their processes, which die with this one.
@@ -37,11 +37,12 @@ from benchmarks.namespaces import Namespaces  # noqa: E402
 INTERFACE = "eth0"
 PORT = 29500
 USAGE = 2
+#: a bucket of tbf must hold a packet as segmentation offload makes them, or each is cut up in software
+LEAST_BURST = 64 << 10
 
 _MOST_HOSTS = 250
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-#: a bucket of tbf must hold a packet as segmentation offload makes them, or each is cut up in software
-_LEAST_BURST = 64 << 10
 #: what a link may send at once after it was idle, at rates where that is more
 _BURST_SECONDS = 1e-3
 #: how long a packet may wait for a link; then it is dropped, as by a switch whose buffer is full
@@ -56,10 +57,17 @@ def refusal() -> str | None:
         return "hosts are Linux's namespaces"
     if os.geteuid() != 0:
         return "hosts need root (network, mount and process namespaces): run it with sudo"
+    if not all(_has_capability(number) for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
+        return "hosts need the capabilities net_admin and sys_admin, which root does not have here (a container?)"
     missing = [name for name in ("ip", "tc", "mount") if shutil.which(name) is None]
     if missing:
         return f"hosts need {' and '.join(missing)}: install iproute2 and util-linux"
     return None
+
+
+def _has_capability(number: int) -> bool:
+    found = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return found is None or bool(int(found[1], 16) >> number & 1)
 
 
 @dataclass(frozen=True)
@@ -129,15 +137,16 @@ def tbf(rate: str) -> list[str]:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
     if found is None or float(found[1]) == 0:
         raise ValueError(f"the rate {rate!r} is not a number with kbit, mbit or gbit behind it, such as 100mbit")
-    burst = max(_LEAST_BURST, int(float(found[1]) * _UNITS[found[2]] / 8 * _BURST_SECONDS))
+    burst = max(LEAST_BURST, int(float(found[1]) * _UNITS[found[2]] / 8 * _BURST_SECONDS))
     return ["tbf", "rate", rate, "burst", str(burst), "latency", f"{_QUEUE_SECONDS * 1e3:g}ms"]
 
 
 def _new_host(name: str, known: Mapping[str, str], own: str) -> contextlib.AbstractContextManager[Namespaces]:
     lines = ["127.0.0.1 localhost", *(f"{own if other == name else known[other]} {other}" for other in known)]
-    flags = (
-        namespaces.NETWORK | namespaces.MOUNTS | namespaces.IPC | namespaces.NAMES | namespaces.PROCESSES
-    )
+    # torch's store listens on IPv6 and asks for the names of those who connect; there is no DNS
+    mapped = {**known, "localhost": "127.0.0.1", f"{name}-own": own}
+    lines += [f"::ffff:{address} {other}-mapped" for other, address in mapped.items()]
+    flags = namespaces.NETWORK | namespaces.MOUNTS | namespaces.IPC | namespaces.NAMES | namespaces.PROCESSES
     setup = f"""
 mount --make-rprivate /
 mount -t proc proc /proc
@@ -230,6 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(f"hosts: {error}", file=sys.stderr)
         return USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

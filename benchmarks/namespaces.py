@@ -41,8 +41,19 @@ class Namespaces:
     pid: int
     flags: int
 
+    def fork(self) -> int:
+        """`os.fork`, the child in these namespaces."""
+        with self._forking() as enter:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    enter()
+                except BaseException:
+                    os._exit(1)
+        return pid
+
     @contextlib.contextmanager
-    def forking(self) -> Iterator[Callable[[], None]]:
+    def _forking(self) -> Iterator[Callable[[], None]]:
         """What this thread forks meanwhile is in the process namespace, and calls what is yielded to enter the others.
 
         The working directory stays. Threads cannot be started meanwhile.
@@ -65,7 +76,7 @@ class Namespaces:
 
     def start(self, words: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """A program in these namespaces; ``options`` are those of `subprocess.Popen`."""
-        with self.forking() as enter:
+        with self._forking() as enter:
 
             def begin() -> None:
                 enter()
@@ -79,9 +90,7 @@ class Namespaces:
         Raises:
             RuntimeError: with what it said, when it fails.
         """
-        process = self.start(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        process = self.start(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         out, err = process.communicate(given)
         if process.returncode:
             raise RuntimeError(f"{' '.join(words)}: {(err or out).strip() or f'exit code {process.returncode}'}")
@@ -120,8 +129,8 @@ def new(flags: int, setup: str) -> Iterator[Namespaces]:
         _call("unshare", flags & ~PROCESSES)
         os.setsid()  # Ctrl-C is not for it
 
-    # children that nobody waits for are the first process's, whom SIGCHLD must not interest
-    script = f"set -e; {setup}\ntrap '' CHLD; echo ready; exec sleep infinity"
+    # processes whose parent has gone become the first process's children: its `wait` takes their ends
+    script = f"set -e; {setup}\necho ready; sleep infinity & wait"
     assert flags & PROCESSES, "without a process namespace they would outlive their first process"
     _call("unshare", PROCESSES)
     try:
