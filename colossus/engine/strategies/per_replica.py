@@ -19,6 +19,7 @@ class PerReplica(AllReduce):
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
+        self.evaluates = options.evaluate
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
@@ -33,9 +34,3 @@ class PerReplica(AllReduce):
             return numbers
         self.meet()
         return super().reduce_scalars(step, numbers)
-
-    def share(self) -> tuple[list[Tensor], float]:
-        """This replica's addend of the average, for each of `Strategy.optimizer_parameters`' stored parameters in the
-        order of ``store.trainable()``, and its weight. The average is the sum of these over the sum of the weights,
-        over all replicas; what is on its way is counted by who is to get it."""
-        return [param.detach() for param in self.store.trainable()], 1.0

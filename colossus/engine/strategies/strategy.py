@@ -39,13 +39,21 @@ class Strategy:
 
     Attributes:
         exact: see above.
+        state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
+            exact; of an inexact one it always is.
+        evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
+            (exported: the first's).
     """
 
     exact: ClassVar[bool] = True
+    state_per_replica: ClassVar[bool] = False
+    evaluates: Literal["average", "own"] = "own"
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
         self.store, self.parts = store, parts
+        #: the stored parameters that training changes: of an inexact strategy each replica has its own
+        self.trained = store.trainable()
         context = parts.context
         self._step_group = context.group(self.summed_axes)
         self._data_group = context.group("data")
@@ -181,12 +189,22 @@ class Strategy:
         by ranks of all replicas."""
         return nullcontext()
 
+    def share(self) -> tuple[list[Tensor], float]:
+        """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
+
+        The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
+        who is to get it. The tensors may be the parameters themselves: they are not written to.
+        """
+        return [param.detach() for param in self.trained], 1.0
+
     def state_dict(self) -> dict[str, Any]:
-        """State beyond the parameters, by logical name where it belongs to one."""
+        """State beyond the parameters: plain values and tensors, of which the first rank of each replica's are saved.
+        Where replicas have state of their own (``exact`` is false, or ``state_per_replica``), each goes on with its
+        own where there are as many; under another number, or another strategy, it begins anew, with ``{}``."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, under another plan maybe."""
+        """Take back what `state_dict` gave, under another plan maybe; empty: begin anew."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
