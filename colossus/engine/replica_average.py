@@ -142,7 +142,7 @@ class ReplicaAverage:
     # -- in place of the replica's own ----------------------------------------------------------------------
 
     @contextmanager
-    def in_place(self, share: Callable[[], Share] | None, tell: Callable[[Distance], None]) -> Iterator[None]:
+    def in_place(self, share: Share | None, tell: Callable[[Distance], None]) -> Iterator[None]:
         """Inside, parameters and buffers are the average; or, where ``share`` is None, the first replica's. After it
         they are the replica's own again, bit for bit, whatever happened inside.
 
@@ -159,7 +159,7 @@ class ReplicaAverage:
                 means = self.buffers() if share is not None else list(self._of_first())
                 buffers = [(buffer, buffer.clone()) for buffer, _ in means]
                 if share is not None:
-                    tell(self._distance(self._taking(self.parameters(share()))))
+                    tell(self._distance(self._taking(self.parameters(share))))
                 for buffer, mean in means:
                     buffer.copy_(mean)
             torch.clear_autocast_cache()

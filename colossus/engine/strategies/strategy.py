@@ -43,11 +43,13 @@ class Strategy:
             exact; of an inexact one it always is.
         evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
             (exported: the first's).
+        is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
     """
 
     exact: ClassVar[bool] = True
     state_per_replica: ClassVar[bool] = False
     evaluates: Literal["average", "own"] = "own"
+    is_averaged = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
@@ -154,7 +156,14 @@ class Strategy:
         Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
         else they are those of its own replica.
         """
-        if self.exact or self._data_group.size == 1:
+        if self.exact:
+            return numbers
+        return self.sum_over_replicas(numbers)
+
+    def sum_over_replicas(self, numbers: Tensor) -> Tensor:
+        """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
+        Collective over data."""
+        if self._data_group.size == 1:
             return numbers
         total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
         total[2] /= self._data_group.size
@@ -185,8 +194,14 @@ class Strategy:
         """
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Around an evaluation, and around what exports weights: which of the replicas' weights are meant. Collective,
-        by ranks of all replicas."""
+        """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
+        buffers are those that ``evaluates`` says. Collective, by ranks of all replicas; one inside of another changes
+        nothing."""
+        return nullcontext()
+
+    def export(self) -> AbstractContextManager[None]:
+        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
+        ranks of all replicas."""
         return nullcontext()
 
     def share(self) -> tuple[list[Tensor], float]:
@@ -218,6 +233,12 @@ class Strategy:
 
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
+        return {}
+
+    def consensus(self) -> dict[str, float]:
+        """How far replicas are apart, where that was found out since the last step (its end, an evaluation): the
+        ``consensus_distance`` is the root of the mean over replicas of ||z_i - average||^2, over ||average|| it is the
+        ``consensus_distance_relative``."""
         return {}
 
     def close(self) -> None:
