@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -19,6 +20,8 @@ from colossus.engine.strategies.stop_agreement import StopAgreement
 
 #: where the requests to stop are in a step's numbers
 _STOP = 3
+
+log = logging.getLogger("colossus.engine")
 
 
 class PerReplica(AllReduce):
@@ -51,6 +54,12 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = StopAgreement(parts.context) if has_others and self.stops_by_store else None
+        if not has_others and parts.context.rank == 0:
+            log.warning(
+                "%s: parallel.data is 1, so there is one replica and nothing to mix or average; it trains as it would "
+                "with all_reduce",
+                type(self).__name__,
+            )
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
