@@ -63,6 +63,7 @@ class Gossip(PerReplica):
     """
 
     options: GossipOptions
+    stops_by_store = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
@@ -256,6 +257,7 @@ class Gossip(PerReplica):
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
+        super().begin_step(step)
         if self.links is not None:
             self._before = self.links.waited_seconds, self.links.bytes_sent
             self.weights = (self.weight,)
