@@ -189,6 +189,8 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
+        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
     },
 )

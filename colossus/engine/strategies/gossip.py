@@ -46,7 +46,7 @@ class Gossip(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data = self._data_group
-        self.graph = make_graph(self.options.graph, data.size, min(self.options.peers, max(1, data.size - 1)))
+        self.graph = make_graph(self.options.graph, data.size, self.options.peers)
         self.vector = ParameterVector(store.trainable())
         self.weight = 1.0
         self.in_flight: list[InFlight] = []
