@@ -18,7 +18,7 @@ from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
-from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.graph import make_graph
 
 #: kind of the messages that carry parameters
 MIX = 1
@@ -76,12 +76,8 @@ class Gossip(PerReplica):
         if data.size > 1:
             timeout = parts.context.timeout.total_seconds()
             self.links = PeerLinks(data, self.vector.nbytes, timeout)
-        self.stop_wave = StopWave(_lead(self.graph, self.overlap))
-
-    @property
-    def overlap(self) -> int:
-        """Steps for which what is sent travels."""
-        return 0
+        # a wish of this step is in the messages of the next
+        self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
 
     # -- mixing -------------------------------------------------------------------------------------------
 
@@ -97,7 +93,8 @@ class Gossip(PerReplica):
             meta = _WEIGHT.pack(self.weight) + self.stop_wave.pack()
             self.links.send(targets, MIX, step, data, meta, dtype=self.vector.dtype, owned=True)
         self.in_flight += [
-            InFlight(source, step, step + self.overlap, float(graph.matrix[me, source])) for source in graph.sources(me)
+            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
+            for source in graph.sources(me)
         ]
 
     @torch.no_grad()
@@ -248,7 +245,7 @@ class Gossip(PerReplica):
         return {
             "push_sum_min": min(self.weights),
             "push_sum_max": max(self.weights),
-            "staleness": float(self.overlap),
+            "staleness": float(self.options.travels),
             "peer_wait_seconds": self.links.waited_seconds - waited,
             "peer_bytes_sent": float(self.links.bytes_sent - sent),
         }
@@ -309,8 +306,3 @@ class Gossip(PerReplica):
 def _rounded(weight: float, replicas: int) -> float:
     """1 where it is 1 but for the rounding of as many addends."""
     return 1.0 if abs(weight - 1.0) <= replicas * _EPSILON else weight
-
-
-def _lead(graph: Graph, overlap: int) -> int:
-    """Steps after which a word of any replica has reached all, in messages that travel for ``overlap`` steps."""
-    return graph.replicas * (graph.period + overlap)

@@ -22,10 +22,6 @@ class SGP(Gossip):
     def __init__(self, **options: Any) -> None:
         super().__init__(SGPOptions(**options))
 
-    @property
-    def overlap(self) -> int:
-        return self.options.overlap
-
     def after_step(self, step: int) -> None:
         if self.links is not None:
             self.take_update()
