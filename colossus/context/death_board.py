@@ -1,4 +1,4 @@
-"""What launchers and ranks tell each other, in a store that a launcher holds, of replicas that died. No torch.
+"""What launchers and ranks tell each other, in a store that a launcher holds, of replicas that died.
 
 A launcher posts a death. The replicas that live answer each with the first step of which it has sent nothing yet; the
 largest of these is the step from which on all of them go on without the dead (`engine/strategies/living.py`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 #: environment variable of ranks whose launcher goes on without replicas that die: host:port of the store
@@ -63,7 +64,7 @@ class DeathBoard:
 
     def settlement(self, number: int) -> dict[str, Any] | None:
         """What the ranks have told of how they went on after a death."""
-        found = {}
+        found: dict[str, Any] = {}
         for part in ("start", "mass"):
             key = f"{part}/{number}"
             if self._store.check([key]):
@@ -118,3 +119,12 @@ class DeathBoard:
     def decision(self, meeting: str) -> str | None:
         key = f"gate/{meeting}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def connect(address: str, timeout: timedelta) -> DeathBoard:
+    """The board in the store at ``host:port``, on a connection of its own."""
+    from torch import distributed as dist
+
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return DeathBoard(dist.PrefixStore("colossus/deaths", store))
