@@ -8,13 +8,11 @@ Tensors on an accelerator are copied to the host by the caller.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -24,8 +22,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
+from colossus import machine
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_wire import BYE, HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
@@ -37,7 +35,7 @@ _CHUNK = 1 << 20
 _CLOSE_SECONDS = 10.0
 #: how often a rank that waits looks up
 _LOOK_SECONDS = 1.0
-_SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 class PeerGone(RuntimeError):
@@ -104,12 +102,14 @@ class PeerLinks:
     Attributes:
         waited_seconds: that `receive` has waited so far.
         bytes_sent: by `send` so far.
+        on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
         # of a copy: its indices are those of all, also when some of them have died
         self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
+        self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
         self._gone: dict[int, str] = {}
@@ -126,7 +126,7 @@ class PeerLinks:
         os.set_blocking(self._wake_write, False)
         self._closing = self._closed = False
         self._failure: BaseException | None = None
-        host = _own_address()
+        host = _own_address(group)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=max(16, group.size))
         self._listener.setblocking(False)
@@ -245,6 +245,11 @@ class PeerLinks:
             self._raise_failure()
             found = sorted(key for key in self._inbox if key[1] == kind)
             return [message for key in found for message in self._inbox.pop(key)]
+
+    def has_come(self, kind: int) -> bool:
+        """Whether `take` would give any."""
+        with self._changed:
+            return any(key[1] == kind for key in self._inbox)
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until something comes, or ``until()``, which is called under the lock, is true."""
@@ -387,6 +392,7 @@ class PeerLinks:
         with self._changed:
             self._gone.setdefault(index, reason)
             self._changed.notify_all()
+        self.on_arrival()
 
     def _drop_queue(self, index: int) -> None:
         out = self._outgoing[index]
@@ -464,6 +470,7 @@ class PeerLinks:
             with self._changed:
                 self._inbox.setdefault((source, header.kind, header.number), deque()).append(message)
                 self._changed.notify_all()
+            self.on_arrival()
         incoming.header = incoming.meta = incoming.data = None
         self._expect(incoming, bytearray(HEADER_BYTES))
 
@@ -494,19 +501,10 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _own_address() -> str:
+def _own_address(group: AxisGroup) -> str:
     """The address of this host at which the other ranks reach it: that of gloo's interface where it is set, else that
-    from which the first rank's host is reached."""
+    from which the first rank's host is reached. Collective."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if dist.is_initialized():
-        with contextlib.suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    own = machine.interface_address(interface) if interface else None
+    own = own or machine.address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK
+    return machine.address_among(own, all_gather_object(own, group))

@@ -105,11 +105,13 @@ def simulate(
     clip: float | None = None,
     combines_first: bool = False,
     mixes_state: bool = False,
+    skips: tuple[int, int] | None = None,
 ) -> Simulated:
     """Dense matrices over the replicas' vectors; gradients and updates of each by plain torch.
 
     Args:
         loss_of: (model, step, replica) -> (sum, count).
+        skips: a step and a replica whose update is left out.
     """
     made = Simulated()
     options = {name: value for name, value in optimizer.items() if name != "type"}
@@ -124,6 +126,8 @@ def simulate(
         states = [_state(each, of) for each, of in zip(made.optimizers, params, strict=True)]
         if combines_first:
             sent.append((x.copy(), w.copy(), states))
+            if mixes_state:
+                _mix_states(matrix_of, step, overlap, sent, made.optimizers, params)
             x, w = _mixed(matrix_of, step, overlap, sent, x, w)
         for index, of in enumerate(params):
             total, count = loss_of(made.models[index], step, index)
@@ -132,7 +136,8 @@ def simulate(
             norm = torch.nn.utils.clip_grad_norm_(of, clip or float("inf"))
             before = x[index] / w[index]
             _unflat(before, of)
-            made.optimizers[index].step()
+            if (step, index) != skips:
+                made.optimizers[index].step()
             update.append(_flat(of) - before)
             losses.append((total / count).item())
             norms.append(norm.item())
@@ -189,6 +194,11 @@ def _state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> dict
     }
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[tuple[int, str], np.ndarray]:
+    """(number of the trainable parameter, entry) -> what the optimizer keeps, without counts of steps."""
+    return _state(optimizer, [param for param in model.parameters() if param.requires_grad])
+
+
 def _flat(params: Sequence[Tensor]) -> np.ndarray:
     return np.concatenate([param.detach().reshape(-1).numpy() for param in params])
 
@@ -233,13 +243,23 @@ def settings_of(strategy: dict[str, Any], replicas: int, optimizer: dict[str, An
     )
 
 
-def train(settings: dict[str, Any], steps: int, *, is_even: bool = False, totals: bool = False) -> Run:
-    """Body of a rank."""
+def train(
+    settings: dict[str, Any],
+    steps: int,
+    *,
+    is_even: bool = False,
+    totals: bool = False,
+    fails: tuple[int, int] | None = None,
+) -> Run:
+    """Body of a rank. In the step of the replica that ``fails`` names the loss is not finite."""
     engine = colossus.initialize(settings, model=Net, loss_fn=classify)
     run, strategy, group = Run(), engine.strategy, engine.context.group("data")
     params = [param for param in engine.model.parameters() if param.requires_grad]
     for step in range(steps):
-        result = engine.train_step(part_of(step, group.index, is_even=is_even))
+        batch = part_of(step, group.index, is_even=is_even)
+        if (step, group.index) == fails:
+            batch["inputs"] *= torch.inf
+        result = engine.train_step(batch)
         run.losses.append(result.loss)
         run.norms.append(result.grad_norm)
         run.z.append(_flat(params))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
@@ -38,6 +39,7 @@ class StageBuckets:
         self._buckets: list[Bucket] | None = None
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
+        self._hooks: list[RemovableHandle] = []
         #: trainable parameters whose axes are decided by their first use, not used so far
         self._undecided = [param for param in params if param.requires_grad and not spec_of(param).is_decided]
         #: whether no reduction of a step that failed is still under way
@@ -91,6 +93,13 @@ class StageBuckets:
             bucket.reset()
         self._is_settled = False
 
+    def close(self) -> None:
+        """Wait for what a step that failed has left, and look at no more gradients."""
+        for bucket in self._buckets or ():
+            bucket.wait_and_drop()
+        for hook in self._hooks:
+            hook.remove()
+
     def local_sums(self) -> list[LocalSum]:
         """Of what this rank put into the reductions of the last step."""
         return [one for bucket in self._buckets or () for one in bucket.local_sums()]
@@ -116,7 +125,7 @@ class StageBuckets:
             for chunk in _chunks(group, limit // dtype.itemsize):
                 buckets.append(Bucket(chunk, self._context.group(axes), dtype))
                 for param in chunk:
-                    param.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
         # sorted by when backward fills them
         order = {id(param): index for index, param in enumerate(params)}
         buckets.sort(key=lambda bucket: max(order[id(param)] for param in bucket.params))

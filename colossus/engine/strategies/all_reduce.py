@@ -18,7 +18,11 @@ class AllReduce(Strategy):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
-        self._reduction = GradientReduction(parts, self.summed_axes)
+        self._reduction = self.make_reduction()
+
+    def make_reduction(self) -> GradientReduction:
+        """What sums the gradients of a step."""
+        return GradientReduction(self.parts, self.summed_axes)
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)

@@ -122,6 +122,7 @@ class Survivors(Living):
         self._next_step = 0
         self._num_meetings = 0
         self._untold: list[int] = []
+        self._renounced = 0.0
         #: what the thread has seen
         self._num_deaths = 0
         self._closing = threading.Event()
@@ -281,10 +282,10 @@ class Survivors(Living):
         arrivals = self._board.arrivals(meeting, self.replicas)
         assert arrivals is not None
         left, total = sum(each["mass"] for each in arrivals), self._graph.replicas
+        renounced, self._renounced = total - left - self._renounced, total - left
         if self._context.is_logging_rank:
-            for number in self._untold:
-                self._board.tell("mass", number, {"mass": total - left})
-            log.warning("push-sum weight renounced with the dead: %.6g of %d", total - left, total)
+            self._board.tell("mass", self._untold[-1], {"mass": renounced})
+            log.warning("push-sum weight renounced with the dead: %.6g, %.6g of %d are left", renounced, left, total)
         self._untold.clear()
 
     # -- besides ------------------------------------------------------------------------------------------
