@@ -105,6 +105,7 @@ class Display(Hook):
         self._timer.start()
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        self.shown = engine.context.is_logging_rank  # of those that live
         if not self.shown:  # reading a result waits for an accelerator: only one rank does
             return
         self.seconds += self._timer.stop()
@@ -218,6 +219,7 @@ class LiveDisplay(Display):
     def __init__(self, folder: Path, stream: TextIO) -> None:
         super().__init__(folder, stream)
         self._live: Live | None = None
+        self._is_closed = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -231,12 +233,17 @@ class LiveDisplay(Display):
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
         if self.shown:
-            self._task = self._progress.add_task("train", total=self.total, completed=self.first)
-            self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
-            self._live.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._task = self._progress.add_task("train", total=self.total, completed=self.first)
+        self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
+        self._live.start()
 
     def show_step(self, engine: Engine) -> None:
         assert self.result is not None
+        if self._live is None and not self._is_closed:  # the rank that showed it before has died
+            self._start()
         self._redraw()
         # an average that forgets: about the last twenty steps
         self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
@@ -251,6 +258,7 @@ class LiveDisplay(Display):
             self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        self._is_closed = True
         live, self._live = self._live, None
         if live is not None:
             live.stop()
