@@ -182,6 +182,7 @@ STRATEGIES = Registry(
     {
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
         "diloco": "colossus.engine.strategies.diloco:DiLoCo",
+        "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
         "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
@@ -193,6 +194,7 @@ STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
         "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
+        "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
         "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
         "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",
