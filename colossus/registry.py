@@ -180,7 +180,9 @@ SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.ad_psgd:ADPSGD",
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "diloco": "colossus.engine.strategies.diloco:DiLoCo",
         "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
         "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
@@ -193,6 +195,8 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
+        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
         "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
         "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
         "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",

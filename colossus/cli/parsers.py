@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from colossus.picture import FORMATS
 from colossus.registry import nearest
-from colossus.schedule.draw.picture import FORMATS
 
 OVERRIDES = """\
 overrides are section.key=value and win over the file:
@@ -24,6 +24,7 @@ commands:
   show FILE     print which rank is where, or what runs when (--timeline), without starting anything
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
+  compare FILE  the same job under several data-parallel strategies or plans, in one table
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
   generate DIR  continue text with the model of a checkpoint
   checkpoint inspect|verify|diff DIR
@@ -106,7 +107,7 @@ def make_parser(command: str) -> Parser:
     return parsers[command]()
 
 
-COMMANDS = ("launch", "config", "show", "doctor", "verify", "evaluate", "generate", "checkpoint")
+COMMANDS = ("launch", "config", "show", "doctor", "verify", "compare", "evaluate", "generate", "checkpoint")
 
 
 def _config() -> Parser:

@@ -29,7 +29,7 @@ from colossus.launch.causes import RankExit
 from colossus.launch.ending import end_processes, ignore_stop_signals
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
 from colossus.launch.origin import Taken
-from colossus.launch.rendezvous import awaiting, meet
+from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
 from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
@@ -89,7 +89,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = _Agent(spec, config_path, overrides, begin, notice)
+    agent = _Agent(spec, config_path, overrides, begin, notice, endpoint)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
@@ -126,8 +126,10 @@ class _Agent(LocalElasticAgent):
         overrides: list[str],
         begin: Callable[[], Taken],
         notice: Timer | None,
+        endpoint: str | None,
     ) -> None:
         super().__init__(spec, _Terminal())
+        self._endpoint = endpoint
         self._config_path, self._overrides = config_path, overrides
         self._begin = begin
         self.outcome = Outcome()
@@ -234,7 +236,9 @@ class _Agent(LocalElasticAgent):
             taken = self._taken = self._begin()
             return taken.folder, taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
-        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
+        guess = own_address(self._endpoint or "")
+        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks, guess)
+        use_interface_of(self._nodes.address)
         if worker_group.group_rank == 0:
             store.set("colossus/begin", json.dumps(self._begun()))
         folder, resume, problems = json.loads(store.get("colossus/begin"))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from colossus import machine
 from colossus.launch.causes import RankExit
 from colossus.launch.failure import FailureRecord
 from colossus.launch.stop import GRACE_SECONDS
@@ -79,12 +80,14 @@ class Nodes:
         store: of the rendezvous; one of the nodes holds it.
         node: number of this one.
         ranks: of this one.
+        address: at which this one guesses that the others reach it.
 
     Attributes:
         ends: of the nodes that have told theirs, by number.
+        address: at which the others reach this one.
     """
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], address: str) -> None:
         self._store, self.node, self._num_nodes = store, node, num_nodes
         self.host = socket.gethostname()
         self.ends: dict[int, NodeEnd] = {}
@@ -93,9 +96,10 @@ class Nodes:
         self._beats: dict[int, bytes] = {}
         self._heard = dict.fromkeys(self._others, time.monotonic())
         self._closing = threading.Event()
-        store.set(f"colossus/node/{node}", json.dumps({"host": self.host, "ranks": list(ranks)}))
+        store.set(f"colossus/node/{node}", json.dumps({"host": self.host, "ranks": list(ranks), "address": address}))
         told = store.multi_get([f"colossus/node/{other}" for other in range(num_nodes)])
         self._introductions: list[dict[str, Any]] = [json.loads(text) for text in told]
+        self.address = machine.address_among(address, [known["address"] for known in self._introductions])
         self._thread = threading.Thread(target=self._watch, name="colossus-nodes", daemon=True)
 
     def watch(self) -> None:

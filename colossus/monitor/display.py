@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colossus.arithmetic import factors
+from colossus.arithmetic import clock, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
@@ -173,7 +173,7 @@ class Display(Hook):
         """The line that ends a complete run."""
         assert self.result is not None
         some = f" ({self.result.step - self.first} of them since it was resumed)" if self.first else ""
-        out = [f"done: {self.result.step} steps{some} in {_clock(time.monotonic() - self._began)}"]
+        out = [f"done: {self.result.step} steps{some} in {clock(time.monotonic() - self._began)}"]
         out.append(f"loss {self.result.loss:.4f}")
         if self.validation:
             out.append(f"validation {_numbers(self.validation, ', ')}")
@@ -195,7 +195,7 @@ class PlainDisplay(Display):
         ):
             return
         elapsed = time.monotonic() - self._began
-        left = _clock(elapsed / (step - self.first) * (self.total - step))
+        left = clock(elapsed / (step - self.first) * (self.total - step))
         fields = [field for field in self.fields() if not field.startswith("validation")]
         self.show_line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
         self.tokens = self.seconds = 0.0
@@ -269,9 +269,3 @@ def _size(num_bytes: int) -> str:
     if num_bytes >= 1e9:
         return gigabytes(num_bytes)
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
