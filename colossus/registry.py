@@ -180,7 +180,9 @@ SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.ad_psgd:ADPSGD",
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
@@ -189,6 +191,8 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
+        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
     },
 )

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ _log = logging.getLogger("colossus.comm")
 _CHUNK = 1 << 20
 #: how long a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
+#: how often a rank that waits looks up
+_LOOK_SECONDS = 1.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -99,16 +102,23 @@ class PeerLinks:
     Attributes:
         waited_seconds: that `receive` has waited so far.
         bytes_sent: by `send` so far.
+        on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
         self.group, self._most_bytes, self._timeout = group, most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
+        self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
         self._gone: dict[int, str] = {}
+        #: peers that take nothing any more, why, and since when: they may have ended well
+        self._deaf: dict[int, tuple[str, float]] = {}
+        #: from whom there is or was a connection
+        self._heard: set[int] = set()
         self._pool: dict[int, list[Tensor]] = {}
         self._outgoing = {index: _Outgoing() for index in range(group.size) if index != group.index}
+        self._incoming: list[_Incoming] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -127,6 +137,7 @@ class PeerLinks:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         self._thread = threading.Thread(target=self._run, name="colossus-peers", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     # -- for the main thread ------------------------------------------------------------------------------
 
@@ -164,7 +175,7 @@ class PeerLinks:
         """
         self._raise_failure()
         targets = [to] if isinstance(to, int) else to
-        targets = [index for index in targets if index not in self._gone]
+        targets = [index for index in targets if index not in self._gone and index not in self._deaf]
         size = 0 if data is None else data.numel()
         for counter in accounting.listeners:
             for _ in targets:
@@ -209,14 +220,23 @@ class PeerLinks:
                     self.waited_seconds += time.monotonic() - began
                     return message
                 self._raise_failure()
-                if source in self._gone:
-                    raise PeerGone(source, f"{self.name(source)} has gone: {self._gone[source]}")
-                left = began + self._timeout - time.monotonic()
-                if left <= 0:
+                if (reason := self._gone_because(source)) is not None:
+                    raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
+                left = min(began + self._timeout - time.monotonic(), _LOOK_SECONDS)
+                if time.monotonic() - began > self._timeout:
                     raise RuntimeError(
                         f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
                     )
-                self._changed.wait(left)
+                self._changed.wait(max(left, 0.0))
+
+    def _gone_because(self, source: int) -> str | None:
+        """Why nothing can come from a peer any more, None where something can."""
+        if source in self._gone:
+            return self._gone[source]
+        if source in self._heard or source not in self._deaf:
+            return None
+        reason, since = self._deaf[source]
+        return reason if time.monotonic() - since > _LOOK_SECONDS else None  # its own connection may be on its way
 
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""
@@ -224,6 +244,11 @@ class PeerLinks:
             self._raise_failure()
             found = sorted(key for key in self._inbox if key[1] == kind)
             return [message for key in found for message in self._inbox.pop(key)]
+
+    def has_come(self, kind: int) -> bool:
+        """Whether `take` would give any."""
+        with self._changed:
+            return any(key[1] == kind for key in self._inbox)
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until something comes, or ``until()``, which is called under the lock, is true."""
@@ -236,6 +261,10 @@ class PeerLinks:
         """Peers that died, and what was seen of it."""
         return dict(self._gone)
 
+    def backlog(self, to: int) -> int:
+        """Bytes that wait to be sent to a peer."""
+        return sum(len(view) for view, _ in tuple(self._outgoing[to].queue))
+
     def name(self, index: int) -> str:
         return f"rank {self.group.ranks[index]} (replica {index})"
 
@@ -247,7 +276,7 @@ class PeerLinks:
         if self._thread.is_alive():
             with self._changed:
                 for index, out in self._outgoing.items():
-                    if out.stream is not None and index not in self._gone:
+                    if (out.stream is not None or out.queue) and index not in self._deaf:
                         out.queue.append((memoryview(Header(BYE, 0, 0, 0).pack()), None))
                 self._closing = True
             self._wake()
@@ -261,8 +290,12 @@ class PeerLinks:
             raise RuntimeError(f"the thread of the links between replicas failed: {self._failure}") from self._failure
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.write(self._wake_write, b"w")
+        except BlockingIOError:  # it is awake
+            pass
+        except BrokenPipeError:
+            self._raise_failure()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -298,7 +331,10 @@ class PeerLinks:
     def _watch(self, index: int) -> None:
         """Have a connection that is wanted, and be told when it can be written."""
         out = self._outgoing[index]
-        if not out.queue or index in self._gone:
+        if not out.queue:
+            return
+        if index in self._gone or index in self._deaf:
+            self._drop_queue(index)
             return
         if out.stream is None:
             host, port = self._addresses[index]
@@ -328,19 +364,26 @@ class PeerLinks:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(index, f"nothing can be sent to it ({error.strerror or error})")
+            with self._changed:
+                self._deaf[index] = f"nothing can be sent to it ({error.strerror or error})", time.monotonic()
+                self._changed.notify_all()
+            self._drop_queue(index)
         if out.events:
             self._selector.unregister(out.stream)
             out.events = 0
 
     def _lose(self, index: int, reason: str) -> None:
-        """A peer is gone. What was to be sent to it is dropped."""
-        out = self._outgoing[index]
+        """A peer has died."""
         with self._changed:
             self._gone.setdefault(index, reason)
+            self._changed.notify_all()
+        self.on_arrival()
+
+    def _drop_queue(self, index: int) -> None:
+        out = self._outgoing[index]
+        with self._changed:
             dropped = [done for _, done in out.queue if done is not None]
             out.queue.clear()
-            self._changed.notify_all()
         for done in dropped:
             done()
 
@@ -350,6 +393,7 @@ class PeerLinks:
                 stream, _ = self._listener.accept()
                 stream.setblocking(False)
                 incoming = _Incoming(stream)
+                self._incoming.append(incoming)
                 self._selector.register(stream, selectors.EVENT_READ, lambda incoming=incoming: self._read(incoming))
 
     def _read(self, incoming: _Incoming) -> None:
@@ -375,6 +419,7 @@ class PeerLinks:
         if incoming.source is None:
             raw = bytes(incoming.into)
             incoming.source = read_hello(raw, self._key, self.group.index, self.group.size)
+            self._heard.add(incoming.source)
             self._expect(incoming, bytearray(HEADER_BYTES))
         elif incoming.header is None:
             incoming.header = Header.unpack(bytes(incoming.into), self._most_bytes)
@@ -410,6 +455,7 @@ class PeerLinks:
             with self._changed:
                 self._inbox.setdefault((source, header.kind, header.number), deque()).append(message)
                 self._changed.notify_all()
+            self.on_arrival()
         incoming.header = incoming.meta = incoming.data = None
         self._expect(incoming, bytearray(HEADER_BYTES))
 
@@ -419,9 +465,25 @@ class PeerLinks:
 
     def _ended(self, incoming: _Incoming, reason: str) -> None:
         self._selector.unregister(incoming.stream)
+        self._incoming.remove(incoming)
         incoming.stream.close()
         if incoming.source is not None and not incoming.said_bye:
             self._lose(incoming.source, reason)
+
+
+_open: WeakSet[PeerLinks] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
+    for links in tuple(_open):
+        streams = [out.stream for out in links._outgoing.values()] + [each.stream for each in links._incoming]
+        for stream in (links._listener, *streams):
+            if stream is not None:
+                stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _own_address(group: AxisGroup) -> str:

@@ -67,3 +67,10 @@ class ParameterVector:
         """Copy a buffer into the tensors."""
         if self.tensors:
             torch._foreach_copy_([tensor.detach() for tensor in self.tensors], self.views(buffer))
+
+    @torch.no_grad()
+    def add(self, buffer: Tensor, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times a buffer to the tensors, bit for bit the opposite of what ``-alpha`` adds."""
+        if self.tensors:
+            views = self.views(buffer.to(self.device))
+            torch._foreach_add_([tensor.detach() for tensor in self.tensors], views, alpha=alpha)
