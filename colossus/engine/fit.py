@@ -101,8 +101,9 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
 
 def _loss_of_all(engine: Engine, result: StepResult) -> float:
     """The loss of the last step, which is the replica's own where a stop has made it the last."""
-    if result.replica is not None:
-        engine.strategy.meet()
+    if result.replica is None:
+        return result.loss
+    engine.strategy.meet()
     return result.of_all_replicas(engine.strategy.sum_over_replicas).loss
 
 

@@ -83,13 +83,11 @@ class StepResult:
         return None if self._own_tokens is None else round(self._own_tokens.item())
 
     def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
-        """The same with the numbers of all replicas. Collective where they are the replica's own.
+        """The same with the numbers of all replicas. Collective over data.
 
         Args:
             add: `Strategy.sum_over_replicas`.
         """
-        if self.replica is None:
-            return self
         result = copy.copy(self)
         result.replica, result._device_numbers, result._read = None, add(self._device_numbers), None
         return result

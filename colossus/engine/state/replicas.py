@@ -37,6 +37,11 @@ def kind_of(strategy: Strategy) -> str:
     return type(strategy).__qualname__
 
 
+def is_recorded(strategy: Strategy) -> bool:
+    """Whether a checkpoint says of which strategy it is: all others' replicas are equal, and have no state."""
+    return strategy.state_per_replica or not strategy.exact
+
+
 def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
     """What a checkpoint says of its strategy."""
     return {
@@ -62,7 +67,8 @@ class SavedReplicas:
     """What the replicas of a checkpoint had of their own.
 
     Attributes:
-        kind: of the strategy, None where an older colossus wrote it, which kept the first replica's under plain keys.
+        kind: of the strategy, None where it is not `is_recorded`, or an older colossus wrote it, which kept the first
+            replica's under the plain keys.
         num_replicas: data ranks; 1 in an older one where replicas were equal.
         own_parameters, own_state: as `record_of` has it.
     """

@@ -14,7 +14,14 @@ from colossus.data.loader import Loader
 from colossus.engine.state.hook_state import HookStates
 from colossus.engine.state.module_state import module_states, restore_module_states
 from colossus.engine.state.of_ranks import own_path
-from colossus.engine.state.replicas import RECORD, Source, has_own_parameters, record_of, replica_prefix
+from colossus.engine.state.replicas import (
+    RECORD,
+    Source,
+    has_own_parameters,
+    is_recorded,
+    record_of,
+    replica_prefix,
+)
 from colossus.engine.state.rng import restore_rng, rng_state
 
 if TYPE_CHECKING:
@@ -41,7 +48,7 @@ def run_values(engine: Engine) -> dict[str, Any]:
         values[f"{replica}train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
         if engine.loss_scaler is not None:
             values[f"{replica}loss_scale"] = engine.loss_scaler.state_dict()
-    if context.rank == 0:
+    if context.rank == 0 and is_recorded(engine.strategy):
         values[RECORD] = record_of(engine.strategy, context)
     return values
 
