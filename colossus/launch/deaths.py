@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colossus.context.death_board import DeathBoard
 from colossus.context.grid import RankGrid
 from colossus.launch import causes
 from colossus.launch.causes import RankExit
 from colossus.launch.failure import FailureRecord
+
+if TYPE_CHECKING:
+    from colossus.context.death_board import DeathBoard
 
 FILE = "deaths.json"
 """In the run folder: the replicas that the run went on without."""
