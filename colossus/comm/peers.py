@@ -8,24 +8,22 @@ Tensors on an accelerator are copied to the host by the caller.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
+from colossus import machine
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_wire import BYE, HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
@@ -37,7 +35,7 @@ _CHUNK = 1 << 20
 _CLOSE_SECONDS = 10.0
 #: how often a rank that waits looks up
 _LOOK_SECONDS = 1.0
-_SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 class PeerGone(RuntimeError):
@@ -108,7 +106,8 @@ class PeerLinks:
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
-        self.group, self._most_bytes, self._timeout = group, most_bytes, timeout_seconds
+        # of a copy: its indices are those of all, also when some of them have died
+        self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
         self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
@@ -127,7 +126,7 @@ class PeerLinks:
         os.set_blocking(self._wake_write, False)
         self._closing = self._closed = False
         self._failure: BaseException | None = None
-        host = _own_address()
+        host = _own_address(group)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=max(16, group.size))
         self._listener.setblocking(False)
@@ -222,7 +221,7 @@ class PeerLinks:
                     self.waited_seconds += time.monotonic() - began
                     return message
                 self._raise_failure()
-                if (reason := self._gone_because(source)) is not None:
+                if (reason := self.lost(source)) is not None:
                     raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
                 left = min(began + self._timeout - time.monotonic(), _LOOK_SECONDS)
                 if time.monotonic() - began > self._timeout:
@@ -231,7 +230,7 @@ class PeerLinks:
                     )
                 self._changed.wait(max(left, 0.0))
 
-    def _gone_because(self, source: int) -> str | None:
+    def lost(self, source: int) -> str | None:
         """Why nothing can come from a peer any more, None where something can."""
         if source in self._gone:
             return self._gone[source]
@@ -257,6 +256,20 @@ class PeerLinks:
         with self._changed:
             if not until():
                 self._changed.wait(seconds)
+
+    def has(self, source: int, kind: int, number: int) -> bool:
+        """Whether a message has come and was not received."""
+        return (source, kind, number) in self._inbox
+
+    def nudge(self) -> None:
+        """Let who waits look again. From any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def lose(self, index: int, reason: str) -> None:
+        """A peer is known to have died, whatever its connections say. From any thread."""
+        self._lose(index, reason)
+        self._wake()
 
     @property
     def gone(self) -> dict[int, str]:
@@ -488,19 +501,10 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _own_address() -> str:
+def _own_address(group: AxisGroup) -> str:
     """The address of this host at which the other ranks reach it: that of gloo's interface where it is set, else that
-    from which the first rank's host is reached."""
+    from which the first rank's host is reached. Collective."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if dist.is_initialized():
-        with contextlib.suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    own = machine.interface_address(interface) if interface else None
+    own = own or machine.address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK
+    return machine.address_among(own, all_gather_object(own, group))

@@ -15,10 +15,13 @@ from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
+from colossus.engine.strategies import optimizer_state
+from colossus.engine.strategies.living import Living, Survivors
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
-from colossus.graphs.graph import make_graph
+from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.spec import name_of_graph
 
 #: kind of the messages that carry parameters
 MIX = 1
@@ -44,6 +47,11 @@ class InFlight:
     weight: float = 0.0
     data: Tensor | None = None
     stop: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """In checkpoints."""
+        return f"in_flight.{self.source}.{self.sent}"
 
 
 class Gossip(PerReplica):
@@ -76,9 +84,48 @@ class Gossip(PerReplica):
         self.links: PeerLinks | None = None
         if data.size > 1:
             timeout = parts.context.timeout.total_seconds()
-            self.links = PeerLinks(data, self.vector.nbytes, timeout)
+            more = optimizer_state.most_bytes(self.params) if self.options.mix_optimizer_state else 0
+            self.links = PeerLinks(data, self.vector.nbytes + more, timeout)
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
+        self.living = self._make_living()
+
+    def _make_living(self) -> Living:
+        """Who lives: where nobody may die, all."""
+        if self.links is None or self.options.on_death == "stop":
+            return Living(self.parts.context, self.graph)
+
+        def answer() -> dict[str, Any]:
+            return {"stop": self.stop_wave.known}
+
+        def agreed(answers: Sequence[Mapping[str, Any]], start: int, graph: Graph) -> None:
+            known = [each["stop"] for each in answers if each["stop"] is not None]
+            # wishes of steps before it travel by the graph before it
+            behind = start - min(each["step"] for each in answers)
+            self.stop_wave.agree(known, start - 1, 1 + behind + graph.largest_lead(self.options.travels))
+
+        return Survivors(
+            self.parts.context,
+            self.graph,
+            self.links,
+            name=name_of_graph(self.options.graph) or "the same matrices",
+            problems=self.options.problems_of,
+            kind=MIX,
+            answer=answer,
+            agreed=agreed,
+            mass=lambda: self.share_weight,
+        )
+
+    def meet(self) -> None:
+        self.in_flight = self.living.meet(self.in_flight)
+
+    @property
+    def share_weight(self) -> float:
+        """Of `share`: push-sum weight here and in flight to here, all of which has come."""
+        return self.weight + sum(each.share * self.receive(each).weight for each in self.in_flight)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
 
     # -- mixing -------------------------------------------------------------------------------------------
 
@@ -86,11 +133,14 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me = self.graph.at(step), self._data_group.index
+        graph, me = self.living.graph_at(step), self.living.me
         targets = [to for to, _ in graph.targets(me)]
         if targets:
-            data = self.links.buffer(self.vector.nbytes)
-            self._write(data)
+            state, size = self._optimizer_state(), self.vector.nbytes
+            data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
+            self._write(data[:size])
+            if state:
+                optimizer_state.pack(state, data[size:])
             meta = _WEIGHT.pack(self.weight) + self.stop_wave.pack()
             self.links.send(targets, MIX, step, data, meta, dtype=self.vector.dtype, owned=True)
         self.in_flight += [
@@ -101,8 +151,10 @@ class Gossip(PerReplica):
     @torch.no_grad()
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
-        kept = self.graph.at(step).keeps(self._data_group.index)
+        self.in_flight = self.living.settle(step, self.in_flight)
+        kept = self.living.graph_at(step).keeps(self.living.me)
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
+        self._mix_optimizer_state(kept, due)
         x = self.params if self._x is None else self.vector.parts(self._x)
         if len(due) == 1 and kept + due[0].share == 1.0:  # in one pass
             torch._foreach_lerp_(x, self._operands(due[0]), due[0].share)
@@ -116,6 +168,31 @@ class Gossip(PerReplica):
             self._release(message)
         self.in_flight = [message for message in self.in_flight if message not in due]
         self._debias()
+
+    def _mix_optimizer_state(self, kept: float, due: Sequence[InFlight]) -> None:
+        """The mean of what is kept and what comes, by push-sum weights: what is positive stays so.
+
+        Who has no state of a parameter yet, since its first update was skipped, gives none, and takes none.
+        """
+        state = self._optimizer_state()
+        came = [optimizer_state.unpack(each.data[self.vector.nbytes :], state) for each in due if each.data is not None]
+        for number, entries in enumerate(state):
+            others = [
+                (each.share * each.weight, of_params[number])
+                for each, of_params in zip(due, came, strict=True)
+                if of_params[number]
+            ]
+            total = kept * self.weight + sum(weight for weight, _ in others)
+            for name, value in entries.items() if others else ():
+                value.mul_(kept * self.weight / total)
+                for weight, theirs in others:
+                    value.add_(theirs[name].to(value.device), alpha=weight / total)
+
+    def _optimizer_state(self) -> list[dict[str, Tensor]]:
+        """Of each parameter, where it is mixed."""
+        if not self.options.mix_optimizer_state:
+            return []
+        return optimizer_state.entries_of(self._optimizer, self.store.trainable())
 
     @torch.no_grad()
     def take_update(self) -> None:
@@ -156,7 +233,7 @@ class Gossip(PerReplica):
                 received = self.links.receive(message.source, MIX, message.sent)
             except PeerGone as error:
                 raise RuntimeError(
-                    f"replica {message.source} has died: {error}, before replica {self._data_group.index} had what it "
+                    f"replica {message.source} has died: {error}, before replica {self.living.me} had what it "
                     f"takes in of it after step {message.due + 1} (sent after step {number}). Where parallel.strategy "
                     f"has on_death = 'stop', this ends the run: start it again from its last checkpoint"
                 ) from error
@@ -169,7 +246,7 @@ class Gossip(PerReplica):
     def _operands(self, message: InFlight) -> list[Tensor]:
         """A message as x lies: in parts where w is not 1, else by parameter."""
         assert message.data is not None
-        data = self._here(message.data)
+        data = self._here(message.data[: self.vector.nbytes])
         return self.vector.views(data) if self._x is None else self.vector.parts(data)
 
     def _write(self, data: Tensor) -> None:
@@ -209,7 +286,9 @@ class Gossip(PerReplica):
         for message in self.in_flight:
             data = self.receive(message).data
             assert data is not None
-            torch._foreach_add_(self.vector.parts(total), self.vector.parts(self._here(data)), alpha=message.share)
+            torch._foreach_add_(
+                self.vector.parts(total), self.vector.parts(self._here(data[: self.vector.nbytes])), alpha=message.share
+            )
             weight += message.share * message.weight
         return self.vector.views(total), weight
 
@@ -256,15 +335,19 @@ class Gossip(PerReplica):
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """``x`` where w is not 1, and each message in flight, which is received for that."""
-        pieces: dict[str, Sequence[Tensor]] = {} if self._x is None else {"x": self.vector.views(self._x)}
+        trainable, size, state = self.store.trainable(), self.vector.nbytes, self._optimizer_state()
+        pieces: list[dict[str, Tensor]] = [{} for _ in trainable]
+        if self._x is not None:
+            for piece, view in zip(pieces, self.vector.views(self._x), strict=True):
+                piece["x"] = view
         for message in self.in_flight:
-            data = self.receive(message).data
+            data, name = self.receive(message).data, message.name
             assert data is not None
-            pieces[f"in_flight.{message.source}.{message.sent}"] = self.vector.views(data)
-        return {
-            param: {name: views[index] for name, views in pieces.items()}
-            for index, param in enumerate(self.store.trainable())
-        }
+            for piece, view in zip(pieces, self.vector.views(data[:size]), strict=True):
+                piece[name] = view
+            for piece, theirs in zip(pieces, optimizer_state.unpack(data[size:], state) if state else (), strict=False):
+                piece.update({f"{name}.{entry}": value for entry, value in theirs.items()})
+        return dict(zip(trainable, pieces, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         messages = [self.receive(message) for message in self.in_flight]
@@ -294,13 +377,28 @@ class Gossip(PerReplica):
             self._x = self.vector.empty()
             for view, param in zip(self.vector.views(self._x), trainable, strict=True):
                 view.copy_(saved[param]["x"])
-        for source, sent, due, share, weight in state["in_flight"]:
-            data = self.links.buffer(self.vector.nbytes)
-            for view, param in zip(self.vector.views(data), trainable, strict=True):
-                view.copy_(saved[param][f"in_flight.{source}.{sent}"])
-            self.in_flight.append(InFlight(source, sent, due, share, weight, data, StopWave(0).pack()))
+        for numbers in state["in_flight"]:
+            message = InFlight(*numbers)
+            message.stop = StopWave(0).pack()
+            message.data = self._data_of([saved[param] for param in trainable], message.name)
+            self.in_flight.append(message)
+
+    def _data_of(self, saved: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+        """The data of a message, out of what `parameter_state` gave for each parameter."""
+        assert self.links is not None
+        size, state = self.vector.nbytes, []
+        if self.options.mix_optimizer_state:
+            of_state = f"{name}."
+            state = [{key: of[key] for key in sorted(of) if key.startswith(of_state)} for of in saved]
+        data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
+        for view, of_param in zip(self.vector.views(data[:size]), saved, strict=True):
+            view.copy_(of_param[name])
+        if state:
+            optimizer_state.pack(state, data[size:])
+        return data
 
     def close(self) -> None:
+        self.living.close()
         if self.links is not None:
             self.links.close()
 
