@@ -26,7 +26,10 @@ class HierarchicalOptions(StrategyOptions):
             if number is not None and data % number:
                 fits = either(divisor for divisor in range(1, data + 1) if data % divisor == 0)
                 problems.append(
-                    f"parallel.strategy.{key} = {number} does not divide data {data}: as many data ranks are on each host; use {fits}"
+                    problems.append(
+                        f"parallel.strategy.{key} = {number} does not divide data {data}: each host has as many data "
+                        f"ranks; use {fits}"
+                    )
                 )
         if not problems and self.hosts is not None and self.per_host is not None and self.hosts * self.per_host != data:
             problems.append(
