@@ -22,7 +22,7 @@ from colossus.engine.gradients.compression import CompressionMemory
 from colossus.engine.gradients.low_sum import LowSum
 from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
 
-SHAPES = [(5, 7), (3,), (11, 4), (), (2, 3, 2)]
+SHAPES = [(5, 7), (3,), (11, 5), (), (2, 3, 2)]
 SIZES = [math.prod(shape) for shape in SHAPES]
 #: of a bucket: gradients, and a flag of each
 NUMEL, NUM_FLAGS = sum(SIZES), len(SHAPES)

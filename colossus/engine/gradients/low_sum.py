@@ -103,5 +103,5 @@ class LowSum:
         """What `_packed` was given, rounded."""
         if self._dtype == torch.bfloat16:
             return packed.to(dtype)
-        scale = packed[:, -2:].contiguous().view(torch.float32)
+        scale = packed[:, -2:].clone(memory_format=torch.contiguous_format).view(torch.float32)
         return packed[:, :-2].to(dtype) / scale.to(dtype)
