@@ -96,7 +96,7 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
         mine, lines = curves.setdefault(job.label, []), problems.setdefault(job.label, [])
         how = ended.get(job.name, Ended("not run"))
         if how.state == "done":
-            mine.append(Curve.read(job.folder / run_folder.METRICS))
+            mine.append(Curve.read(job.folder / run_folder.METRICS, job.config.parallel.data or 1))
         else:
             seed = "" if job.seed is None else f"seed {job.seed} "
             lines.append(f"{seed}{how.state}{f': {how.reason}' if how.reason else ''}")

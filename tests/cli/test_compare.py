@@ -256,11 +256,12 @@ def canned(file: str, root: Path) -> tuple[list[Job], dict[str, Ended]]:
         )
         seconds = 0.06 if step % 2 else 0.14
         sent = dict(data=dict(calls=1, bytes=4000.0)) if step % 2 == 0 else {}
-        row = dict(step=step, loss=loss + 0.1, tokens=100, tokens_per_second=400 / seconds, step_seconds=seconds)
+        row = dict(step=step, loss=loss + 0.1, tokens=200, tokens_per_second=200 / seconds, step_seconds=seconds)
         fast.append({**row, "comm": sent, "replica": 0, "peer_wait_seconds": 0.001 * (step % 2)})
         if step % 10 == 0:
             baseline[-1]["validation_loss"] = loss - 0.5
-            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "consensus_distance": 1 / step}
+            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "consensus_distance": 1 / step, "tokens": 400}
+            del fast[-1]["replica"]  # all replicas have met
     baseline[0] |= dict(step_seconds=5.0, tokens_per_second=80.0)  # warm-up
     write_rows(jobs[0], baseline)
     write_rows(jobs[1], fast)
