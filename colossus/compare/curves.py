@@ -137,10 +137,9 @@ class Curve:
 
     @property
     def consensus_distance(self) -> float | None:
-        """The last that was measured."""
-        return next(
-            (_number(row["consensus_distance"]) for row in reversed(self.rows) if "consensus_distance" in row), None
-        )
+        """Of the replicas from their average, relative to its norm; the last that was measured."""
+        key = "consensus_distance_relative"
+        return next((_number(row[key]) for row in reversed(self.rows) if key in row), None)
 
     def mean(self, key: str) -> float | None:
         """Of the rows that have it."""

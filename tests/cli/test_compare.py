@@ -260,8 +260,9 @@ def canned(file: str, root: Path) -> tuple[list[Job], dict[str, Ended]]:
         fast.append({**row, "comm": sent, "replica": 0, "peer_wait_seconds": 0.001 * (step % 2)})
         if step % 10 == 0:
             baseline[-1]["validation_loss"] = loss - 0.5
-            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "consensus_distance": 1 / step, "tokens": 400}
             del fast[-1]["replica"]  # all replicas have met
+            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "tokens": 400}
+            fast[-1] |= {"consensus_distance": 7.0, "consensus_distance_relative": 1 / step}
     baseline[0] |= dict(step_seconds=5.0, tokens_per_second=80.0)  # warm-up
     write_rows(jobs[0], baseline)
     write_rows(jobs[1], fast)
