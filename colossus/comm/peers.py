@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 import torch
@@ -106,7 +106,8 @@ class PeerLinks:
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
-        self.group, self._most_bytes, self._timeout = group, most_bytes, timeout_seconds
+        # of a copy: its indices are those of all, also when some of them have died
+        self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
         self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
@@ -220,7 +221,7 @@ class PeerLinks:
                     self.waited_seconds += time.monotonic() - began
                     return message
                 self._raise_failure()
-                if (reason := self._gone_because(source)) is not None:
+                if (reason := self.lost(source)) is not None:
                     raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
                 left = min(began + self._timeout - time.monotonic(), _LOOK_SECONDS)
                 if time.monotonic() - began > self._timeout:
@@ -229,7 +230,7 @@ class PeerLinks:
                     )
                 self._changed.wait(max(left, 0.0))
 
-    def _gone_because(self, source: int) -> str | None:
+    def lost(self, source: int) -> str | None:
         """Why nothing can come from a peer any more, None where something can."""
         if source in self._gone:
             return self._gone[source]
@@ -255,6 +256,20 @@ class PeerLinks:
         with self._changed:
             if not until():
                 self._changed.wait(seconds)
+
+    def has(self, source: int, kind: int, number: int) -> bool:
+        """Whether a message has come and was not received."""
+        return (source, kind, number) in self._inbox
+
+    def nudge(self) -> None:
+        """Let who waits look again. From any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def lose(self, index: int, reason: str) -> None:
+        """A peer is known to have died, whatever its connections say. From any thread."""
+        self._lose(index, reason)
+        self._wake()
 
     @property
     def gone(self) -> dict[int, str]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colossus.context.precision import LOW
+
 _ALIGNMENT = 64
 
 
@@ -15,18 +17,21 @@ class ParameterVector:
 
     Args:
         tensors: parameters as they are stored, say; in the same order on all ranks that exchange vectors.
+        wide: numbers of 16 bits are float32 in the buffer, to be added up.
 
     Attributes:
         nbytes: of the buffer.
         device: of the tensors.
+        dtypes: of each tensor in the buffer.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, wide: bool = False) -> None:
         self.tensors = list(tensors)
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.dtypes = [torch.float32 if wide and tensor.dtype in LOW else tensor.dtype for tensor in self.tensors]
         self._by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(self.tensors):
-            self._by_dtype.setdefault(tensor.dtype, []).append(index)
+        for index, dtype in enumerate(self.dtypes):
+            self._by_dtype.setdefault(dtype, []).append(index)
         self._segments: list[tuple[torch.dtype, int, int]] = []
         self.nbytes = 0
         for dtype, indices in self._by_dtype.items():

@@ -16,10 +16,12 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies import optimizer_state
+from colossus.engine.strategies.living import Living, Survivors
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
-from colossus.graphs.graph import make_graph
+from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.spec import name_of_graph
 
 #: kind of the messages that carry parameters
 MIX = 1
@@ -86,6 +88,41 @@ class Gossip(PerReplica):
             self.links = PeerLinks(data, self.vector.nbytes + more, timeout)
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
+        self.living = self._make_living()
+
+    def _make_living(self) -> Living:
+        """Who lives: where nobody may die, all."""
+        if self.links is None or self.options.on_death == "stop":
+            return Living(self.parts.context, self.graph)
+
+        def answer() -> dict[str, Any]:
+            return {"stop": self.stop_wave.known}
+
+        def agreed(answers: Sequence[Mapping[str, Any]], start: int, graph: Graph) -> None:
+            known = [each["stop"] for each in answers if each["stop"] is not None]
+            # wishes of steps before it travel by the graph before it
+            behind = start - min(each["step"] for each in answers)
+            self.stop_wave.agree(known, start - 1, 1 + behind + graph.largest_lead(self.options.travels))
+
+        return Survivors(
+            self.parts.context,
+            self.graph,
+            self.links,
+            name=name_of_graph(self.options.graph) or "the same matrices",
+            problems=self.options.problems_of,
+            kind=MIX,
+            answer=answer,
+            agreed=agreed,
+            mass=lambda: self.share_weight,
+        )
+
+    def meet(self) -> None:
+        self.in_flight = self.living.meet(self.in_flight)
+
+    @property
+    def share_weight(self) -> float:
+        """Of `share`: push-sum weight here and in flight to here, all of which has come."""
+        return self.weight + sum(each.share * self.receive(each).weight for each in self.in_flight)
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -96,7 +133,7 @@ class Gossip(PerReplica):
     def send(self, step: int) -> None:
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
-        graph, me = self.graph.at(step), self._data_group.index
+        graph, me = self.living.graph_at(step), self.living.me
         targets = [to for to, _ in graph.targets(me)]
         if targets:
             state, size = self._optimizer_state(), self.vector.nbytes
@@ -114,7 +151,8 @@ class Gossip(PerReplica):
     @torch.no_grad()
     def mix(self, step: int) -> None:
         """x and w become what this replica keeps of them and what is due after step ``step``; z follows."""
-        kept = self.graph.at(step).keeps(self._data_group.index)
+        self.in_flight = self.living.settle(step, self.in_flight)
+        kept = self.living.graph_at(step).keeps(self.living.me)
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         self._mix_optimizer_state(kept, due)
         x = self.params if self._x is None else self.vector.parts(self._x)
@@ -195,7 +233,7 @@ class Gossip(PerReplica):
                 received = self.links.receive(message.source, MIX, message.sent)
             except PeerGone as error:
                 raise RuntimeError(
-                    f"replica {message.source} has died: {error}, before replica {self._data_group.index} had what it "
+                    f"replica {message.source} has died: {error}, before replica {self.living.me} had what it "
                     f"takes in of it after step {message.due + 1} (sent after step {number}). Where parallel.strategy "
                     f"has on_death = 'stop', this ends the run: start it again from its last checkpoint"
                 ) from error
@@ -360,6 +398,7 @@ class Gossip(PerReplica):
         return data
 
     def close(self) -> None:
+        self.living.close()
         if self.links is not None:
             self.links.close()
 

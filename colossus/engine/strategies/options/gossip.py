@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 from colossus.config import Config
 from colossus.engine.strategies.options.base import CountOrZero, PerReplicaOptions
 from colossus.graphs.checks import problems_of
-from colossus.graphs.graph import make_graph
+from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.peers import parse_peers, phases_of
 from colossus.graphs.spec import make_family, name_of_graph
 
@@ -29,6 +29,8 @@ class GossipOptions(PerReplicaOptions):
 
     needs_doubly_stochastic: ClassVar[bool] = False
     needs_bipartite: ClassVar[bool] = False
+    #: whether it can go on without a replica that has died
+    can_lose_replicas: ClassVar[bool] = True
 
     #: a name of `GRAPHS`, or dict(type=.., **options); a function (replicas, step) -> matrix; a matrix, or several
     graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
@@ -48,6 +50,11 @@ class GossipOptions(PerReplicaOptions):
         replicas = config.parallel.data
         assert replicas is not None
         found = super().check(config)
+        if self.on_death == "continue" and not (self.can_lose_replicas and not getattr(self, "eager", False)):
+            found.append(
+                "parallel.strategy.on_death = 'continue': only where a replica waits for certain messages can the "
+                "others go on without it: sgp (also with overlap, but not eager) and d-psgd; use 'stop'"
+            )
         return found if replicas == 1 else found + self._graph_problems(replicas)
 
     def _graph_problems(self, replicas: int) -> list[str]:
@@ -63,13 +70,16 @@ class GossipOptions(PerReplicaOptions):
             graph = make_graph(family, replicas, self.peers)
         except ValueError as error:
             return [f"{named} with data {replicas}: {error}"]
-        found = problems_of(
+        return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
+
+    def problems_of(self, graph: Graph) -> list[str]:
+        """What is wrong with a graph for this strategy."""
+        return problems_of(
             graph,
             doubly_stochastic=self.needs_doubly_stochastic,
             bipartite=self.needs_bipartite,
             overlap=self.travels,
         )
-        return [f"{named} with data {replicas}: {problem}" for problem in found]
 
     def _peers_problems(self, replicas: int) -> list[str]:
         family = make_family(self.graph)
@@ -77,9 +87,8 @@ class GossipOptions(PerReplicaOptions):
         if not family.takes_peers:
             if self.peers == 1:
                 return []
-            return [
-                f" = {self.peers}: {name_of_graph(self.graph)!r} itself says to whom replicas send; leave peers out"
-            ]
+            name = repr(name_of_graph(self.graph) or "matrices")
+            return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
         most = family.most_peers(replicas)
         if largest >= replicas:
             return [f" = {largest}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
@@ -111,5 +120,6 @@ class DPSGDOptions(GossipOptions):
 class ADPSGDOptions(GossipOptions):
     needs_doubly_stochastic: ClassVar[bool] = True
     needs_bipartite: ClassVar[bool] = True
+    can_lose_replicas: ClassVar[bool] = False
 
     graph: Annotated[Any, AfterValidator(_graph)] = "bipartite_exponential"
