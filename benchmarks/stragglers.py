@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -130,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for strategy in arguments.strategies:
         measured[strategy] = {}
         for kind in KINDS:
-            print(f"{time.monotonic() - began:4.0f} s  {strategy}: {kind}", file=sys.stderr, flush=True)
+            common.progress(f"{time.monotonic() - began:4.0f} s  {strategy}, slow: {kind}")
             run = partial(seconds_per_step, strategy, kind, arguments.replicas, arguments.steps)
             measured[strategy][kind] = run(arguments.base, arguments.factor)
+    common.progress("")
     rows, shares = [], {}
     for strategy, of_kind in measured.items():
         overhead = sum(of_kind["nobody"]) / arguments.replicas - arguments.base

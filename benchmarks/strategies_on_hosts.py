@@ -4,8 +4,8 @@
     python -m benchmarks.strategies_on_hosts --hosts 4 --rate 1gbit --seconds 60 --strategies all_reduce sgp
 
 Each host is a replica of a GPT of about 10 M parameters; hosts and links are those of `benchmarks.hosts` (needs root
-and iproute2). The tokens of a step are few, so that two cores are enough and the network is what is measured: the ratios
-are those of a network-bound run. Bytes are counted by colossus, and by the interface of the host.
+and iproute2). The tokens of a step are few, so that two cores are enough and the network is what is measured: the
+ratios are those of a network-bound run. Bytes are counted by colossus, and by the interface of the host.
 
 Tokens/s are of all replicas together, over steps of each replica's own behind the first: at least --steps of them and
 whole rounds of the strategies that average after a round. With --seconds every strategy then trains anew for as many
@@ -189,12 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with make_hosts(arguments.hosts, arguments.rate) as hosts:
             for strategy in arguments.strategies:
-                print(f"{time.monotonic() - began:4.0f} s  {strategy}", file=sys.stderr, flush=True)
+                common.progress(f"{time.monotonic() - began:4.0f} s  {strategy}")
                 rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
     except (ValueError, RuntimeError, OSError) as error:
         print(f"strategies_on_hosts: {error}", file=sys.stderr)
         if not rows:
             return USAGE
+    common.progress("")
     report(rows, arguments.hosts, arguments.rate, arguments.seconds)
     print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     common.write_json(
