@@ -48,3 +48,10 @@ def byte_count(size: float) -> str:
         size, units = size / 1000, units[1:]
     digits = 0 if units[0] == "B" or size >= 99.95 else 1 if size >= 9.995 else 2
     return f"{size:.{digits}f} {units[0]}"
+
+
+def clock(seconds: float) -> str:
+    """``1:15`` of 75 seconds, ``1:02:05`` of more than an hour."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,13 +1,18 @@
-"""What this machine offers: cores, memory, its loopback interface. No torch."""
+"""What this machine offers: cores, memory, its network interfaces and addresses. No torch."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import socket
+import struct
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
 
 
 def usable_cores() -> int:
@@ -29,6 +34,60 @@ def loopback_interface() -> str | None:
     """Name of the loopback interface (``lo`` on Linux, ``lo0`` on macOS), None when there is none."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def host_id() -> str:
+    """The same for processes of one host: its name, its boot, and where there are such the network namespace."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
+def interface_address(name: str) -> str | None:
+    """The IPv4 address of a network interface, None when it has none (or the system is not Linux)."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    except OSError:
+        return None
+    return socket.inet_ntoa(packed[20:24])
+
+
+def interface_of(address: str) -> str | None:
+    """Name of the interface that has this IPv4 address, None when no interface has it as its first."""
+    return next((name for _, name in socket.if_nameindex() if interface_address(name) == address), None)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether no other machine can reach this address."""
+    return address.startswith("127.") or address == "::1"
+
+
+def address_towards(host: str) -> str | None:
+    """The address of this machine from which it reaches ``host``, None when there is no way to it."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def address_among(own: str, others: Iterable[str]) -> str:
+    """The address at which machines with the addresses ``others`` reach this one.
+
+    It is ``own`` unless that is the loopback's and one of theirs is not: a machine's own name, by which it has found
+    its address, often means 127.0.1.1 on it (Debian's /etc/hosts).
+    """
+    if not is_loopback(own):
+        return own
+    return next((found for other in others if not is_loopback(other) and (found := address_towards(other))), own)
 
 
 def peak_resident_bytes() -> int:

@@ -180,8 +180,14 @@ SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
 STRATEGIES = Registry(
     "data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.ad_psgd:ADPSGD",
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
+        "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
+        "diloco": "colossus.engine.strategies.diloco:DiLoCo",
+        "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
+        "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
+        "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
         "zero": "colossus.engine.strategies.zero:Zero",
     },
 )
@@ -189,7 +195,13 @@ STRATEGIES = Registry(
 STRATEGY_OPTIONS = Registry(
     "options of a data-parallel strategy",
     {
+        "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
+        "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
+        "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
+        "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
+        "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
+        "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")

@@ -37,6 +37,7 @@ LEVELS = {
     "launch": 8,
     "inference": 9,
     "verify": 10,
+    "compare": 10,
     "cli": 11,
     "__main__": 12,
 }
@@ -48,6 +49,7 @@ LEAVES = {
     "random": set(),
     "nest": set(),
     "arithmetic": set(),
+    "picture": set(),
     "refusal": set(),
     "graphs": {"registry", "arithmetic"},
     "config": {"registry", "_lazy", "arithmetic", "graphs"},

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 from colossus import __version__
 from colossus.checkpoint.errors import CheckpointError
-from colossus.cli import checkpoint, evaluate_parser, generate_parser
+from colossus.cli import checkpoint, compare_parser, evaluate_parser, generate_parser
 from colossus.cli.named_run import path_of
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
-from colossus.cli.show import join_timeline, render, render_timeline
+from colossus.cli.show import join_pictures, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
 from colossus.registry import nearest
 
@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "checkpoint":
         return _stoppable(lambda: checkpoint.run(given[1:]))
     try:
-        rest = join_timeline(given[1:]) if command == "show" else given[1:]
-        own = {"generate": generate_parser.make_parser, "evaluate": evaluate_parser.make_parser}
-        parser = own[command]() if command in own else make_parser(command)
+        rest = join_pictures(given[1:]) if command == "show" else given[1:]
+        own = {"generate": generate_parser, "evaluate": evaluate_parser, "compare": compare_parser}
+        parser = own[command].make_parser() if command in own else make_parser(command)
         arguments = parser.parse_intermixed_args(rest)
     except SystemExit as stop:
         return int(stop.code or 0)
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "launch": _launch,
         "doctor": _doctor,
         "verify": _verify,
+        "compare": _compare,
         "generate": _generate,
         "evaluate": _evaluate,
     }
@@ -85,7 +86,10 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    if arguments.timeline is None:
+    if arguments.graph is not None:
+        graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
+        print(graphs.render_graph(config, arguments.graph))
+    elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:
         print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))
@@ -121,6 +125,23 @@ def _verify(arguments: argparse.Namespace) -> int:
         nproc=arguments.nproc,
         steps=arguments.steps,
         tolerance=arguments.tolerance,
+    )
+    return code
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    command = importlib.import_module("colossus.compare.command")
+    code: int = command.run(
+        arguments.file,
+        arguments.overrides,
+        strategies=arguments.strategies,
+        plans=arguments.plans,
+        num_seeds=arguments.seeds,
+        nproc=arguments.nproc,
+        out=arguments.out,
+        resume=arguments.resume,
+        plot=arguments.plot,
+        dry_run=arguments.dry_run,
     )
     return code
 

@@ -53,6 +53,13 @@ def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> 
     return entry
 
 
+def record_message(what: str, axes: str, number: int, shape: tuple[int, ...] = (), dtype: object = "uint8") -> Entry:
+    """Log that a message between two ranks is awaited. It is no collective and not counted as one."""
+    entry = Entry(what, axes, number, shape, dtype, _call_site())
+    _entries.append(entry)
+    return entry
+
+
 def recent() -> list[str]:
     """One line per collective, oldest first."""
     return [str(entry) for entry in _entries]

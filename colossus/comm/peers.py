@@ -8,23 +8,22 @@ Tensors on an accelerator are copied to the host by the caller.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
+from colossus import machine
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_wire import BYE, HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
@@ -34,7 +33,9 @@ _log = logging.getLogger("colossus.comm")
 _CHUNK = 1 << 20
 #: how long a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
-_SIOCGIFADDR = 0x8915
+#: how often a rank that waits looks up
+_LOOK_SECONDS = 1.0
+_LOOPBACK = "127.0.0.1"
 
 
 class PeerGone(RuntimeError):
@@ -101,23 +102,31 @@ class PeerLinks:
     Attributes:
         waited_seconds: that `receive` has waited so far.
         bytes_sent: by `send` so far.
+        on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
-        self.group, self._most_bytes, self._timeout = group, most_bytes, timeout_seconds
+        # of a copy: its indices are those of all, also when some of them have died
+        self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
+        self.on_arrival: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._inbox: dict[tuple[int, int, int], deque[Message]] = {}
         self._gone: dict[int, str] = {}
+        #: peers that take nothing any more, why, and since when: they may have ended well
+        self._deaf: dict[int, tuple[str, float]] = {}
+        #: from whom there is or was a connection
+        self._heard: set[int] = set()
         self._pool: dict[int, list[Tensor]] = {}
         self._outgoing = {index: _Outgoing() for index in range(group.size) if index != group.index}
+        self._incoming: list[_Incoming] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._closing = self._closed = False
         self._failure: BaseException | None = None
-        host = _own_address()
+        host = _own_address(group)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=max(16, group.size))
         self._listener.setblocking(False)
@@ -129,6 +138,7 @@ class PeerLinks:
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         self._thread = threading.Thread(target=self._run, name="colossus-peers", daemon=True)
         self._thread.start()
+        _open.add(self)
 
     # -- for the main thread ------------------------------------------------------------------------------
 
@@ -166,7 +176,7 @@ class PeerLinks:
         """
         self._raise_failure()
         targets = [to] if isinstance(to, int) else to
-        targets = [index for index in targets if index not in self._gone]
+        targets = [index for index in targets if index not in self._gone and index not in self._deaf]
         size = 0 if data is None else data.numel()
         for counter in accounting.listeners:
             for _ in targets:
@@ -211,14 +221,23 @@ class PeerLinks:
                     self.waited_seconds += time.monotonic() - began
                     return message
                 self._raise_failure()
-                if source in self._gone:
-                    raise PeerGone(source, f"{self.name(source)} has gone: {self._gone[source]}")
-                left = began + self._timeout - time.monotonic()
-                if left <= 0:
+                if (reason := self.lost(source)) is not None:
+                    raise PeerGone(source, f"{self.name(source)} has gone: {reason}")
+                left = min(began + self._timeout - time.monotonic(), _LOOK_SECONDS)
+                if time.monotonic() - began > self._timeout:
                     raise RuntimeError(
                         f"timeout: {self.name(source)} did not send its message {number} within {self._timeout:g} s"
                     )
-                self._changed.wait(left)
+                self._changed.wait(max(left, 0.0))
+
+    def lost(self, source: int) -> str | None:
+        """Why nothing can come from a peer any more, None where something can."""
+        if source in self._gone:
+            return self._gone[source]
+        if source in self._heard or source not in self._deaf:
+            return None
+        reason, since = self._deaf[source]
+        return reason if time.monotonic() - since > _LOOK_SECONDS else None  # its own connection may be on its way
 
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""
@@ -227,16 +246,39 @@ class PeerLinks:
             found = sorted(key for key in self._inbox if key[1] == kind)
             return [message for key in found for message in self._inbox.pop(key)]
 
+    def has_come(self, kind: int) -> bool:
+        """Whether `take` would give any."""
+        with self._changed:
+            return any(key[1] == kind for key in self._inbox)
+
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
         """Wait until something comes, or ``until()``, which is called under the lock, is true."""
         with self._changed:
             if not until():
                 self._changed.wait(seconds)
 
+    def has(self, source: int, kind: int, number: int) -> bool:
+        """Whether a message has come and was not received."""
+        return (source, kind, number) in self._inbox
+
+    def nudge(self) -> None:
+        """Let who waits look again. From any thread."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def lose(self, index: int, reason: str) -> None:
+        """A peer is known to have died, whatever its connections say. From any thread."""
+        self._lose(index, reason)
+        self._wake()
+
     @property
     def gone(self) -> dict[int, str]:
         """Peers that died, and what was seen of it."""
         return dict(self._gone)
+
+    def backlog(self, to: int) -> int:
+        """Bytes that wait to be sent to a peer."""
+        return sum(len(view) for view, _ in tuple(self._outgoing[to].queue))
 
     def name(self, index: int) -> str:
         return f"rank {self.group.ranks[index]} (replica {index})"
@@ -249,7 +291,7 @@ class PeerLinks:
         if self._thread.is_alive():
             with self._changed:
                 for index, out in self._outgoing.items():
-                    if out.stream is not None and index not in self._gone:
+                    if (out.stream is not None or out.queue) and index not in self._deaf:
                         out.queue.append((memoryview(Header(BYE, 0, 0, 0).pack()), None))
                 self._closing = True
             self._wake()
@@ -263,8 +305,12 @@ class PeerLinks:
             raise RuntimeError(f"the thread of the links between replicas failed: {self._failure}") from self._failure
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.write(self._wake_write, b"w")
+        except BlockingIOError:  # it is awake
+            pass
+        except BrokenPipeError:
+            self._raise_failure()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -300,7 +346,10 @@ class PeerLinks:
     def _watch(self, index: int) -> None:
         """Have a connection that is wanted, and be told when it can be written."""
         out = self._outgoing[index]
-        if not out.queue or index in self._gone:
+        if not out.queue:
+            return
+        if index in self._gone or index in self._deaf:
+            self._drop_queue(index)
             return
         if out.stream is None:
             host, port = self._addresses[index]
@@ -330,19 +379,26 @@ class PeerLinks:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(index, f"nothing can be sent to it ({error.strerror or error})")
+            with self._changed:
+                self._deaf[index] = f"nothing can be sent to it ({error.strerror or error})", time.monotonic()
+                self._changed.notify_all()
+            self._drop_queue(index)
         if out.events:
             self._selector.unregister(out.stream)
             out.events = 0
 
     def _lose(self, index: int, reason: str) -> None:
-        """A peer is gone. What was to be sent to it is dropped."""
-        out = self._outgoing[index]
+        """A peer has died."""
         with self._changed:
             self._gone.setdefault(index, reason)
+            self._changed.notify_all()
+        self.on_arrival()
+
+    def _drop_queue(self, index: int) -> None:
+        out = self._outgoing[index]
+        with self._changed:
             dropped = [done for _, done in out.queue if done is not None]
             out.queue.clear()
-            self._changed.notify_all()
         for done in dropped:
             done()
 
@@ -352,6 +408,7 @@ class PeerLinks:
                 stream, _ = self._listener.accept()
                 stream.setblocking(False)
                 incoming = _Incoming(stream)
+                self._incoming.append(incoming)
                 self._selector.register(stream, selectors.EVENT_READ, lambda incoming=incoming: self._read(incoming))
 
     def _read(self, incoming: _Incoming) -> None:
@@ -377,6 +434,7 @@ class PeerLinks:
         if incoming.source is None:
             raw = bytes(incoming.into)
             incoming.source = read_hello(raw, self._key, self.group.index, self.group.size)
+            self._heard.add(incoming.source)
             self._expect(incoming, bytearray(HEADER_BYTES))
         elif incoming.header is None:
             incoming.header = Header.unpack(bytes(incoming.into), self._most_bytes)
@@ -412,6 +470,7 @@ class PeerLinks:
             with self._changed:
                 self._inbox.setdefault((source, header.kind, header.number), deque()).append(message)
                 self._changed.notify_all()
+            self.on_arrival()
         incoming.header = incoming.meta = incoming.data = None
         self._expect(incoming, bytearray(HEADER_BYTES))
 
@@ -421,24 +480,31 @@ class PeerLinks:
 
     def _ended(self, incoming: _Incoming, reason: str) -> None:
         self._selector.unregister(incoming.stream)
+        self._incoming.remove(incoming)
         incoming.stream.close()
         if incoming.source is not None and not incoming.said_bye:
             self._lose(incoming.source, reason)
 
 
-def _own_address() -> str:
+_open: WeakSet[PeerLinks] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
+    for links in tuple(_open):
+        streams = [out.stream for out in links._outgoing.values()] + [each.stream for each in links._incoming]
+        for stream in (links._listener, *streams):
+            if stream is not None:
+                stream.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _own_address(group: AxisGroup) -> str:
     """The address of this host at which the other ranks reach it: that of gloo's interface where it is set, else that
-    from which the first rank's host is reached."""
+    from which the first rank's host is reached. Collective."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-            return socket.inet_ntoa(packed[20:24])
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if dist.is_initialized():
-        with contextlib.suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    own = machine.interface_address(interface) if interface else None
+    own = own or machine.address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK
+    return machine.address_among(own, all_gather_object(own, group))

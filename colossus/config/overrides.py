@@ -12,11 +12,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from colossus.config.errors import ConfigError, brief, subsection
-from colossus.config.schema import Config
+from colossus.config.schema import AXES, Config, Parallel
 from colossus.config.section import Named, ShortSection, is_number
 
 SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
+STRATEGY_SYNTAX = "a strategy is its name and its options, for example sgp, or 'sgp overlap=1 graph=ring'"
+PLAN_SYNTAX = "a plan is keys of parallel, for example 'data=4', or 'data=2 tensor=4 tensor.mode=2d'"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_BRACKETS = dict(zip("([{", ")]}", strict=True))
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -36,6 +40,70 @@ def parse_override(text: str) -> tuple[list[str], Any]:
             return key.split("."), _literal(ast.parse(value.strip(), mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return key.split("."), value
+
+
+def strategy_overrides(text: str) -> list[str]:
+    """``"sgp overlap=1"`` -> ``["parallel.strategy=sgp", "parallel.strategy.overlap=1"]``.
+
+    Whatever strategy the file has is replaced, its options too.
+
+    Raises:
+        ConfigError: when it does not begin with a name, or what follows is no override.
+    """
+    name, *options = _words(text) or [""]
+    if re.match(r"\w+\.[\w.]+=", name):
+        raise ConfigError(f"{text!r} is an override, no strategy: overrides come before the strategies")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{text!r} does not begin with the name of a strategy: {STRATEGY_SYNTAX}")
+    for option in options:
+        if not _KEY.fullmatch(option.partition("=")[0]) or "=" not in option:
+            raise ConfigError(f"{text!r}: {option!r} is no option=value: {STRATEGY_SYNTAX}")
+    return [f"parallel.strategy={name}", *(f"parallel.strategy.{option}" for option in options)]
+
+
+def plan_overrides(text: str) -> list[str]:
+    """``"data=2 tensor=4"`` -> ``["parallel.pipeline.size=1", .., "parallel.data=2", "parallel.tensor=4"]``.
+
+    An axis that is not named has size 1; all else stays as the file has it. Keys of ``schedule`` may be given, too:
+    ``"pipeline=2 schedule.microbatches=4"``.
+
+    Raises:
+        ConfigError: for what is no key of a plan.
+    """
+    words = _words(text)
+    known = [key for key in (*Parallel.model_fields, "schedule") if key != "strategy"]
+    for word in words or [""]:
+        key, equals, _ = word.partition("=")
+        head, dot, _ = key.partition(".")
+        if not equals or not _KEY.fullmatch(key):
+            raise ConfigError(f"{text!r}: {word!r} is no key=value: {PLAN_SYNTAX}")
+        if head not in known or (head == "schedule" and not dot):
+            raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}.*")
+    named = {word.partition("=")[0].partition(".")[0] for word in words}
+    whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
+    return whole + [word if word.startswith("schedule.") else f"parallel.{word}" for word in words]
+
+
+def _words(text: str) -> list[str]:
+    """Split at the spaces that are neither in brackets nor in quotes."""
+    words: list[str] = []
+    closing: list[str] = []
+    word = quote = ""
+    for letter in text:
+        if letter.isspace() and not closing and not quote:
+            words.append(word)
+            word = ""
+            continue
+        word += letter
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        elif letter in _BRACKETS:
+            closing.append(_BRACKETS[letter])
+        elif closing and letter == closing[-1]:
+            closing.pop()
+    return [word for word in [*words, word] if word]
 
 
 def _literal(node: ast.expr) -> Any:

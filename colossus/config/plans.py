@@ -160,11 +160,13 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         problems += vocabulary_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += batch_problems(config, resolved)
+    if problems:
+        processes = nproc or world_size(resolved)
+        problems = [*problems[:-1], problems[-1] + suggestions(config, options, processes, fits)]
     if fits and of_strategy is not None:
         problems += of_strategy.check(config.model_copy(update={"parallel": resolved}))
     if problems:
-        processes = nproc or world_size(resolved)
-        raise ConfigError([*problems[:-1], problems[-1] + suggestions(config, options, processes, fits)])
+        raise ConfigError(problems)
     return config.model_copy(update={"parallel": resolved})
 
 

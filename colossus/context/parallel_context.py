@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -75,6 +75,8 @@ class ParallelContext:
         self._mesh: DeviceMesh | None = None
         self._number = 0
         self._owns_world = False
+        #: of all ranks; but for those that died, and that this one goes on without
+        self.ranks = tuple(range(grid.world_size))
         self.closed = False
         if grid.world_size > 1 and connect:
             self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"), on_join)
@@ -144,7 +146,8 @@ class ParallelContext:
 
     @property
     def is_logging_rank(self) -> bool:
-        return self.rank == 0
+        """The first that lives."""
+        return self.rank == self.ranks[0]
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -180,30 +183,57 @@ class ParallelContext:
     def _make_group(self, names: tuple[str, ...]) -> AxisGroup:
         if self.closed:
             raise ValueError("this ParallelContext is closed")
-        ranks = tuple(self.grid.group(self.rank, names))
+        ranks = tuple(rank for rank in self.grid.group(self.rank, names) if rank in self.ranks)
+        is_whole = len(self.ranks) == self.world_size
         process_group: dist.ProcessGroup | None = None
         if len(ranks) > 1:
-            if ranks == tuple(range(self.world_size)):
+            if not is_whole and set(names) & {*self.grid.axes("data")}:
+                process_group = self._connect(names, ranks)
+            elif ranks == tuple(range(self.world_size)):
                 process_group = dist.group.WORLD
             elif len(names) == 1:
                 process_group = self.mesh.get_group(names[0])
             else:
                 process_group = self._connect(names, ranks)
-        return AxisGroup(names, ranks, self.grid.index(self.rank, names), process_group)
+        return AxisGroup(names, ranks, ranks.index(self.rank), process_group)
 
-    def subgroup(self, axis: str, indices: Sequence[int]) -> AxisGroup:
-        """A group of some ranks along one axis, by their indices on it, this rank among them. All of them must ask."""
-        key: tuple[str | int, ...] = (axis, *indices)
+    def subgroup(self, axes: Axes, indices: Sequence[int]) -> AxisGroup:
+        """A group of some ranks along an axis or several, by their indices in the group over these, this rank among
+        them. All of them must ask."""
+        names = self.grid.axes(axes)
+        key: tuple[str | int, ...] = (*names, *indices)
         group = self._groups.get(key)
         if group is None:
-            along_axis = self.grid.group(self.rank, axis)
-            ranks = tuple(along_axis[index] for index in indices)
-            process_group = self._connect((axis,), ranks) if len(ranks) > 1 else None
-            group = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
+            along_axes = self.grid.group(self.rank, names)
+            ranks = tuple(along_axes[index] for index in indices if along_axes[index] in self.ranks)
+            process_group = self._connect(names, ranks) if len(ranks) > 1 else None
+            group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
         return group
+
+    def leave_out(self, dead: Collection[int]) -> list[AxisGroup]:
+        """Go on without some ranks: groups that they were in become groups of the others.
+
+        A c10d group breaks as a whole when one of its members dies. All ranks that are left must call, each between the
+        same two of its collectives over such a group; ranks among which nobody died keep theirs.
+
+        Returns:
+            The groups that have changed; what was made of one before is of no use any more.
+        """
+        self.ranks = tuple(rank for rank in self.ranks if rank not in dead)
+        changed = []
+        for _, group in sorted(self._groups.items(), key=lambda item: str(item[0])):
+            ranks = tuple(rank for rank in group.ranks if rank not in dead)
+            if ranks == group.ranks:
+                continue
+            group.process_group = self._connect(group.axes, ranks) if len(ranks) > 1 else None
+            group.ranks, group.index = ranks, ranks.index(self.rank)
+            changed.append(group)
+        return changed
 
     def _connect(self, names: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"colossus/{self._number}/{'x'.join(names)}/{'_'.join(map(str, ranks))}"
+        if len(self.ranks) < self.world_size:
+            name += f"/of{len(self.ranks)}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
         self._own_groups.append(process_group)
         return process_group

@@ -10,6 +10,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from colossus.machine import is_loopback
+
 
 @dataclass(frozen=True)
 class HostName:
@@ -48,8 +50,7 @@ def resolve_own_name(timeout: float = 3.0) -> HostName:
     if not found:
         return HostName(name, None, False, False, seconds)
     address = found[0]
-    loopback = address.startswith("127.") or address == "::1"
-    return HostName(name, address, _can_bind(address), loopback, seconds)
+    return HostName(name, address, _can_bind(address), is_loopback(address), seconds)
 
 
 def port_is_taken(port: int) -> bool:

@@ -84,6 +84,7 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
             if not stopped and evaluation_due(engine, completed):
                 stopped, stop_signal = evaluations.run(hooks)
             _save_if_due(engine, hooks)
+        engine.strategy.meet()  # a replica that is through answers those that are not
         _save_if_due(engine, hooks, is_last=True)
         for hook in hooks:
             hook.on_train_end(engine)

@@ -195,6 +195,7 @@ def _engine(
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     strategy.setup(store, parts)
     optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context)
+    strategy.optimizer_made(optimizer)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
     train = config.train
     groups = GroupNorms(norm, optimizer, context.group(strategy.summed_axes)) if train.grad_norm_by_group else None

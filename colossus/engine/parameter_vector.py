@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from colossus.context.precision import LOW
+
 _ALIGNMENT = 64
 
 
@@ -15,18 +17,21 @@ class ParameterVector:
 
     Args:
         tensors: parameters as they are stored, say; in the same order on all ranks that exchange vectors.
+        wide: numbers of 16 bits are float32 in the buffer, to be added up.
 
     Attributes:
         nbytes: of the buffer.
         device: of the tensors.
+        dtypes: of each tensor in the buffer.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], *, wide: bool = False) -> None:
         self.tensors = list(tensors)
         self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self.dtypes = [torch.float32 if wide and tensor.dtype in LOW else tensor.dtype for tensor in self.tensors]
         self._by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(self.tensors):
-            self._by_dtype.setdefault(tensor.dtype, []).append(index)
+        for index, dtype in enumerate(self.dtypes):
+            self._by_dtype.setdefault(dtype, []).append(index)
         self._segments: list[tuple[torch.dtype, int, int]] = []
         self.nbytes = 0
         for dtype, indices in self._by_dtype.items():
@@ -67,3 +72,10 @@ class ParameterVector:
         """Copy a buffer into the tensors."""
         if self.tensors:
             torch._foreach_copy_([tensor.detach() for tensor in self.tensors], self.views(buffer))
+
+    @torch.no_grad()
+    def add(self, buffer: Tensor, alpha: float = 1.0) -> None:
+        """Add ``alpha`` times a buffer to the tensors, bit for bit the opposite of what ``-alpha`` adds."""
+        if self.tensors:
+            views = self.views(buffer.to(self.device))
+            torch._foreach_add_([tensor.detach() for tensor in self.tensors], views, alpha=alpha)

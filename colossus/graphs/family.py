@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 #: (source, to, weight): what ``source`` gives to ``to``, and (source, source, weight) what it keeps; same edges add up
 Sends = list[tuple[int, int, float]]
 
@@ -15,7 +13,15 @@ class GraphFamily:
         takes_peers: whether ``peers`` says to how many others a replica sends in a step.
     """
 
-    takes_peers: ClassVar[bool] = True
+    takes_peers: bool = True
+
+    def most_peers(self, replicas: int) -> int:
+        """The largest ``peers`` that it takes."""
+        return replicas - 1
+
+    def problems(self, replicas: int) -> list[str]:
+        """Why there is no such graph of so many replicas, in words; nothing where there is."""
+        return []
 
     def period(self, replicas: int, peers: int) -> int:
         """Steps after which it repeats."""

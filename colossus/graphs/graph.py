@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from colossus.graphs.family import GraphFamily
-from colossus.registry import GRAPHS
+from colossus.graphs.lead import largest_lead
+from colossus.graphs.peers import Phases, phases_of
+from colossus.graphs.spec import make_family
 
 
 @dataclass(frozen=True)
@@ -37,41 +38,109 @@ class StepGraph:
         return [int(source) for source in np.flatnonzero(self.matrix[index]) if source != index]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """Steps with the same number of peers.
+
+    Attributes:
+        start: its first step.
+        steps: the graphs of its period, which begins with ``start``.
+    """
+
+    start: int
+    peers: int
+    steps: list[StepGraph]
+
+    @property
+    def period(self) -> int:
+        return len(self.steps)
+
+    def matrix_at(self, step: int) -> np.ndarray:
+        """Of a step from the beginning of the phase."""
+        return self.steps[step % self.period].matrix
+
+    @property
+    def matrices(self) -> list[np.ndarray]:
+        return [step.matrix for step in self.steps]
+
+
 class Graph:
-    """The graphs of all steps of a run.
+    """The graphs of all steps of a run. One replica alone keeps what it has.
 
     Args:
         family: of `GRAPHS`.
         replicas: how many there are.
-        peers: to how many others a replica sends in a step.
+        peers: to how many others a replica sends in a step; or that by the step from which it holds.
+
+    Raises:
+        ValueError: for one that there is not for so many replicas, in words.
     """
 
-    def __init__(self, family: GraphFamily, replicas: int, peers: int = 1) -> None:
-        self._family, self.replicas, self._peers = family, replicas, peers
-
-    @cached_property
-    def period(self) -> int:
-        """Steps after which it repeats."""
-        return self._family.period(self.replicas, self._peers)
+    def __init__(self, family: GraphFamily, replicas: int, peers: int | Phases = 1) -> None:
+        self.family, self.replicas, self.peers = family, replicas, peers
+        if replicas > 1 and (problems := family.problems(replicas)):
+            raise ValueError("; ".join(problems))
+        self.phases = [self._phase(start, number) for start, number in phases_of(peers)]
+        self._starts = [phase.start for phase in self.phases]
 
     def at(self, step: int) -> StepGraph:
         """Of a step, from 0."""
-        return self._steps[step % self.period]
+        phase = self.phase(step)
+        return phase.steps[(step - phase.start) % phase.period]
 
-    @cached_property
-    def _steps(self) -> list[StepGraph]:
-        return [self._make(step) for step in range(self.period)]
+    def phase(self, step: int) -> Phase:
+        """That of a step."""
+        return self.phases[bisect_right(self._starts, step) - 1]
 
-    def _make(self, step: int) -> StepGraph:
-        matrix = np.zeros((self.replicas, self.replicas))
+    def for_replicas(self, replicas: int) -> Graph:
+        """The same family and schedule for another number of replicas; ``peers`` that are too many become what fits.
+
+        Raises:
+            ValueError: where there is none.
+        """
+        most = max(1, self.family.most_peers(replicas)) if self.family.takes_peers and replicas > 1 else None
+        phases = phases_of(self.peers)
+        fitted = phases if most is None else tuple((start, min(number, most)) for start, number in phases)
+        return Graph(self.family, replicas, fitted)
+
+    def largest_lead(self, overlap: int = 0) -> int:
+        """By how many completed steps one replica can be ahead of another; what one says after step t in all its
+        messages from then on, all know when they complete step t + lead. See `lead.largest_lead`."""
         if self.replicas == 1:
-            return StepGraph(np.ones((1, 1)))
-        for source, to, weight in self._family.sends(self.replicas, step, self._peers):
+            return 0
+        longest = max(phase.period for phase in self.phases)
+        largest = 0
+        for number, phase in enumerate(self.phases):
+            alone = largest_lead(phase.matrix_at, self.replicas, range(phase.period), overlap, phase.period)
+            largest = max(largest, alone)
+            if number + 1 < len(self.phases):  # what begins in this phase and ends in the next
+                end = self.phases[number + 1].start
+                crossing = range(max(phase.start, end - alone - overlap - 1), end)
+                across = largest_lead(lambda step: self.at(step).matrix, self.replicas, crossing, overlap, longest)
+                largest = max(largest, across)
+        return largest
+
+    def _phase(self, start: int, peers: int) -> Phase:
+        if self.replicas == 1:
+            return Phase(start, peers, [StepGraph(np.ones((1, 1)))])
+        if self.family.takes_peers and peers > (most := self.family.most_peers(self.replicas)):
+            raise ValueError(f"peers = {peers}: with {self.replicas} replicas there are at most {most} in a step")
+        return Phase(
+            start, peers, [self._make(step, peers) for step in range(self.family.period(self.replicas, peers))]
+        )
+
+    def _make(self, step: int, peers: int) -> StepGraph:
+        matrix = np.zeros((self.replicas, self.replicas))
+        for source, to, weight in self.family.sends(self.replicas, step, peers):
             matrix[to, source] += weight
+        matrix.flags.writeable = False
         return StepGraph(matrix)
 
 
-def make_graph(spec: str | Mapping[str, Any], replicas: int, peers: int = 1) -> Graph:
-    """The graph that a config names."""
-    family = GRAPHS.build({"type": spec} if isinstance(spec, str) else spec)
-    return Graph(family, replicas, peers)
+def make_graph(spec: Any, replicas: int, peers: int | Phases = 1) -> Graph:
+    """The graph that a config names; see `make_family`.
+
+    Raises:
+        ValueError: for one that there is not, in words.
+    """
+    return Graph(make_family(spec), replicas, peers)

@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -24,13 +26,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from colossus.config import ConfigError
+from colossus.context.death_board import DEATH_STORE, connect
+from colossus.context.grid import RankGrid
 from colossus.launch import failure, finished
 from colossus.launch.causes import RankExit
+from colossus.launch.deaths import Deaths
 from colossus.launch.ending import end_processes, ignore_stop_signals
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
 from colossus.launch.origin import Taken
-from colossus.launch.rendezvous import awaiting, meet
+from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
 from colossus.launch.stop import STOP_SIGNALS
+
+_STORE_TIMEOUT = timedelta(seconds=60)
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
@@ -47,6 +54,9 @@ class Outcome:
         folder: the run folder all nodes agreed on, None before they have.
         others: how the ranks of other nodes ended, as far as they have said.
         gone: the nodes that give no sign of life any more, in words.
+        lost: ranks that the run went on without.
+        losses: of them, for the report.
+        verdict: why the run could not go on without a rank that died, where it might have.
     """
 
     folder: Path | None = None
@@ -55,6 +65,9 @@ class Outcome:
     is_hurried: bool = False
     others: Sequence[NodeEnd] = ()
     gone: Sequence[str] = ()
+    lost: Collection[int] = ()
+    losses: Sequence[Mapping[str, Any]] = ()
+    verdict: str | None = None
 
 
 def run_workers(
@@ -65,12 +78,14 @@ def run_workers(
     begin: Callable[[], Taken],
     nodes: int = 1,
     endpoint: str | None = None,
+    survives: RankGrid | None = None,
 ) -> Outcome:
     """Start ``local_ranks`` workers on this node and wait until all have ended.
 
     Args:
         begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
         endpoint: ``host:port`` where the nodes meet; needed when there are several.
+        survives: the plan of a run that goes on without replicas that die; None where a death ends the run.
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
@@ -89,7 +104,7 @@ def run_workers(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = _Agent(spec, config_path, overrides, begin, notice)
+    agent = _Agent(spec, config_path, overrides, begin, notice, endpoint, survives)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         signum.name for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN
     )
@@ -126,8 +141,11 @@ class _Agent(LocalElasticAgent):
         overrides: list[str],
         begin: Callable[[], Taken],
         notice: Timer | None,
+        endpoint: str | None,
+        survives: RankGrid | None,
     ) -> None:
         super().__init__(spec, _Terminal())
+        self._endpoint = endpoint
         self._config_path, self._overrides = config_path, overrides
         self._begin = begin
         self.outcome = Outcome()
@@ -135,6 +153,8 @@ class _Agent(LocalElasticAgent):
         self._first_finished: float | None = None
         self._has_reported_lingering = False
         self._nodes: Nodes | None = None
+        self._survives = survives
+        self._deaths: Deaths | None = None
         self._notice = notice
         self._taken: Taken | None = None  # its locks must live as long as the ranks
 
@@ -158,6 +178,16 @@ class _Agent(LocalElasticAgent):
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
         nodes, outcome = self._nodes, self.outcome
+        try:
+            self._conclude(nodes, outcome)
+        finally:
+            if self._deaths is not None:
+                with suppress(RuntimeError):  # the store has gone
+                    self._deaths.look(outcome.exits)
+                    outcome.losses = self._deaths.told()
+                outcome.lost, outcome.verdict = self._deaths.lost, self._deaths.verdict
+
+    def _conclude(self, nodes: Nodes | None, outcome: Outcome) -> None:
         if nodes is None:
             return
         try:
@@ -177,7 +207,8 @@ class _Agent(LocalElasticAgent):
         exits = self.outcome.exits
         folder = self.outcome.folder
         records = [record for record in failure.read_all(folder) if record.rank in exits] if folder is not None else []
-        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records)
+        lost = sorted(self._deaths.lost) if self._deaths is not None else []
+        return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records, lost)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._notice is not None:
@@ -187,7 +218,14 @@ class _Agent(LocalElasticAgent):
         # elastic wants to expand "${local_rank}" in arguments; a "$" of the user's stays as it is
         arguments = ["--run-dir", str(self.outcome.folder), *resumed, self._config_path, *self._overrides]
         worker_group.spec.args = ("-m", "colossus.launch.worker", *(text.replace("$", "$$") for text in arguments))
+        address = f"{worker_group.master_addr}:{worker_group.master_port}"
+        if self._survives is not None:
+            os.environ[DEATH_STORE] = address  # the ranks inherit it
         ids = super()._start_workers(worker_group)
+        if self._survives is not None:
+            os.environ.pop(DEATH_STORE)
+            here = [worker.global_rank for worker in worker_group.workers]
+            self._deaths = Deaths(self._survives, here, connect(address, _STORE_TIMEOUT), self._read_records)
         context: Any = self._pcontext
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
         # would die of the signal before their rank has finished its step.
@@ -205,8 +243,37 @@ class _Agent(LocalElasticAgent):
         return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._report_lingering([worker.global_rank for worker in worker_group.workers])
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        if self._deaths is not None:
+            return self._monitor_survivors(ranks, self._deaths)
+        self._report_lingering(ranks)
         return super()._monitor_workers(worker_group)
+
+    def _monitor_survivors(self, ranks: Sequence[int], deaths: Deaths) -> RunResult:
+        """Elastic's, where it is no reason to end all ranks that some have ended by themselves."""
+        exits, running = self.outcome.exits, self._running()
+        self._note_exits(running)
+        try:
+            to_end = deaths.look(exits, self._nodes.gone_ranks() if self._nodes is not None else ())
+        except RuntimeError:  # the store has gone, with the node that holds it
+            deaths.verdict = "the node that holds the run's store has gone"
+        if deaths.verdict is not None:
+            return RunResult(WorkerState.FAILED)
+        for rank in to_end:
+            process = running[rank]
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            exits[rank] = RankExit(process.returncode, after_stop=True)
+        if self._nodes is not None:
+            self._nodes.forgive(deaths.lost)
+        self._report_lingering([rank for rank in ranks if rank not in deaths.lost])
+        if len(exits) < len(ranks) or deaths.is_suspicious:
+            return RunResult(WorkerState.HEALTHY)
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def _read_records(self) -> list[failure.FailureRecord]:
+        return failure.read_all(self.outcome.folder) if self.outcome.folder is not None else []
 
     def _report_lingering(self, ranks: list[int]) -> None:
         """Say once which ranks do not come to their end after others have: no collective is left to time out."""
@@ -234,7 +301,9 @@ class _Agent(LocalElasticAgent):
             taken = self._taken = self._begin()
             return taken.folder, taken.resume
         ranks = [worker.global_rank for worker in worker_group.workers]
-        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks)
+        guess = own_address(self._endpoint or "")
+        self._nodes = Nodes(store, worker_group.group_rank, worker_group.group_world_size, ranks, guess)
+        use_interface_of(self._nodes.address)
         if worker_group.group_rank == 0:
             store.set("colossus/begin", json.dumps(self._begun()))
         folder, resume, problems = json.loads(store.get("colossus/begin"))
@@ -259,26 +328,35 @@ class _Agent(LocalElasticAgent):
                 return
             time.sleep(0.02)
 
-    def end_all(self, signum: int = signal.SIGTERM) -> None:
-        """End the ranks that still run (`end_processes`), and record how each ended."""
+    def _running(self) -> dict[int, Any]:
+        """The processes of this node's ranks, by rank, of which it is not known that they have ended."""
         context: Any = self._pcontext
         if context is None:
-            return
+            return {}
         workers = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
-        processes = {
+        return {
             rank: context.subprocess_handlers[local].proc
             for rank, local in workers.items()
             if local in context.subprocess_handlers and rank not in self.outcome.exits
         }
+
+    def _note_exits(self, processes: dict[int, Any]) -> None:
+        """Take those out that have ended by themselves, and record how."""
         for rank, process in list(processes.items()):
             code = process.poll()
             if code is not None:
                 is_finished = self.marks is None or finished.is_marked(self.marks, rank)
                 self.outcome.exits[rank] = RankExit(code, is_finished=is_finished)
                 del processes[rank]
+
+    def end_all(self, signum: int = signal.SIGTERM) -> None:
+        """End the ranks that still run (`end_processes`), and record how each ended."""
+        processes = self._running()
+        self._note_exits(processes)
         if not processes:
             return
-        has_failed = any(not ended.is_finished for ended in self.outcome.exits.values())
+        lost = self._deaths.lost if self._deaths is not None else ()
+        has_failed = any(not ended.is_finished for rank, ended in self.outcome.exits.items() if rank not in lost)
         has_failed |= self._nodes is not None and self._nodes.has_failure()
 
         def when_hurried() -> None:

@@ -136,6 +136,15 @@ def elsewhere(cause: Cause, grid: RankGrid, folder: Path | None) -> str:
     return f"run failed: {failed}; the ranks here stopped because of it{where}"
 
 
+def in_one_line(cause: Cause, grid: RankGrid) -> str:
+    """Which rank failed, at which step, and how."""
+    if cause.kind == "error" and cause.record is not None:
+        failure = f"raised {cause.record.type}: {_shorten(cause.record.message)}"
+    else:
+        failure = _describe_failure(cause)
+    return f"{_describe_rank(cause, grid)}{_at_step([cause])} {failure}"
+
+
 def gone_block(nodes: Sequence[str], folder: Path | None = None) -> str:
     """What the launchers that are left say when others have gone without a word."""
     title = f" run failed: {nodes[0].split(' (')[0]} has gone "

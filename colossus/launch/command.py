@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 from colossus import machine
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, load_config
+from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, failure, slurm
+from colossus.launch import causes, deaths, failure, run_folder, slurm
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
@@ -159,6 +160,11 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
+        if _goes_on_after_a_death(config):
+            raise ConfigError(
+                "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
+                "end all of them when one has died"
+            )
         if dry_run:
             if joined["RANK"] == "0":
                 origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
@@ -192,7 +198,13 @@ def _launch(
             from colossus.launch.agent import run_workers
 
             outcome = run_workers(
-                config_path, overrides, local_ranks=local_ranks, begin=begin, nodes=nnodes, endpoint=endpoint
+                config_path,
+                overrides,
+                local_ranks=local_ranks,
+                begin=begin,
+                nodes=nnodes,
+                endpoint=endpoint,
+                survives=grid if _goes_on_after_a_death(config) else None,
             )
         except _Stopped as stop:
             print(stopped_line(None, config, stop.signum))
@@ -213,6 +225,10 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     for end in outcome.others:
         exits |= end.exits
         records |= {record.rank: record for record in end.records}
+    _tell_losses(outcome, config)
+    if len(outcome.lost) < len(exits):
+        exits = {rank: ended for rank, ended in exits.items() if rank not in outcome.lost}
+        records = {rank: record for rank, record in records.items() if rank not in outcome.lost}
     signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
     if signum is not None:
         print(stopped_line(folder, config, signum))
@@ -243,6 +259,26 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     else:
         print(f"colossus: the run ended with exit codes {exits} and no record in {folder}", file=sys.stderr)
     return FAILED
+
+
+def _tell_losses(outcome: Outcome, config: Config) -> None:
+    """The replicas that the run went on without: on the terminal and in the run folder."""
+    folder, replicas = outcome.folder, config.parallel.data
+    if outcome.losses and folder is not None and replicas is not None:
+        deaths.write(folder, outcome.losses)
+        row = run_folder.last_metrics(folder)
+        last_step = None if row is None else int(row["step"])
+        print(
+            deaths.report(outcome.losses, config.train.global_batch_size // replicas, last_step),
+            file=sys.stderr,
+            flush=True,
+        )
+    if outcome.verdict is not None:
+        print(f"colossus: the run could not go on after a death: {outcome.verdict}", file=sys.stderr, flush=True)
+
+
+def _goes_on_after_a_death(config: Config) -> bool:
+    return getattr(strategy_options(config), "on_death", "stop") == "continue"
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from threading import Timer
@@ -9,6 +10,8 @@ from urllib.parse import urlsplit
 
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from colossus import machine
 
 MEET_SECONDS = 15.0
 """How long the others may take to come before the user hears that they are waited for."""
@@ -44,6 +47,22 @@ def meet(endpoint: str, nodes: int) -> tuple[RendezvousHandler, bool]:
             if not holds_store:
                 raise
     raise AssertionError("a rendezvous is made or it raises")
+
+
+def own_address(endpoint: str) -> str:
+    """The address of this machine from which it reaches the endpoint: the loopback's, where the endpoint is here and
+    its name means that."""
+    return machine.address_towards(urlsplit(f"//{endpoint}").hostname or "") or "127.0.0.1"
+
+
+def use_interface_of(address: str) -> None:
+    """Have gloo, on the ranks to be started, use the interface with this address, unless the user has chosen one.
+
+    By itself it takes the address that the machine's own name has, which may be one that the others cannot reach.
+    """
+    interface = machine.interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _is_here(endpoint: str) -> bool:

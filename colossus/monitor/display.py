@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from colossus.arithmetic import factors
+from colossus.arithmetic import clock, factors
 from colossus.checkpoint.writer import SavedCheckpoint
 from colossus.config import model_options
 from colossus.config.sizes import describe_zero
@@ -105,6 +105,7 @@ class Display(Hook):
         self._timer.start()
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        self.shown = engine.context.is_logging_rank  # of those that live
         if not self.shown:  # reading a result waits for an accelerator: only one rank does
             return
         self.seconds += self._timer.stop()
@@ -181,7 +182,7 @@ class Display(Hook):
         """The line that ends a complete run."""
         assert self.result is not None
         some = f" ({self.result.step - self.first} of them since it was resumed)" if self.first else ""
-        out = [f"done: {self.result.step} steps{some} in {_clock(time.monotonic() - self._began)}"]
+        out = [f"done: {self.result.step} steps{some} in {clock(time.monotonic() - self._began)}"]
         out.append(f"loss {self.result.loss:.4f}")
         if self.validation:
             out.append(f"validation {_numbers(self.validation, ', ')}")
@@ -203,7 +204,7 @@ class PlainDisplay(Display):
         ):
             return
         elapsed = time.monotonic() - self._began
-        left = _clock(elapsed / (step - self.first) * (self.total - step))
+        left = clock(elapsed / (step - self.first) * (self.total - step))
         fields = [field for field in self.fields() if not field.startswith("validation")]
         self.show_line("  ".join([f"step {step}/{self.total}", *fields, f"left {left}"]))
         self.tokens = self.seconds = 0.0
@@ -218,6 +219,7 @@ class LiveDisplay(Display):
     def __init__(self, folder: Path, stream: TextIO) -> None:
         super().__init__(folder, stream)
         self._live: Live | None = None
+        self._is_closed = False
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -231,12 +233,17 @@ class LiveDisplay(Display):
     def on_train_start(self, engine: Engine) -> None:
         super().on_train_start(engine)
         if self.shown:
-            self._task = self._progress.add_task("train", total=self.total, completed=self.first)
-            self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
-            self._live.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._task = self._progress.add_task("train", total=self.total, completed=self.first)
+        self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
+        self._live.start()
 
     def show_step(self, engine: Engine) -> None:
         assert self.result is not None
+        if self._live is None and not self._is_closed:  # the rank that showed it before has died
+            self._start()
         self._redraw()
         # an average that forgets: about the last twenty steps
         self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
@@ -251,6 +258,7 @@ class LiveDisplay(Display):
             self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        self._is_closed = True
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -277,9 +285,3 @@ def _size(num_bytes: int) -> str:
     if num_bytes >= 1e9:
         return gigabytes(num_bytes)
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:.1f} kB"
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

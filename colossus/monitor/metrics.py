@@ -145,8 +145,10 @@ class Metrics(Hook):
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         seconds = self._timer.stop()
         self._counting.close()
-        if self._file is None:  # reading a result waits for an accelerator: only one rank does
+        if not engine.context.is_logging_rank:  # reading a result waits for an accelerator: only one rank does
             return
+        if self._file is None:  # the rank that wrote before has died
+            self._open()
         self._row = {
             "step": result.step,
             "loss": result.loss,

@@ -7,8 +7,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from colossus.config import Config, ConfigError, load_config
@@ -16,6 +14,7 @@ from colossus.config.plans import describe_plan
 from colossus.config.sizes import world_size
 from colossus.context.grid import build_grid
 from colossus.launch import command
+from colossus.launch.inside import environment_kept, output_to
 from colossus.launch.model_check import check_model
 from colossus.verify import configs
 
@@ -95,7 +94,7 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
     )
     since = time.monotonic()
     output = file.with_suffix(".txt")
-    with _standard_output_to(output), _environment_kept():
+    with output_to(output), environment_kept():
         code = command.run(str(file), [], nproc=processes, run_dir=str(file.with_suffix("")))
     ended = "done in" if code == 0 else "failed after" if code in (FAILED, USAGE) else "stopped after"
     print(f"{ended} {time.monotonic() - since:.0f} s", flush=True)
@@ -103,29 +102,3 @@ def _launch(config: Config, file: Path, is_reference: bool) -> int:
         run_name = "the run in one process" if is_reference else "the run under the plan"
         print(f"colossus: {run_name} failed, so nothing was compared; its ranks' output: {output}", file=sys.stderr)
     return code
-
-
-@contextmanager
-def _standard_output_to(path: Path) -> Iterator[None]:
-    """Standard output of this process and of those it starts goes to a file."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with path.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Restores the variables that a launch sets for its workers (threads, say) before the next launch."""
-    kept = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)

@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
@@ -29,11 +30,17 @@ from colossus.cli import main as cli
 from colossus.comm import log
 from colossus.launch import worker
 
+if TYPE_CHECKING:
+    from benchmarks.namespaces import Namespaces
+
 MODULES = {"colossus": cli.main, "colossus.launch.worker": worker.main, "torch.distributed.run": torchrun.main}
 
 
 class ForkedPython:
-    """As much of `subprocess.Popen` as launchers and tests use; ``args`` are those of ``python [-u] -m MODULE ...``."""
+    """As much of `subprocess.Popen` as launchers and tests use; ``args`` are those of ``python [-u] -m MODULE ...``.
+
+    ``within``: namespaces in which the process is to be.
+    """
 
     def __init__(
         self,
@@ -43,6 +50,7 @@ class ForkedPython:
         cwd: Path | None = None,
         pipes: bool = False,
         start_new_session: bool = False,
+        within: Namespaces | None = None,
     ) -> None:
         self.args = args
         self.returncode: int | None = None
@@ -50,7 +58,7 @@ class ForkedPython:
         reads, writes = [read for read, _ in ends], [write for _, write in ends]
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        self.pid = os.fork() if within is None else within.fork()
         if self.pid == 0:
             code = 1
             gc.freeze()  # files of the tests' process that are garbage would close the same numbers once more, later

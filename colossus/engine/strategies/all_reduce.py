@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
@@ -18,7 +24,15 @@ class AllReduce(Strategy):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
-        self._reduction = GradientReduction(parts, self.summed_axes)
+        self._reduction = self.make_reduction()
+
+    def make_reduction(self) -> GradientReduction:
+        """What sums the gradients of a step."""
+        return GradientReduction(self.parts, self.summed_axes, self.sum_of)
+
+    def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
+        """How the gradients of a bucket are summed over these axes."""
+        return FlatSum(self.parts.context.group(axes))
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)

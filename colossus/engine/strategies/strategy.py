@@ -70,6 +70,9 @@ class Strategy:
         """What the optimizer updates on this rank: all trainable parameters as they are stored."""
         return self.store.trainable()
 
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Once, before the first step."""
+
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from colossus.graphs.family import GraphFamily, Sends
+from colossus.graphs.weights import uniform
 from colossus.registry import GRAPHS
 
 
@@ -11,6 +12,7 @@ class Exponential(GraphFamily):
     """At step t every replica sends to those j (p + 1)^i hops away, j = 1..p, i = t mod the period; equal weights.
 
     p = ``peers``. With one peer the hops are 1, 2, 4, ..; n = (p + 1)^m replicas have the exact mean after m steps.
+    Hops are modulo n; what a hop of n would send is kept.
     """
 
     def period(self, replicas: int, peers: int) -> int:
@@ -21,8 +23,4 @@ class Exponential(GraphFamily):
 
     def sends(self, replicas: int, step: int, peers: int) -> Sends:
         base = (peers + 1) ** (step % self.period(replicas, peers))
-        share = 1.0 / (peers + 1)
-        edges = [(source, source, share) for source in range(replicas)]
-        for hop in range(1, peers + 1):
-            edges += [(source, (source + hop * base) % replicas, share) for source in range(replicas)]
-        return edges
+        return uniform(replicas, [hop * base for hop in range(1, peers + 1)])

@@ -1,16 +1,14 @@
-"""A simulated schedule as a picture. matplotlib comes with the extra ``plot`` and is imported when one is drawn."""
+"""A simulated schedule as a picture."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+from colossus.picture import check_picture, new_figure
 from colossus.schedule.actions import COMPUTE
 from colossus.schedule.simulate import Simulation
 
-FORMATS = (".svg", ".png", ".pdf")
 #: kind -> (colour, hatch); the hatch tells them apart in print without colours
 _STYLE = {
     "forward": ("#9ecae1", ""),
@@ -33,14 +31,9 @@ def save(simulation: Simulation, path: str | Path, title: str) -> None:
         ValueError: when the file's ending is none of `FORMATS`, its folder is not there, or matplotlib is not.
     """
     path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{path}: the picture ends with {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a picture needs matplotlib, which comes with an extra: pip install 'colossus[plot]'")
+    check_picture(path)
     ranks = len(simulation.spans)
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(12, 1.6 + 0.7 * ranks), layout="constrained")
+    figure = new_figure(12, 1.6 + 0.7 * ranks)
     rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(ranks, max(1.0, ranks / 2)))
     rows.set_title(title, loc="left", fontsize=10)
     _rows(rows, simulation)

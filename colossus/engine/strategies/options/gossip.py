@@ -2,18 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from colossus.engine.strategies.options.base import Count, CountOrZero, PerReplicaOptions
+from pydantic import AfterValidator
+
+from colossus.config import Config
+from colossus.engine.strategies.options.base import CountOrZero, PerReplicaOptions
+from colossus.graphs.checks import problems_of
+from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.peers import parse_peers, phases_of
+from colossus.graphs.spec import make_family, name_of_graph
+
+
+def _graph(spec: Any) -> Any:
+    make_family(spec)  # raises for a name or an option that there is not
+    return spec
 
 
 class GossipOptions(PerReplicaOptions):
-    #: a name of `GRAPHS`, or dict(type=.., **options)
-    graph: Any = "exponential"
-    #: to how many others a replica sends in a step
-    peers: Count = 1
+    """Of all that mix by a graph.
+
+    Attributes:
+        needs_doubly_stochastic: rows of its matrices must sum to 1, too.
+        needs_bipartite: replicas must be of two sides.
+    """
+
+    needs_doubly_stochastic: ClassVar[bool] = False
+    needs_bipartite: ClassVar[bool] = False
+    #: whether it can go on without a replica that has died
+    can_lose_replicas: ClassVar[bool] = True
+
+    #: a name of `GRAPHS`, or dict(type=.., **options); a function (replicas, step) -> matrix; a matrix, or several
+    graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
+    #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
+    peers: Annotated[Any, AfterValidator(parse_peers)] = 1
+    #: the optimizer's state is mixed, too, as the parameters are
+    mix_optimizer_state: bool = False
+    #: when a replica dies: the run ends, or the others go on without it
+    on_death: Literal["stop", "continue"] = "stop"
+
+    @property
+    def travels(self) -> int:
+        """Steps for which what is sent travels."""
+        return 0
+
+    def check(self, config: Config) -> list[str]:
+        replicas = config.parallel.data
+        assert replicas is not None
+        found = super().check(config)
+        if self.on_death == "continue" and not (self.can_lose_replicas and not getattr(self, "eager", False)):
+            found.append(
+                "parallel.strategy.on_death = 'continue': only where a replica waits for certain messages can the "
+                "others go on without it: sgp (also with overlap, but not eager) and d-psgd; use 'stop'"
+            )
+        return found if replicas == 1 else found + self._graph_problems(replicas)
+
+    def _graph_problems(self, replicas: int) -> list[str]:
+        key, family = "parallel.strategy.graph", make_family(self.graph)
+        named = f"{key} = {name!r}" if (name := name_of_graph(self.graph)) else key
+        of_family = family.problems(replicas)
+        if of_family:
+            return [f"{named} with data {replicas}: {problem}" for problem in of_family]
+        peers = [f"parallel.strategy.peers{problem}" for problem in self._peers_problems(replicas)]
+        if peers:
+            return peers
+        try:
+            graph = make_graph(family, replicas, self.peers)
+        except ValueError as error:
+            return [f"{named} with data {replicas}: {error}"]
+        return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
+
+    def problems_of(self, graph: Graph) -> list[str]:
+        """What is wrong with a graph for this strategy."""
+        return problems_of(
+            graph,
+            doubly_stochastic=self.needs_doubly_stochastic,
+            bipartite=self.needs_bipartite,
+            overlap=self.travels,
+        )
+
+    def _peers_problems(self, replicas: int) -> list[str]:
+        family = make_family(self.graph)
+        largest = max(number for _, number in phases_of(self.peers))
+        if not family.takes_peers:
+            if self.peers == 1:
+                return []
+            name = repr(name_of_graph(self.graph) or "matrices")
+            return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
+        most = family.most_peers(replicas)
+        if largest >= replicas:
+            return [f" = {largest}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]
+        if largest > most:
+            return [
+                f" = {largest}: graph {name_of_graph(self.graph)!r} with data {replicas} has at most {most} in a step"
+            ]
+        return []
 
 
 class SGPOptions(GossipOptions):
     #: steps for which what is sent travels
     overlap: CountOrZero = 0
+    #: messages are taken in as they come, and nobody waits: not reproducible
+    eager: bool = False
+
+    @property
+    def travels(self) -> int:
+        return self.overlap
+
+
+class DPSGDOptions(GossipOptions):
+    needs_doubly_stochastic: ClassVar[bool] = True
+
+    #: W x - lr g(x), whose messages travel while the step computes, or W (x - lr g(x))
+    order: Literal["adapt_while_combine", "adapt_then_combine"] = "adapt_while_combine"
+
+
+class ADPSGDOptions(GossipOptions):
+    needs_doubly_stochastic: ClassVar[bool] = True
+    needs_bipartite: ClassVar[bool] = True
+    can_lose_replicas: ClassVar[bool] = False
+
+    graph: Annotated[Any, AfterValidator(_graph)] = "bipartite_exponential"

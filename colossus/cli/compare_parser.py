@@ -1,0 +1,72 @@
+"""The arguments of ``colossus compare``. No torch."""
+
+from __future__ import annotations
+
+from colossus.cli.parsers import OVERRIDES, Parser, positive_integer
+from colossus.picture import FORMATS
+
+_EPILOG = (
+    OVERRIDES
+    + """
+examples:
+  colossus compare configs/gpt_stdlib.py parallel.tensor=1 parallel.data=4 \\
+      --strategies all_reduce sgp "sgp overlap=1" d-psgd ad-psgd local_sgd diloco --plot compare.svg
+  colossus compare configs/gpt_stdlib.py --plans data=4 "data=2 tensor=2" "data=1 tensor=4 tensor.mode=2d"
+  colossus compare config.py --strategies all_reduce "sgp graph=ring peers=2" --plans data=4 "data=4 tensor=2"
+  colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # means and deviations
+  colossus compare config.py --strategies all_reduce sgp --out runs/seeds             # again: what is left
+
+A strategy is its name, and its options as they are written on the command line: "sgp overlap=1 graph=ring",
+"local_sgd period=8". It replaces the strategy of the file. A plan is the keys of parallel, "data=2 tensor=4
+tensor.mode=2d"; an axis that it does not name has size 1. Keys of the schedule may be given with it: "pipeline=2
+schedule.microbatches=4". Both options: every strategy under every plan. Overrides come before these options, and count
+for all runs.
+
+All runs are checked before the first begins. Each is a launch of its own, with a run folder below DIR and what it
+prints in a file beside it. Ctrl-C stops the run under way and prints the table of those that are done; the same command
+with --out DIR skips these and goes on. A run that fails is told of in the table, and the others go on.
+
+The table (in DIR/compare.json, too) has the training loss after equal steps, the validation loss after these, the
+training loss after equal time: the seconds of steps that the fastest run took for all of its own; tokens per second of
+all replicas; what a step takes, and what its first rank sends and waits for peers; how far the replicas are apart
+at the end. Percent and x are to the first run.
+
+exit codes: 0 done, 1 a run has failed, 2 wrong config or usage, 130 stopped by Ctrl-C, 129 by a hang-up, 143 by SIGTERM
+"""
+)
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "compare",
+        "Run the same job under several data-parallel strategies, or several plans, one after the other, and print\n"
+        "one table: loss after equal steps and after equal time, speed, bytes, waiting, distance of the replicas.",
+        _EPILOG,
+    )
+    parser.add_argument("file", metavar="FILE", help="config file (Python)")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="override of a key of the file")
+    parser.add_argument(
+        "--strategies", metavar="TEXT", nargs="+", default=[], help='"NAME option=value ..", each a run'
+    )
+    parser.add_argument("--plans", metavar="TEXT", nargs="+", default=[], help='"axis=size ..", each a run')
+    parser.add_argument(
+        "--seeds",
+        type=positive_integer,
+        default=1,
+        metavar="N",
+        help="run each N times, train.seed one higher each time (default: 1)",
+    )
+    parser.add_argument(
+        "--nproc", type=positive_integer, metavar="N", help="processes (default: the product of the plan's sizes)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/compare-<name>-<time>)")
+    parser.add_argument(
+        "--resume", action="store_true", help="without --out: go on in the newest runs/compare-<name>-<time>"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="PICTURE",
+        help=f"draw it, too ({', '.join(FORMATS)}); needs the extra: pip install 'colossus[plot]'",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would run, start nothing")
+    return parser

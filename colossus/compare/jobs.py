@@ -1,0 +1,209 @@
+"""What is to be run: every strategy under every plan with every seed, all checked before the first begins. No torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colossus.config import Config, ConfigError, as_dict, load_config
+from colossus.config.overrides import plan_overrides, strategy_overrides
+from colossus.launch import run_folder
+from colossus.launch.data_check import check_data, check_given
+from colossus.launch.model_check import check_model
+
+#: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
+_OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", "checkpoint.resume=auto")
+_LONGEST_FOLDER = 100
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        label: what its row of the table is called: runs that differ in the seed alone share one.
+        seed: None where the config's is taken.
+        overrides: all of them, in the order in which they are laid over the file.
+        config: as it is resolved.
+    """
+
+    label: str
+    strategy: str | None
+    plan: str | None
+    seed: int | None
+    file: str
+    overrides: tuple[str, ...]
+    nproc: int | None
+    config: Config
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.label if self.seed is None else f"{self.label}, seed {self.seed}"
+
+    @property
+    def output(self) -> Path:
+        """What the run prints."""
+        return self.folder.with_name(f"{self.folder.name}.txt")
+
+
+def make_jobs(
+    file: str,
+    overrides: Sequence[str],
+    *,
+    strategies: Sequence[str] = (),
+    plans: Sequence[str] = (),
+    num_seeds: int = 1,
+    nproc: int | None = None,
+    root_of: Callable[[str], Path],
+) -> list[Job]:
+    """The runs in order: of each strategy all plans, of each of these all seeds.
+
+    Args:
+        root_of: the config's name -> the folder of the run folders.
+
+    Raises:
+        ConfigError: with all that is wrong with any of them; what is wrong with all is said once.
+    """
+    if not strategies and not plans:
+        raise ConfigError(
+            "nothing to compare: give --strategies, for example --strategies all_reduce sgp 'sgp overlap=1', or "
+            "--plans, for example --plans 'data=4' 'data=2 tensor=2'"
+        )
+    strategies, plans = [[" ".join(text.split()) for text in texts] for texts in (strategies, plans)]
+    jobs: list[Job] = []
+    root: Path | None = None
+    problems = _Problems(_misplaced(overrides, strategies, plans))
+    for strategy in dict.fromkeys(strategies or [""]):
+        for plan in dict.fromkeys(plans or [""]):
+            label = ", ".join(filter(None, [strategy, plan]))
+            with problems.of(label):
+                given = list(overrides)
+                given += plan_overrides(plan) if plan else []
+                given += strategy_overrides(strategy) if strategy else []
+                config = load_config(file, [*given, *_OWN_OVERRIDES], nproc)
+                check_given(config)
+                root = root or root_of(str(config.name))
+                first = config.train.seed
+                for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
+                    own = [*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES]
+                    config = load_config(file, own, nproc) if seed is not None else config
+                    folder = root / _folder_name(label, seed)
+                    jobs.append(
+                        Job(label, strategy or None, plan or None, seed, file, tuple(own), nproc, config, folder)
+                    )
+    problems.raise_any()
+    return jobs
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """What a launch checks before its processes start, of all jobs: run folders, models, data.
+
+    Raises:
+        ConfigError: as `make_jobs`.
+    """
+    problems = _Problems()
+    for job in jobs:
+        with problems.of(job.name):
+            _check_folder(job)
+    problems.raise_any()
+    seen: set[str] = set()
+    for job in jobs:
+        plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
+        if plan in seen:
+            continue
+        seen.add(plan)
+        with problems.of(job.name):
+            check_model(job.config)
+            check_data(job.config)
+    problems.raise_any()
+
+
+class _Problems:
+    """Collects what is wrong with several jobs: problem -> whose it is."""
+
+    def __init__(self, known: Sequence[str] = ()) -> None:
+        self._known = list(known)
+        self._whose: dict[str, list[str]] = {}
+        self._labels: list[str] = []
+        self._source: str | None = None
+
+    def of(self, label: str) -> _Problems:
+        self._labels.append(label)
+        return self
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self._source = self._source or error.source
+        for problem in error.problems:
+            self._whose.setdefault(problem, []).append(self._labels[-1])
+        return True
+
+    def raise_any(self) -> None:
+        lines = self._known
+        for problem, whose in self._whose.items():
+            is_common = len(whose) == len(self._labels)
+            lines.append(problem if is_common else f"{' and '.join(dict.fromkeys(whose))}: {problem}")
+        if lines:
+            raise ConfigError(lines, self._source)
+
+
+def _misplaced(overrides: Sequence[str], strategies: Sequence[str], plans: Sequence[str]) -> list[str]:
+    """What is said twice, or where it does not belong."""
+    problems = []
+    for option, texts in (("--strategies", strategies), ("--plans", plans)):
+        problems += [f"{option}: {text!r} is named twice" for text in dict.fromkeys(texts) if texts.count(text) > 1]
+    for text in overrides:
+        key = text.partition("=")[0]
+        if strategies and (key + ".").startswith("parallel.strategy."):
+            option = key.removeprefix("parallel.strategy").lstrip(".")
+            hint = f"into the text of each that it is for, '{strategies[-1]} {option}=..'" if option else "among them"
+            problems.append(f"{text}: --strategies says what the strategies are: write it {hint}")
+        if key == "checkpoint.resume":
+            problems.append(
+                f"{text}: the runs of a comparison begin at the first step; checkpoint.weights=.. gives them weights"
+            )
+    return problems
+
+
+def _check_folder(job: Job) -> None:
+    """Refuse the folder of a run with another config."""
+    run_folder.check_usable(job.folder)
+    try:
+        held = json.loads((job.folder / run_folder.CONFIG).read_text())
+    except FileNotFoundError:
+        if run_folder.has_metrics(job.folder):
+            raise ConfigError(f"--out: {job.folder} holds a run without its {run_folder.CONFIG}") from None
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out: {job.folder / run_folder.CONFIG} cannot be read: {error}") from None
+    different = list(_differences(held, json.loads(json.dumps(as_dict(job.config), default=str))))
+    if different:
+        more = f" and {len(different) - 3} more" if len(different) > 3 else ""
+        raise ConfigError(
+            f"--out: the run in {job.folder} has another config: {'; '.join(different[:3])}{more}; give another folder"
+        )
+
+
+def _differences(held: Any, wanted: Any, path: str = "") -> Iterable[str]:
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        for key in dict.fromkeys([*held, *wanted]):
+            yield from _differences(held.get(key), wanted.get(key), f"{path}.{key}" if path else str(key))
+    elif held != wanted:
+        yield f"{path} = {held!r} there, {wanted!r} here"
+
+
+def _folder_name(label: str, seed: int | None) -> str:
+    """A file name for a label: readable, and another one for another label."""
+    name = re.sub(r"[^\w.=,+()-]", "_", re.sub(r",? ", "-", label))
+    if name != label.replace(", ", "-").replace(" ", "-") or len(name) > _LONGEST_FOLDER:
+        name = f"{name[:_LONGEST_FOLDER]}-{zlib.crc32(label.encode()):08x}"
+    return name if seed is None else f"{name}-seed{seed}"

@@ -1,0 +1,155 @@
+"""How replicas that do not wait for each other stop after the same step: through the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
+
+#: seconds between two looks at the store
+_LOOK_EVERY = 0.2
+#: seconds between two looks of a replica that waits
+_POLL = (0.005, 0.1)
+
+
+class StopAgreement:
+    """A wish to stop of any rank becomes a step after which all replicas stop: the largest that any has completed.
+
+    Who wishes posts that, and the steps it has completed, and waits until all others have posted theirs, which they do
+    when they see the wish; all see the same steps then, and nobody is beyond the largest of them.
+
+    A *meeting* is where all replicas wait for each other: in a collective of theirs, at an evaluation, a checkpoint or
+    the end. Who comes to one posts where it is, wish or not (`enter`), so that nobody waits for one that waits. Posts
+    are named by the number of meetings so far, which is the same on all replicas that can see each other's.
+
+    The first rank of each replica talks to the store, and tells the others of its replica what they have to know.
+
+    Args:
+        while_waiting: called again and again; raises when it is in vain.
+    """
+
+    def __init__(self, context: ParallelContext, while_waiting: Callable[[], None] = lambda: None) -> None:
+        self._data, self._replica = context.group("data"), context.group(context.replica_axes)
+        self._store, self._device = context.store(), context.device
+        self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
+        self._meetings = self._rounds = 0
+        #: (step, requests) that all have agreed on
+        self._agreed: tuple[int, float] | None = None
+        self._seen, self._next_look = 0.0, 0.0
+
+    @property
+    def _is_leader(self) -> bool:
+        return self._replica.index == 0
+
+    # -- wishes -------------------------------------------------------------------------------------------
+
+    def heard(self) -> float:
+        """A wish of another replica, for the leader to add to what its replica sums; costs nothing on most calls."""
+        if not self._is_leader or self._data.size == 1:
+            return 0.0
+        now = time.monotonic()
+        if not self._seen and now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            wish = self._key("wish")
+            if self._store.check([wish]):
+                self._seen = float(self._store.get(wish))
+        return self._seen
+
+    def agree(self, completed: int, requests: float) -> float:
+        """At the end of a step, on all ranks of a replica: the requests that all replicas act on now, 0 for none.
+
+        Args:
+            completed: steps that this replica has completed, this one included.
+            requests: of this replica, what was `heard` included; the same on all its ranks.
+
+        Raises:
+            RuntimeError: a replica was silent for too long.
+        """
+        if self._data.size == 1:
+            return requests
+        if self._agreed is None and requests:
+            if self._is_leader:
+                self._post(completed, requests)
+                self._store.set(self._key("wish"), repr(requests))
+            self._agreed = self._told(self._largest_post() if self._is_leader else None)
+        if self._agreed is None or completed < self._agreed[0]:
+            return 0.0
+        (step, total), self._agreed = self._agreed, None
+        assert step == completed, f"all stop after step {step}, and this replica is at {completed}"
+        self._rounds, self._seen = self._rounds + 1, 0.0
+        return total
+
+    # -- meetings -----------------------------------------------------------------------------------------
+
+    def enter(self, completed: int) -> None:
+        """This replica comes to a meeting, and can stop after ``completed`` steps, or later."""
+        if self._is_leader and self._data.size > 1:
+            self._store.set(self._meeting_key(self._data.index), f"{completed} 0.0")
+
+    def leave(self, *, looks: bool = True) -> None:
+        """All replicas have come to the meeting. Collective in a replica.
+
+        Args:
+            looks: whether a wish is looked for that others have agreed on meanwhile, and counted on this replica as one
+                that waits. Not where the meeting itself tells all replicas of all requests.
+        """
+        if self._data.size == 1:
+            return
+        if not looks:
+            self._agreed = None
+        elif self._agreed is None:
+            # whoever wished before this meeting came to it after that; nobody wishes by this name after it
+            is_wished = self._is_leader and self._store.check([self._key("wish")])
+            self._agreed = self._told(self._largest_post() if is_wished else None)
+        self._meetings, self._rounds, self._seen = self._meetings + 1, 0, 0.0
+
+    # -- the store ----------------------------------------------------------------------------------------
+
+    def _key(self, name: object) -> str:
+        return f"stop/{self._meetings}/{self._rounds}/{name}"
+
+    def _meeting_key(self, replica: int) -> str:
+        return f"meeting/{self._meetings}/{replica}"
+
+    def _post(self, completed: int, requests: float) -> None:
+        self._store.set(self._key(self._data.index), f"{completed} {requests!r}")
+
+    def _largest_post(self) -> tuple[int, float]:
+        """Wait until all replicas have posted."""
+        posts: dict[int, tuple[int, float]] = {}
+        deadline, pause = time.monotonic() + self._timeout, _POLL[0]
+        while True:
+            for replica in range(self._data.size):
+                if replica not in posts and (post := self._post_of(replica)) is not None:
+                    posts[replica] = post
+                    deadline = time.monotonic() + self._timeout
+            if len(posts) == self._data.size:
+                return max(step for step, _ in posts.values()), max(total for _, total in posts.values())
+            if time.monotonic() > deadline:
+                silent = ", ".join(str(replica) for replica in range(self._data.size) if replica not in posts)
+                raise RuntimeError(
+                    f"the run is to stop, but replica {silent} has not come to the end of a step within "
+                    f"{self._timeout:g} s (comm.timeout_seconds)"
+                )
+            self.while_waiting()
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL[1])
+
+    def _post_of(self, replica: int) -> tuple[int, float] | None:
+        # a replica posts a wish's step before it comes to the meeting: who sees the latter sees the former
+        meets = self._store.check([self._meeting_key(replica)])
+        for key in (self._key(replica), *([self._meeting_key(replica)] if meets else [])):
+            if self._store.check([key]):
+                step, total = self._store.get(key).split()
+                return int(step), float(total)
+        return None
+
+    def _told(self, agreed: tuple[int, float] | None) -> tuple[int, float] | None:
+        """What the leader says, on all ranks of its replica."""
+        numbers = torch.tensor(agreed or (-1, 0.0), dtype=torch.float64, device=self._device)
+        step, total = collectives.broadcast(numbers, self._replica, 0).tolist()
+        return None if step < 0 else (int(step), total)

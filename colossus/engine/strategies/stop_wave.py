@@ -1,0 +1,78 @@
+"""A wish to stop that travels with the messages of gossip: all replicas stop after the same step, and none waits."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+_STOP = struct.Struct("<qd")  # the step after which to stop, -1 for none; the requests
+STOP_BYTES = _STOP.size
+
+
+class StopWave:
+    """What a replica knows of a stop.
+
+    Who wishes one names a step by which all will have heard of it, and every message carries the earliest step that
+    its sender knows of. Of several wishes the one with the earliest step wins: by then everyone has heard of it.
+
+    Args:
+        lead: steps after which a word of any replica, in any step, has reached all others.
+    """
+
+    def __init__(self, lead: int) -> None:
+        self._lead = lead
+        self._step: int | None = None
+        self._requests = 0.0
+        self._earliest = -1
+
+    def pack(self) -> bytes:
+        """For a message, `STOP_BYTES` long."""
+        return _STOP.pack(-1 if self._step is None else self._step, self._requests)
+
+    def hear(self, raw: bytes, step: int) -> None:
+        """What came with a message that is taken in after step ``step``. Stops of steps that are over are no news."""
+        stop, requests = _STOP.unpack(raw)
+        if stop >= step:
+            self._note(stop, requests)
+
+    def wish(self, step: int, requests: float, *, is_known_to_all: bool = False) -> None:
+        """Wish a stop in step ``step``: after it, if all replicas hear of it in this very step."""
+        if requests:
+            self._note(step if is_known_to_all else step + self._lead, requests)
+
+    def due(self, step: int) -> float:
+        """The requests by which all stop after step ``step``, 0 where they do not; then they are forgotten."""
+        if self._step is None or self._step > step:
+            return 0.0
+        requests = self._requests
+        self.forget()
+        return requests
+
+    def forget(self) -> None:
+        self._step, self._requests = None, 0.0
+
+    @property
+    def known(self) -> tuple[int, float] | None:
+        """The step after which to stop, and the requests."""
+        return None if self._step is None else (self._step, self._requests)
+
+    def agree(self, known: Sequence[tuple[int, float]], first: int, lead: int) -> None:
+        """Replicas that go on over another graph know what all of them knew; who passed on a wish may have died.
+
+        Args:
+            known: of all replicas.
+            first: a step that nobody has completed.
+            lead: from now on.
+        """
+        self._lead = lead
+        if known:
+            self._earliest = max(min(step for step, _ in known), first)
+            self.forget()
+            self._note(self._earliest, max(requests for _, requests in known))
+
+    def _note(self, stop: int, requests: float) -> None:
+        stop = max(stop, self._earliest)
+        if self._step is None or stop < self._step:
+            self._step, self._requests = stop, requests
+        elif stop == self._step:
+            self._requests = max(self._requests, requests)

@@ -1,0 +1,183 @@
+"""Graphs of the user's own: a function, or matrices. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from colossus.graphs.family import GraphFamily, Sends
+
+#: steps within which a period that is not declared is looked for: it must be seen twice
+_WINDOW = 256
+#: steps far ahead from which on a function is asked, too, whether it still repeats, and for how many steps
+_FAR_STEPS = 16
+_FAR = [1 << power for power in range(9, 21)]
+
+
+def is_matrices(value: Any) -> bool:
+    """Whether a value is meant for a matrix or a list of matrices: an array, or lists of lists."""
+    if isinstance(value, np.ndarray):
+        return True
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_row_or_matrix, value))
+
+
+def _is_row_or_matrix(value: Any) -> bool:
+    return isinstance(value, (list, tuple, np.ndarray))
+
+
+class _Own(GraphFamily):
+    """Base: matrices become edges."""
+
+    takes_peers = False
+
+    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
+        """float64 [replicas, replicas]."""
+        raise NotImplementedError
+
+    def sends(self, replicas: int, step: int, peers: int) -> Sends:
+        matrix = self.matrix(replicas, step, peers)
+        return [(int(source), int(to), float(matrix[to, source])) for to, source in np.argwhere(matrix != 0)]
+
+
+class OwnMatrices(_Own):
+    """One matrix, or one for each step in turn. Column j is what j gives to each: x becomes ``matrix @ x``."""
+
+    def __init__(self, matrices: Any) -> None:
+        try:
+            stacked = np.array(matrices, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a matrix is n rows of n numbers; these are not: {error}") from None
+        self._matrices = stacked[None] if stacked.ndim == 2 else stacked
+        if self._matrices.ndim != 3 or self._matrices.shape[1] != self._matrices.shape[2] or not stacked.size:
+            raise ValueError(
+                f"a matrix is n rows of n numbers, or there is a list of such; these are of shape {stacked.shape}"
+            )
+
+    def problems(self, replicas: int) -> list[str]:
+        size = self._matrices.shape[1]
+        return [] if size == replicas else [f"its matrices are {size} x {size}, but there are {replicas} replicas"]
+
+    def period(self, replicas: int, peers: int) -> int:
+        return len(self._matrices)
+
+    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
+        return np.asarray(self._matrices[step % len(self._matrices)])
+
+
+class OwnFunction(_Own):
+    """A pure function (replicas, step, **options) -> a matrix, or {(source, to): weight}.
+
+    The matrix is [to][source]: column j is what j gives to each, with what it keeps. A parameter ``peers`` is given the
+    number of ``peers``. The period is declared (an option ``period``, or an attribute of the function), or found.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, dict(options)
+        try:
+            parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+        except (TypeError, ValueError):
+            parameters = {}
+        self.takes_peers = "peers" in parameters
+        declared = getattr(function, "period", None)
+        if "period" not in parameters:
+            declared = self._options.pop("period", declared)
+        if declared is not None and (not isinstance(declared, int) or isinstance(declared, bool) or declared < 1):
+            raise ValueError(f"{self._name}: period = {declared!r}: a whole number of at least 1")
+        self._declared: int | None = declared
+        self._periods: dict[tuple[int, int], int] = {}
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._function, "__name__", self._function))
+
+    def problems(self, replicas: int) -> list[str]:
+        try:
+            self.matrix(replicas, 0, 1)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def period(self, replicas: int, peers: int) -> int:
+        key = replicas, peers
+        if key not in self._periods:
+            self._periods[key] = self._find_period(replicas, peers)
+        return self._periods[key]
+
+    def _find_period(self, replicas: int, peers: int) -> int:
+        declared = self._declared
+        window = _WINDOW if declared is None else max(_WINDOW, 2 * declared)
+        matrices = [self.matrix(replicas, step, peers) for step in range(window)]
+
+        def broken(period: int) -> int | None:
+            """The first step that is not as the one ``period`` before it."""
+            later = range(period, window)
+            return next((step for step in later if not _same(matrices[step], matrices[step - period])), None)
+
+        if declared is not None:
+            period, step = declared, broken(declared)
+            if step is not None:
+                raise ValueError(
+                    f"{self._name}: its period is said to be {period}, but its matrices of steps {step - period} and "
+                    f"{step} differ"
+                )
+        else:
+            fits = (number for number in range(1, window // 2 + 1) if broken(number) is None)
+            period = next(fits, 0)
+            if not period:
+                raise ValueError(
+                    f"{self._name}: it does not repeat within {window // 2} steps; a longer period is declared: "
+                    f"graph = dict(type={self._name}, period=...)"
+                )
+        for step in (start + number for start in _FAR for number in range(min(period, _FAR_STEPS))):
+            if not _same(self.matrix(replicas, step, peers), matrices[step % period]):
+                raise ValueError(
+                    f"{self._name}: its matrices repeat after {period} steps at first, but that of step {step} differs "
+                    f"from that of step {step % period}; it must be periodic"
+                )
+        return period
+
+    def matrix(self, replicas: int, step: int, peers: int) -> np.ndarray:
+        more = {"peers": peers} if self.takes_peers else {}
+        where = f"{self._name}(replicas={replicas}, step={step})"
+        try:
+            value = self._function(replicas, step, **more, **self._options)
+        except Exception as error:
+            raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+        if isinstance(value, Mapping):
+            return self._from_edges(value, replicas, where)
+        try:
+            matrix = np.array(value, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but "
+                f"returned {type(value).__name__}"
+            ) from None
+        if matrix.shape != (replicas, replicas):
+            raise ValueError(
+                f"{where} is to return {replicas} rows of {replicas} numbers, but returned an array of shape "
+                f"{matrix.shape}"
+            )
+        return matrix
+
+    @staticmethod
+    def _from_edges(edges: Mapping[Any, Any], replicas: int, where: str) -> np.ndarray:
+        matrix = np.zeros((replicas, replicas))
+        for edge, weight in edges.items():
+            try:
+                source, to = (int(index) for index in edge)
+                within = 0 <= source < replicas and 0 <= to < replicas
+                matrix[to, source] = weight if within else np.nan
+            except (TypeError, ValueError, IndexError):
+                within = False
+            if not within:
+                raise ValueError(
+                    f"{where}: {edge!r}: {weight!r} is not (source, to): weight with replicas from 0 to {replicas - 1}"
+                )
+        return matrix
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    return np.array_equal(one, other, equal_nan=True)

@@ -1,0 +1,102 @@
+"""Several hosts: launchers with networks, mounts and processes of their own, which meet over the network alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.forked import ForkedPython
+from helpers.hosts import needs_hosts, start_on
+from helpers.launching import children, finish, has_rows, launch, rows_of, wait_for
+from helpers.long import long
+
+from benchmarks.hosts import Host, make_hosts
+
+Nodes = tuple[list[ForkedPython], Path]
+EXACT = "train.precision=fp64"
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Host]]:
+    """As Debian makes them: their own names mean 127.0.1.1."""
+    with make_hosts(2, own_name_is="127.0.1.1") as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def long_run(two_hosts: list[Host], tmp_path: Path) -> Iterator[Nodes]:
+    """Launchers of one rank each on two hosts that are training, and their run folder."""
+    arguments = ("--run-dir", "run", "train.steps=100000", "train.eval_every=0")
+    launchers = start_on(two_hosts, tmp_path, *arguments, STEP_SECONDS="0.02")
+    try:
+        pids = [launcher.pid for launcher in launchers]
+        wait_for(lambda: any(has_rows(launcher, tmp_path / "run", 3) for launcher in launchers), *pids)
+        yield launchers, tmp_path / "run"
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
+
+
+# -- runs -----------------------------------------------------------------------------------------------------
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    "plan", ["data=2", *long("data=2 tensor=2", "data=2 strategy=dict(type='sgp',graph='complete',log_every=1)")]
+)
+def test_a_run_on_two_hosts_is_that_of_one(two_hosts: list[Host], tmp_path: Path, plan: str) -> None:
+    overrides = [f"parallel.{part}" for part in plan.split()]
+    before = [host.bytes_moved() for host in two_hosts]
+    launchers = start_on(two_hosts, tmp_path, "--run-dir", "run", EXACT, "comm.accounting=True", *overrides)
+    ended = [finish(launcher) for launcher in launchers]
+    assert [(code, err) for code, _, err in ended] == [(0, "")] * 2
+    assert sum("done: 5 steps" in out for _, out, _ in ended) == 1
+    rows = rows_of(tmp_path / "run")
+    code, _, err = launch(tmp_path, "--run-dir", "alone", "parallel.data=1", EXACT)
+    assert (code, err) == (0, "")
+    alone = rows_of(tmp_path / "alone")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for name in ("loss", "validation_loss"):
+        wanted = [row[name] for row in alone if name in row and "loss" in row]
+        assert [row[name] for row in rows if name in row] == pytest.approx(wanted, rel=1e-12)
+    counted = sum(row["comm"]["data"]["bytes"] for row in rows)
+    assert counted > 0
+    for host, (received, sent) in zip(two_hosts, before, strict=True):
+        now_received, now_sent = host.bytes_moved()
+        assert now_sent - sent > counted, "it did not go through the network"
+        assert now_received - received > counted
+
+
+@needs_hosts
+def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
+    launchers, folder = long_run
+    of_host = {str(index): children(launcher.pid)[0] for index, launcher in enumerate(launchers)}
+    os.kill(of_host["1"], signal.SIGKILL)
+    began = time.monotonic()
+    ended = [finish(launcher) for launcher in launchers]
+    assert time.monotonic() - began < 60.0
+    assert [code for code, _, _ in ended] == [1, 1]
+    both = "".join(err for _, _, err in ended)
+    (killed,) = set(re.findall(r"rank (\d) \(data \d\) was killed by SIGKILL", both))
+    assert both.count(f"run failed: rank {killed} at step") == 1
+    assert both.count("was killed by SIGKILL") == 2
+    assert f"rank {1 - int(killed)} stopped because rank {killed} went away." in both
+    assert (folder / "failures").exists()
+
+
+@needs_hosts
+@pytest.mark.parametrize("signum", long(signal.SIGTERM, signal.SIGINT))
+def test_a_stop_on_one_host_stops_both(long_run: Nodes, signum: signal.Signals) -> None:
+    launchers, folder = long_run
+    launchers[1].send_signal(signum)
+    ended = [finish(launcher) for launcher in launchers]
+    assert [(code, err) for code, _, err in ended] == [(128 + signum, "")] * 2
+    assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)
+    steps = [row["step"] for row in rows_of(folder)]
+    assert steps == list(range(1, len(steps) + 1))

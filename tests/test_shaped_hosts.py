@@ -1,0 +1,192 @@
+"""The hosts of `benchmarks.hosts`: what of one another finds, how fast links are, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from helpers.hosts import needs_hosts
+from helpers.launching import ROOT, children, environment, is_running, wait_for
+from helpers.long import long
+
+from benchmarks import hosts
+from benchmarks.hosts import USAGE, Host, make_hosts, tbf
+
+SEND = """
+import socket, sys, time
+stream = socket.create_connection((sys.argv[1], 5000))
+stream.sendall(bytes(int(sys.argv[2])))
+stream.shutdown(socket.SHUT_WR)
+stream.recv(1)
+"""
+RECEIVE = """
+import socket, time
+server = socket.create_server(("", 5000))
+print("ready", flush=True)
+stream, _ = server.accept()
+began, total = time.monotonic(), 0
+while piece := stream.recv(1 << 20):
+    total += len(piece)
+print(total, time.monotonic() - began)
+"""
+
+
+def traces() -> tuple[str, str]:
+    """What hosts could leave behind on this machine, beside processes: links, mounts."""
+    links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+    return links, Path("/proc/self/mountinfo").read_text()
+
+
+def in_use(networks: Collection[str]) -> set[str]:
+    """Those of these network namespaces that any process of this machine is in."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/ns/net"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(entry))
+    return found & set(networks)
+
+
+@needs_hosts
+def test_hosts_share_files_and_the_network_and_nothing_else(tmp_path: Path) -> None:
+    before = traces()
+    with make_hosts(3, "50mbit") as made:
+        assert [host.run(["hostname"]).strip() for host in made] == ["host0", "host1", "host2"]
+        for host in made:
+            names = host.run(["getent", "ahostsv4", *(other.name for other in made)]).split()
+            assert {other.address for other in made} <= set(names)
+        (tmp_path / "file").write_text("of all")
+        assert made[1].run(["cat", str(tmp_path / "file")]) == "of all"
+        made[0].run(["sh", "-c", "echo of one > /dev/shm/found && ipcmk -Q"])
+        assert made[0].run(["ls", "/dev/shm"]) == "found\n"
+        assert made[1].run(["ls", "/dev/shm"]) == ""
+        assert not Path("/dev/shm/found").exists()
+        assert "0x" in made[0].run(["ipcs", "-q"])
+        assert "0x" not in made[1].run(["ipcs", "-q"])
+        assert listens_at_an_abstract_address(made[0], made[0])
+        assert not listens_at_an_abstract_address(made[0], made[1])
+        assert len(made[0].run(["sh", "-c", "ls -d /proc/[0-9]*"]).split()) <= 4
+        assert socket_reaches(made[2], made[1])
+        made[0].run(["sh", "-c", "(setsid sleep 0.01 &)"])  # whose end nobody waits for
+        time.sleep(0.1)
+        assert "Z" not in made[0].run(["sh", "-c", "cut -d' ' -f3 /proc/[0-9]*/stat"])
+    assert traces() == before
+
+
+def listens_at_an_abstract_address(listening: Host, connecting: Host) -> bool:
+    """Whether a UNIX socket without a file is found by another host."""
+    stream = "import socket; stream = socket.socket(socket.AF_UNIX)"
+    serve = f"{stream}; stream.bind('\\0shaped'); stream.listen(); print(1, flush=True); stream.accept()"
+    find = f"{stream}; print(stream.connect_ex('\\0shaped'))"
+    server = listening.start([sys.executable, "-S", "-c", serve], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout.readline() == "1\n"
+        return connecting.run([sys.executable, "-S", "-c", find]) == "0\n"
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def socket_reaches(source: Host, to: Host) -> bool:
+    return timed_transfer(source, to, 1000)[0] == 1000
+
+
+def timed_transfer(source: Host, to: Host, size: int) -> tuple[int, float]:
+    """(bytes received, seconds)."""
+    receiver = to.start([sys.executable, "-S", "-c", RECEIVE], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == "ready\n"
+    source.start([sys.executable, "-S", "-c", SEND, to.name, str(size)]).wait()
+    total, seconds = receiver.communicate()[0].split()
+    return int(total), float(seconds)
+
+
+@needs_hosts
+def test_a_link_is_as_slow_as_was_asked_for() -> None:
+    """At least that slow: how fast it is at most depends on the machine."""
+    size = 2_000_000
+    with make_hosts(2, "40mbit") as made:
+        (_, sent_before), (received_before, _) = made[0].bytes_moved(), made[1].bytes_moved()
+        total, seconds = timed_transfer(made[0], made[1], size)
+        sent, received = made[0].bytes_moved()[1] - sent_before, made[1].bytes_moved()[0] - received_before
+    assert total == size
+    assert seconds > 0.9 * (size - hosts.LEAST_BURST) / 40e6 * 8
+    assert size < sent < 1.1 * size
+    assert size < received < 1.1 * size
+
+
+@needs_hosts
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, *long(signal.SIGTERM, signal.SIGHUP)])
+def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signum: signal.Signals) -> None:
+    before = traces()
+    # moved: a file that is there is complete
+    program = "setsid sleep 600 & readlink /proc/self/ns/net > .$(hostname); mv .$(hostname) $(hostname); wait"
+    command = f"cd {tmp_path}; {program}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.hosts", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", command],
+        env=environment(),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(lambda: len(list(tmp_path.glob("host*"))) == 2, process.pid)
+    networks = [path.read_text().strip() for path in tmp_path.iterdir()]
+    first_processes = children(process.pid)
+    assert len(in_use(networks)) == 2
+    assert len(first_processes) == 5  # of the bridge and of two hosts, and a program on each
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum)
+    assert (err == "") == (signum == signal.SIGKILL)
+    wait_for(lambda: not in_use(networks) and not any(map(is_running, first_processes)), os.getpid())
+    assert traces() == before
+
+
+@needs_hosts
+def test_nothing_is_left_after_an_exception_and_two_do_not_collide() -> None:
+    before, networks = traces(), []
+
+    def fail() -> None:
+        with make_hosts(2) as first, make_hosts(2) as second:
+            assert {host.address for host in first} == {host.address for host in second}
+            assert timed_transfer(first[0], first[1], 10)[0] == timed_transfer(second[0], second[1], 20)[0] - 10
+            networks.extend(os.readlink(f"/proc/{host.namespaces.pid}/ns/net") for host in (*first, *second))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(set(networks)) == 4
+    assert not in_use(networks)
+    assert traces() == before
+
+
+def test_what_cannot_be_made_is_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*arguments: str) -> str:
+        assert hosts.main([*arguments, "--", "true"]) == USAGE
+        return capsys.readouterr().err
+
+    assert "'100mb' is not a number with kbit, mbit or gbit" in said("--rate", "100mb")
+    assert "'0mbit'" in said("--rate", "0mbit")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        assert said() == "hosts: hosts need root (network, mount and process namespaces): run it with sudo\n"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "_has_capability", lambda number: number != 21)
+        assert "the capabilities net_admin and sys_admin" in said()
+    monkeypatch.setattr(hosts, "_has_capability", lambda number: True)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: None if name in ("ip", "tc") else name)
+    assert "hosts need ip and tc: install iproute2" in said()
+
+
+def test_a_bucket_holds_a_large_packet_and_a_millisecond() -> None:
+    assert tbf("10mbit")[:5] == ["tbf", "rate", "10mbit", "burst", "65536"]
+    assert tbf("2.5gbit")[:5] == ["tbf", "rate", "2.5gbit", "burst", "312500"]
