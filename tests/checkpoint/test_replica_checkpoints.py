@@ -197,7 +197,7 @@ def looks_at(rank: int, path: Path, config: dict[str, Any]) -> tuple[State, list
 AFFINE = ("norm.weight", "norm.bias")
 
 
-@pytest.mark.parametrize("name", but(("d-psgd", "local_sgd", "slowmo"), STRATEGIES))
+@pytest.mark.parametrize("name", but(("d-psgd", "local_sgd", "diloco", "slowmo"), STRATEGIES))
 def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: str, tmp_path: Path) -> None:
     ranks = run_ranks(3, goes_on, tmp_path, name, with_context=False)
     states, path = [state for state, _, _ in ranks], tmp_path / name / folder_name_of(3)
