@@ -14,16 +14,18 @@ def largest_lead(
 ) -> int:
     """By how many completed steps one replica can be ahead of another.
 
-    Who mixes synchronously sends the messages of step t, and completes step t + k (k = ``overlap``) when it has those
-    that its sources sent at step t. So what replica j does not send from step s on holds others up:
+    Who mixes synchronously sends the messages of step t before it completes that step, and completes step t + k (k =
+    ``overlap``) when it has those that its sources sent at step t. So what replica j does not send from step s on holds
+    others up:
 
         first(j) = s;     first(i) = u + k + 1 for the first step u >= first(l) in which some l sends to i
 
-    first(i) being the first step whose messages i does not send, since it does not complete step u + k. The lead of i
-    over j is the u + k steps that it completed less the s of j; the largest over all s, i and j is the answer: the
-    longest of the shortest paths in time. It is reached when all but j are as fast as they can be.
+    first(i) being the first step whose messages i does not send, since it does not complete step u + k. When j has sent
+    the messages of step s - 1 and has not completed that step, i is u + k - (s - 1) ahead. The largest over all s, i
+    and j, the longest of the shortest paths in time and one, is the answer.
 
-    The same paths carry news: what j says in its messages from step s on, all know when they complete step s + lead.
+    The same paths carry news: what j says in its messages from step s on, all know when they complete step
+    s - 1 + lead. So who has just completed step t can name step t + lead for all to stop after.
 
     Args:
         matrix_of: the matrix of a step.
@@ -48,7 +50,7 @@ def largest_lead(
                 new = (first[source] <= step) & (first[to] > step + overlap + 1)
                 if new.any():
                     first[to][new] = step + overlap + 1
-                    largest = max(largest, step + overlap - start)
+                    largest = max(largest, step + overlap - (start - 1))
                     reached = True
             step, quiet = step + 1, 0 if reached else quiet + 1
             if quiet > 2 * period + overlap:

@@ -10,8 +10,12 @@ import pytest
 from helpers.gossip import (
     ADAMW,
     SGD,
+    WIDTH,
+    Flat,
     Matrices,
+    Quadratic,
     Run,
+    Simulated,
     irregular,
     loss_of,
     optimizer_state,
@@ -23,6 +27,7 @@ from helpers.gossip import (
 from torch import nn
 
 from colossus.graphs.graph import make_graph
+from colossus.graphs.peers import parse_peers
 
 STEPS, REPLICAS, CLIP = 7, 3, 0.4
 MIXED = dict(mix_optimizer_state=True)
@@ -34,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float | None, dict[str, A
     "overlap 3": (dict(type="sgp", graph=IRREGULAR, overlap=3), SGD, None, dict(overlap=3)),
     "regular, overlap 1": (dict(type="sgp", overlap=1), SGD, None, dict(overlap=1)),
     "exponential": (dict(type="sgp"), ADAMW, None, {}),
+    "schedule": (dict(type="sgp", peers={0: 1, 3: 2, 5: 1}, overlap=2), SGD, CLIP, dict(overlap=2)),
     "d-psgd": (dict(type="d-psgd"), SGD, CLIP, dict(combines_first=True)),
     "d-psgd, AdamW": (dict(type="d-psgd", graph="complete"), ADAMW, None, dict(combines_first=True)),
     "d-psgd, adapted first": (dict(type="d-psgd", order="adapt_then_combine"), SGD, CLIP, {}),
@@ -66,13 +72,16 @@ def runs() -> dict[str, list[Run]]:
     return run_cases(REPLICAS, cases)
 
 
+@cache
+def simulated(name: str) -> Simulated:
+    strategy, optimizer, clip, more = CASES[name]
+    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
+    return simulate(begun(), lambda step: graph.at(step).matrix, REPLICAS, STEPS, optimizer, loss_of, clip=clip, **more)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_replica_is_the_dense_simulation(name: str) -> None:
-    strategy, optimizer, clip, more = CASES[name]
-    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS)
-    wanted = simulate(
-        begun(), lambda step: graph.at(step).matrix, REPLICAS, STEPS, optimizer, loss_of, clip=clip, **more
-    )
+    wanted, more = simulated(name), CASES[name][3]
     for index, run in enumerate(runs()[name]):
         for step in range(STEPS):
             if (step, index) != more.get("skips"):
@@ -89,6 +98,69 @@ def test_every_replica_is_the_dense_simulation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_weights_of_all_replicas_and_messages_sum_to_their_number(name: str) -> None:
+def test_sums_change_by_the_updates_alone(name: str) -> None:
+    """Of x by the updates of all replicas, of w not at all, with what is in flight."""
+    wanted = simulated(name)
     for run in runs()[name]:
         np.testing.assert_allclose(run.total_w, REPLICAS, rtol=1e-14)
+        np.testing.assert_allclose(run.total_x, wanted.totals, rtol=1e-12, atol=1e-12)
+
+
+# -- what it equals -------------------------------------------------------------------------------------------
+
+PLAIN = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.03)
+SLOW = dict(type="SGD", lr=1e-9, weight_decay=0.0)
+FOUR = 4
+MIXES = dict(model=Flat, is_apart=True, totals=True)
+FACTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
+    "all_reduce": (dict(type="all_reduce"), PLAIN, 8, dict(is_even=True)),
+    "complete": (dict(type="sgp", graph="complete"), PLAIN, 8, dict(is_even=True)),
+    "of quadratics": (dict(type="all_reduce"), PLAIN, 8, dict(model=Quadratic)),
+    "sgp": (dict(type="sgp"), PLAIN, 8, dict(model=Quadratic, totals=True)),
+    "d-psgd": (dict(type="d-psgd", graph="ring"), PLAIN, 8, dict(model=Quadratic, totals=True)),
+    "adapted": (dict(type="d-psgd", order="adapt_then_combine"), PLAIN, 8, dict(model=Quadratic, totals=True)),
+    "exponential": (dict(type="sgp"), SLOW, 2, MIXES),
+    "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR))), SLOW, 36, MIXES),
+    "in flight": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), overlap=2), SLOW, 60, MIXES),
+    "schedule": (dict(type="sgp", peers={0: 1, 5: 3, 9: 2}, overlap=2), SLOW, 36, MIXES),
+}
+
+
+@cache
+def facts() -> dict[str, list[Run]]:
+    return run_cases(
+        FOUR,
+        {
+            name: (settings_of(strategy, FOUR, optimizer), steps, more)
+            for name, (strategy, optimizer, steps, more) in FACTS.items()
+        },
+    )
+
+
+def test_a_complete_graph_is_all_reduce() -> None:
+    """SGD with momentum and weight decay, as many samples in all replicas, nothing clipped."""
+    for run, reference in zip(facts()["complete"], facts()["all_reduce"], strict=True):
+        np.testing.assert_allclose(run.z, reference.z, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["sgp", "d-psgd", "adapted"])
+def test_the_mean_follows_all_reduce_where_curvature_is_the_same(name: str) -> None:
+    mixed, reference = facts()[name], facts()["of quadratics"][0]
+    np.testing.assert_allclose(np.array(mixed[0].total_x) / FOUR, reference.z, rtol=1e-12, atol=1e-13)
+    assert np.abs(mixed[0].z[-1] - reference.z[-1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["exponential", "irregular", "in flight", "schedule"])
+def test_mixing_alone_finds_the_mean(name: str) -> None:
+    """By z = x / w; where w is not 1 x itself is elsewhere. The exponential graph is through in log2(4) steps."""
+    of_all = facts()[name]
+    mean = np.mean([np.linspace(-1, 1, WIDTH).tolist() + [0.25]], axis=0) + (FOUR - 1) / 2
+    for run in of_all:
+        np.testing.assert_allclose(
+            run.total_x, np.broadcast_to(mean * FOUR, (len(run.total_x), len(mean))), rtol=1e-13, atol=1e-13
+        )
+        np.testing.assert_allclose(run.total_w, FOUR, rtol=1e-14)
+        is_biased = name != "exponential"
+        np.testing.assert_allclose(run.z[-1], mean, rtol=1e-14, atol=2e-3 if is_biased else 0.0)
+        assert (np.abs(run.z[-1] * run.weights[-1] - mean).max() > 0.05) == is_biased
+        assert (run.weights[-1] != 1.0) == is_biased

@@ -89,6 +89,8 @@ class Simulated:
     weights: list[np.ndarray] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     norms: list[list[float]] = field(default_factory=list)
+    #: what all replicas began with, and all updates since, summed
+    totals: list[np.ndarray] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     models: list[nn.Module] = field(default_factory=list)
 
@@ -119,7 +121,7 @@ def simulate(
     params = [[param for param in each.parameters() if param.requires_grad] for each in made.models]
     made.optimizers = [getattr(torch.optim, optimizer["type"])(of, **options) for of in params]
     x, w = np.stack([_flat(of) for of in params]), np.ones(replicas)
-    z = x.copy()
+    z, all_x = x.copy(), x.sum(0)
     sent: list[tuple[np.ndarray, np.ndarray, list[dict[Any, np.ndarray]]]] = []
     for step in range(steps):
         update, losses, norms = [], [], []
@@ -151,6 +153,8 @@ def simulate(
         z = x / w[:, None]
         for index, of in enumerate(params):
             _unflat(z[index], of)
+        all_x = all_x + np.sum(update, axis=0)
+        made.totals.append(all_x)
         made.z.append(z.copy())
         made.weights.append(w.copy())
         made.losses.append(losses)
@@ -243,18 +247,55 @@ def settings_of(strategy: dict[str, Any], replicas: int, optimizer: dict[str, An
     )
 
 
+class Quadratic(nn.Module):
+    """A parabola around each sample: the same curvature for all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.center, self.other = nn.Parameter(torch.linspace(-1, 1, WIDTH)), nn.Parameter(torch.tensor(0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.center * 1.7 + self.other - x
+
+
+class Flat(Quadratic):
+    """No gradient at all: mixing alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.0
+
+
+def squares(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return 0.5 * outputs.square().sum(), torch.tensor(float(len(outputs)))
+
+
+#: how losses are made of what the models give
+LOSSES: dict[type[nn.Module], Any] = {Net: classify, Quadratic: squares, Flat: squares}
+
+
 def train(
     settings: dict[str, Any],
     steps: int,
     *,
+    model: type[nn.Module] = Net,
     is_even: bool = False,
+    is_apart: bool = False,
     totals: bool = False,
     fails: tuple[int, int] | None = None,
 ) -> Run:
-    """Body of a rank. In the step of the replica that ``fails`` names the loss is not finite."""
-    engine = colossus.initialize(settings, model=Net, loss_fn=classify)
+    """Body of a rank.
+
+    Args:
+        is_even: all replicas have as many samples that count.
+        is_apart: replica i begins with i added to all numbers.
+        fails: a step and a replica whose loss is not finite.
+    """
+    engine = colossus.initialize(settings, model=model, loss_fn=LOSSES[model])
     run, strategy, group = Run(), engine.strategy, engine.context.group("data")
     params = [param for param in engine.model.parameters() if param.requires_grad]
+    if is_apart:
+        with torch.no_grad():
+            torch._foreach_add_(params, float(group.index))
     for step in range(steps):
         batch = part_of(step, group.index, is_even=is_even)
         if (step, group.index) == fails:

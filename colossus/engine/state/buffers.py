@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.checkpoint.entries import Entry
 from colossus.checkpoint.errors import CheckpointError
@@ -26,18 +26,20 @@ def checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
 
 
 def held_buffers(
-    buffers: Mapping[str, Entry], rank: int, of_ranks: Sequence[Mapping[str, int]]
+    buffers: Mapping[str, Entry], rank: int, of_ranks: Sequence[Mapping[str, int]], means: Mapping[int, Tensor]
 ) -> Iterator[HeldTensor]:
     """The buffers under their names as the first rank has them; those of ranks that differ under names of their own.
 
     Args:
         of_ranks: checksums.
+        means: over replicas, by id of the buffer: it takes the place of the first rank's.
     """
     for name, entry in buffers.items():
         first = next(each for each, theirs in enumerate(of_ranks) if name in theirs)
+        mean = means.get(id(entry.held))
         if rank == first:
-            yield HeldTensor.whole(f"model/{name}", entry.held)  # type: ignore[arg-type]
-        elif of_ranks[rank][name] != of_ranks[first][name]:
+            yield HeldTensor.whole(f"model/{name}", entry.held if mean is None else mean)  # type: ignore[arg-type]
+        if mean is not None or of_ranks[rank][name] != of_ranks[first][name]:
             yield HeldTensor.whole(own_key(rank, name), entry.held)  # type: ignore[arg-type]
 
 

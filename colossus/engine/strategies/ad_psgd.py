@@ -28,8 +28,9 @@ class ADPSGD(PerReplica):
     Not reproducible: who averages with whom in which order depends on who is how fast.
 
     Attributes:
-        record: what this replica does, in order, where it is a list (on its first rank): ("begin", number, passive,
-            step), ("apply", number, step), ("answer", active, number), ("boundary",). Steps are those completed.
+        record: what this replica does, in order, where it is a list (on its first rank): ("step", completed) once its
+            own update is made; ("begin", passive, number), ("apply", passive, number) of an active one; ("answer",
+            active, number), and ("boundary",) where it adds what it has answered, of a passive one.
     """
 
     options: ADPSGDOptions
@@ -80,6 +81,7 @@ class ADPSGD(PerReplica):
             return
         self._completed, self._numbers = step + 1, {}
         self._require_alive()
+        self._note("step", self._completed)
         if self.answers is not None:
             self._pass_boundary()
         else:
@@ -104,7 +106,7 @@ class ADPSGD(PerReplica):
             return
         self._apply_answer()
         exchange = self.active.begin(self._completed)
-        self._note("begin", exchange.number, exchange.passive, exchange.step)
+        self._note("begin", exchange.passive, exchange.number)
         data = self.links.buffer(self.vector.nbytes)
         self.vector.pack(data)
         self.links.send(exchange.passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
@@ -119,7 +121,7 @@ class ADPSGD(PerReplica):
         message = self.links.receive(exchange.passive, ANSWER, exchange.number)
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
-        self._note("apply", exchange.number, self._completed)
+        self._note("apply", exchange.passive, exchange.number)
         self._numbers = {"exchanges": 1.0, "staleness": float(self._completed - exchange.step)}
 
     @property

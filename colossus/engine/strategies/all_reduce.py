@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
@@ -22,7 +28,11 @@ class AllReduce(Strategy):
 
     def make_reduction(self) -> GradientReduction:
         """What sums the gradients of a step."""
-        return GradientReduction(self.parts, self.summed_axes)
+        return GradientReduction(self.parts, self.summed_axes, self.sum_of)
+
+    def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
+        """How the gradients of a bucket are summed over these axes."""
+        return FlatSum(self.parts.context.group(axes))
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
