@@ -88,6 +88,8 @@ class Deaths:
             The ranks of this node that are to be ended: those of replicas that are lost.
         """
         self._hear()
+        if self.verdict is not None:
+            return []
         for name, ranks in gone:
             replicas = sorted({self._replica(rank) for rank in ranks} - self._lost_replicas)
             if replicas and not self._refuse(replicas):
