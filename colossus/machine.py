@@ -36,6 +36,16 @@ def loopback_interface() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
+def host_id() -> str:
+    """The same for processes of one host: its name, its boot, and where there are such the network namespace."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return " ".join(parts)
+
+
 def interface_address(name: str) -> str | None:
     """The IPv4 address of a network interface, None when it has none (or the system is not Linux)."""
     if sys.platform != "linux":

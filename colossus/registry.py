@@ -184,6 +184,7 @@ STRATEGIES = Registry(
         "all_reduce": "colossus.engine.strategies.all_reduce:AllReduce",
         "d-psgd": "colossus.engine.strategies.d_psgd:DPSGD",
         "diloco": "colossus.engine.strategies.diloco:DiLoCo",
+        "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
         "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
@@ -196,7 +197,9 @@ STRATEGY_OPTIONS = Registry(
     {
         "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
         "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
+        "all_reduce": "colossus.engine.strategies.options.exact:AllReduceOptions",
         "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
+        "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
         "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
         "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",

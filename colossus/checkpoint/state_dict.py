@@ -25,6 +25,9 @@ def full_state_dict(
     is there under each of its names, one tensor, as in ``torch.nn.Module.state_dict``, also where stages of a pipeline
     share it; a gradient, as in ``named_parameters``, under its first.
 
+    Of replicas with parameters of their own (gossip, local steps) each rank gets its own replica's: call it inside of
+    ``with engine.strategy.export():`` for those that all are to have.
+
     Args:
         aliases: False leaves out the names of tied parameters and buffers but for the first.
 

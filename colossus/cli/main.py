@@ -15,7 +15,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.cli import checkpoint, compare_parser, evaluate_parser, generate_parser
 from colossus.cli.named_run import path_of
 from colossus.cli.parsers import COMMANDS, EXIT_CODES, SUMMARY, make_parser
-from colossus.cli.show import join_timeline, render, render_timeline
+from colossus.cli.show import join_pictures, render, render_timeline
 from colossus.config import Config, ConfigError, as_dict, as_source, load_config
 from colossus.registry import nearest
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "checkpoint":
         return _stoppable(lambda: checkpoint.run(given[1:]))
     try:
-        rest = join_timeline(given[1:]) if command == "show" else given[1:]
+        rest = join_pictures(given[1:]) if command == "show" else given[1:]
         own = {"generate": generate_parser, "evaluate": evaluate_parser, "compare": compare_parser}
         parser = own[command].make_parser() if command in own else make_parser(command)
         arguments = parser.parse_intermixed_args(rest)
@@ -86,7 +86,10 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
-    if arguments.timeline is None:
+    if arguments.graph is not None:
+        graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
+        print(graphs.render_graph(config, arguments.graph))
+    elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:
         print(render_timeline(config, shutil.get_terminal_size((100, 24)).columns, arguments.timeline))

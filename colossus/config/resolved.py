@@ -61,6 +61,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # an array of numpy
+        return _plain(value.tolist())
     if isinstance(value, functools.partial):
         return f"functools.partial({_plain(value.func)})"
     if callable(value) and hasattr(value, "__qualname__"):

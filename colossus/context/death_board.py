@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from torch import distributed as dist
+
 #: environment variable of ranks whose launcher goes on without replicas that die: host:port of the store
 DEATH_STORE = "COLOSSUS_DEATH_STORE"
 OPEN = "open"
@@ -123,8 +125,6 @@ class DeathBoard:
 
 def connect(address: str, timeout: timedelta) -> DeathBoard:
     """The board in the store at ``host:port``, on a connection of its own."""
-    from torch import distributed as dist
-
     host, _, port = address.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
     return DeathBoard(dist.PrefixStore("colossus/deaths", store))

@@ -197,15 +197,17 @@ class ParallelContext:
                 process_group = self._connect(names, ranks)
         return AxisGroup(names, ranks, ranks.index(self.rank), process_group)
 
-    def subgroup(self, axis: str, indices: Sequence[int]) -> AxisGroup:
-        """A group of some ranks along one axis, by their indices on it, this rank among them. All of them must ask."""
-        key: tuple[str | int, ...] = (axis, *indices)
+    def subgroup(self, axes: Axes, indices: Sequence[int]) -> AxisGroup:
+        """A group of some ranks along an axis or several, by their indices in the group over these, this rank among
+        them. All of them must ask."""
+        names = self.grid.axes(axes)
+        key: tuple[str | int, ...] = (*names, *indices)
         group = self._groups.get(key)
         if group is None:
-            along_axis = self.grid.group(self.rank, axis)
-            ranks = tuple(along_axis[index] for index in indices if along_axis[index] in self.ranks)
-            process_group = self._connect((axis,), ranks) if len(ranks) > 1 else None
-            group = self._groups[key] = AxisGroup((axis,), ranks, ranks.index(self.rank), process_group)
+            along_axes = self.grid.group(self.rank, names)
+            ranks = tuple(along_axes[index] for index in indices if along_axes[index] in self.ranks)
+            process_group = self._connect(names, ranks) if len(ranks) > 1 else None
+            group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
         return group
 
     def leave_out(self, dead: Collection[int]) -> list[AxisGroup]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
@@ -23,7 +24,7 @@ class FitSummary:
     Attributes:
         steps: optimizer steps completed since the beginning of the run.
         reason: ``finished`` (``train.steps`` reached) or ``stopped`` (``engine.request_stop`` on any rank).
-        loss: training loss of the last step, None when no step ran.
+        loss: training loss of the last step, of all replicas, None when no step ran.
         validation_loss: of the last evaluation, None when there was none.
         stop_signal: number of the signal to any rank that stopped it, None when none did.
     """
@@ -94,8 +95,16 @@ def fit(engine: Engine, hooks: Sequence[Hook] = ()) -> FitSummary:
     finally:
         engine.withdraw_stop()  # a later call is not meant
     reason: Literal["finished", "stopped"] = "finished" if completed >= steps else "stopped"
-    loss = result.loss if result is not None else None
+    loss = _loss_of_all(engine, result) if result is not None else None
     return FitSummary(completed, reason, loss, evaluations.last_loss, stop_signal)
+
+
+def _loss_of_all(engine: Engine, result: StepResult) -> float:
+    """The loss of the last step, which is the replica's own where a stop has made it the last."""
+    if result.replica is None:
+        return result.loss
+    engine.strategy.meet()
+    return result.of_all_replicas(engine.strategy.sum_over_replicas).loss
 
 
 class DueEvaluations(Hook):

@@ -41,7 +41,8 @@ class OptimizerStep:
         self.learning_rate, self.loss_scaler = LearningRate(config, optimizer), loss_scaler
         self._clip_value = config.train.clip_grad_value
         self._late_stops = LateValue()
-        self._replica = strategy.parts.context.index("data")
+        context = strategy.parts.context
+        self._replica, self._num_replicas = context.index("data"), context.size("data")
 
     def run(
         self, step: int, totals: StepTotals, stop: float, mark: Tensor | None, before_update: Callable[[], None]
@@ -72,6 +73,10 @@ class OptimizerStep:
             stops = strategy.agree_on_stop(step, self._late_stops.push(own[3]) or 0.0)
             if scaler is not None:
                 scaler.update(found_inf, own[1])
+        is_own = not strategy.is_summed(step)
+        if is_own and self._reduction.group_names:  # norms of groups are shares of their mean over replicas
+            numbers = numbers.clone()
+            numbers[-len(self._reduction.group_names) :] *= self._num_replicas
         torch.clear_autocast_cache()  # an outer block would keep casts of the weights from before the step
         return StepResult(
             step + 1,
@@ -83,5 +88,6 @@ class OptimizerStep:
             skipped=False if found_inf is None else found_inf,
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
-            replica=None if strategy.is_summed(step) else self._replica,
+            replica=self._replica if is_own else None,
+            own_tokens=None if strategy.exact or self._num_replicas == 1 else own[1],
         )

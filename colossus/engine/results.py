@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,11 @@ from colossus.engine.stop_request import signal_of
 
 
 class StepResult:
-    """Result of one optimizer step; the same on all ranks, or on those of a replica (``replica``).
+    """Result of one optimizer step; the same on all ranks, or on those of a replica (``replica``): then what is said
+    here of the global batch is of the replica's part of it.
+
+    Under an inexact strategy gradients are divided, and clipped, by the count and the norm of the replica; the norm of
+    a result of all replicas is the mean of theirs.
 
     The numbers stay on the device until they are first read: a loop that does not read them does not wait for it.
 
@@ -32,6 +37,7 @@ class StepResult:
         skipped: whether the step changed nothing.
         num_skipped: steps that did not, so far.
         loss_scale: of the mean loss in this step.
+        own_tokens: of the replica alone, where replicas count for themselves.
     """
 
     def __init__(
@@ -47,8 +53,10 @@ class StepResult:
         num_skipped: Tensor | int = 0,
         loss_scale: Tensor | None = None,
         replica: int | None = None,
+        own_tokens: Tensor | None = None,
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
+        self._own_tokens = own_tokens
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
         self._require_zero, self._groups = require_zero, groups
@@ -68,6 +76,21 @@ class StepResult:
     def tokens(self) -> int:
         """Valid tokens of the global batch."""
         return round(self._numbers[1])
+
+    @property
+    def replica_tokens(self) -> int | None:
+        """Those of this rank's replica, under an inexact strategy; None where nobody counts them alone."""
+        return None if self._own_tokens is None else round(self._own_tokens.item())
+
+    def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
+        """The same with the numbers of all replicas. Collective over data.
+
+        Args:
+            add: `Strategy.sum_over_replicas`.
+        """
+        result = copy.copy(self)
+        result.replica, result._device_numbers, result._read = None, add(self._device_numbers), None
+        return result
 
     @property
     def loss(self) -> float:
@@ -103,7 +126,8 @@ class StepResult:
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"
-        return f"StepResult(step={self.step}, {numbers})"
+        whose = "" if self.replica is None else f", replica={self.replica}"
+        return f"StepResult(step={self.step}, {numbers}{whose})"
 
 
 @dataclass(frozen=True)

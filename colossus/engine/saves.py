@@ -83,6 +83,7 @@ class Saves:
 
     def save(self, *, background: bool) -> Save:
         self.require_between_steps("saved")
+        self._engine.strategy.meet()
         if self._save is not None:
             self._settle()
         began = time.perf_counter()
@@ -112,6 +113,7 @@ class Saves:
         if self._save is not None and (is_due or self._save.is_done):
             self._settle(is_raised=is_due and stops)
         if is_due:
+            self._engine.strategy.meet()
             if stops:
                 self._raise_failed()
             if not self._is_saved():
@@ -201,6 +203,11 @@ class Saves:
     @contextlib.contextmanager
     def during_step(self) -> Iterator[None]:
         """Around a train step."""
+        if self._engine.strategy.is_averaged:
+            raise RuntimeError(
+                "a step cannot be trained inside of strategy.evaluation() or export(): the parameters are the average "
+                "of the replicas there, and the replica's own come back at its end; leave that block first"
+            )
         self.name_latest()
         self._state.hook_states.forget_untaken()
         self.is_in_step = True
@@ -217,6 +224,11 @@ class Saves:
             raise CheckpointError(
                 f"a checkpoint cannot be {what} inside of a train step: weights, optimizer and place in the data are "
                 f"of different steps there; do it after engine.train_step, or in a hook's on_step_end"
+            )
+        if self._engine.strategy.is_averaged:
+            raise CheckpointError(
+                f"a checkpoint cannot be {what} inside of strategy.evaluation() or export(): the parameters are the "
+                f"average of the replicas there, not each replica's own; leave that block first"
             )
 
     def goes_on_from(self, found: Path) -> None:

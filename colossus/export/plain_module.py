@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from colossus.checkpoint.exported import exported
 from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
@@ -50,6 +51,8 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
     Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
     alone, and the others hold one whole parameter at a time.
 
+    Of replicas with parameters of their own it is the average, or (``evaluate="own"`` of the strategy) the first's.
+
     Args:
         everywhere: give the model on every rank; else on rank 0, and None on the others.
 
@@ -59,7 +62,11 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
     Raises:
         ValueError: on all ranks, for a layer that has no plain counterpart.
     """
-    model, context = engine.model, engine.context
+    with exported(engine):
+        return _plain(engine.model, engine.context, everywhere=everywhere)
+
+
+def _plain(model: nn.Module, context: ParallelContext, *, everywhere: bool) -> nn.Module | None:
     told = _tell_stages(model, context)
     copied = _Copy(model, context, told).make()
     if everywhere:

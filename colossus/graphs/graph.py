@@ -104,8 +104,8 @@ class Graph:
         return Graph(self.family, replicas, fitted)
 
     def largest_lead(self, overlap: int = 0) -> int:
-        """By how many completed steps one replica can be ahead of another, and after how many steps all know what one
-        says; see `lead.largest_lead`."""
+        """By how many completed steps one replica can be ahead of another; what one says after step t in all its
+        messages from then on, all know when they complete step t + lead. See `lead.largest_lead`."""
         if self.replicas == 1:
             return 0
         longest = max(phase.period for phase in self.phases)

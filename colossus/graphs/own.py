@@ -12,7 +12,8 @@ from colossus.graphs.family import GraphFamily, Sends
 
 #: steps within which a period that is not declared is looked for: it must be seen twice
 _WINDOW = 256
-#: steps far ahead at which a function is asked, too, whether it still repeats
+#: steps far ahead from which on a function is asked, too, whether it still repeats, and for how many steps
+_FAR_STEPS = 16
 _FAR = [1 << power for power in range(9, 21)]
 
 
@@ -130,7 +131,7 @@ class OwnFunction(_Own):
                     f"{self._name}: it does not repeat within {window // 2} steps; a longer period is declared: "
                     f"graph = dict(type={self._name}, period=...)"
                 )
-        for step in _FAR:
+        for step in (start + number for start in _FAR for number in range(min(period, _FAR_STEPS))):
             if not _same(self.matrix(replicas, step, peers), matrices[step % period]):
                 raise ValueError(
                     f"{self._name}: its matrices repeat after {period} steps at first, but that of step {step} differs "

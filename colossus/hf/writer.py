@@ -16,6 +16,7 @@ from colossus.checkpoint.cast import require_finite
 from colossus.checkpoint.companions import GENERATION, TOKEN_IDS, Companions, write_companions
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.exported import exported
 from colossus.checkpoint.new_folder import new_folder, require_new
 from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
@@ -78,6 +79,8 @@ def save(
 
     Collective: all ranks call, rank 0 writes. It holds one tensor of theirs and one parameter of ours at a time.
 
+    Of replicas with parameters of their own it is the average, or (``evaluate="own"`` of the strategy) the first's.
+
     Args:
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
@@ -92,7 +95,21 @@ def save(
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
             it cannot be written, or there is nothing like that.
     """
-    target, context = Path(target).expanduser(), engine.context
+    target = Path(target).expanduser()
+    with exported(engine):
+        _save(engine, target, dtype, max_shard_bytes, like, on_tensor)
+    return target
+
+
+def _save(
+    engine: Trained,
+    target: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    like: Path | str | None,
+    on_tensor: Callable[[int], None],
+) -> None:
+    context = engine.context
     world = context.group(context.grid.names)
     known = whole_tensors(engine.model, context)
     options = getattr(engine.model, "options", None)
@@ -119,7 +136,6 @@ def save(
                 pass
 
     on_all_ranks(world, write, tells_ranks=False)
-    return target
 
 
 def plan_folder(

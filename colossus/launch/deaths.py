@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from colossus.context.death_board import DeathBoard
 from colossus.context.grid import RankGrid
 from colossus.launch import causes
 from colossus.launch.causes import RankExit
 from colossus.launch.failure import FailureRecord
+
+if TYPE_CHECKING:
+    from colossus.context.death_board import DeathBoard
 
 FILE = "deaths.json"
 """In the run folder: the replicas that the run went on without."""
@@ -86,6 +88,8 @@ class Deaths:
             The ranks of this node that are to be ended: those of replicas that are lost.
         """
         self._hear()
+        if self.verdict is not None:
+            return []
         for name, ranks in gone:
             replicas = sorted({self._replica(rank) for rank in ranks} - self._lost_replicas)
             if replicas and not self._refuse(replicas):
@@ -197,6 +201,15 @@ class Deaths:
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     (folder / FILE).write_text(json.dumps(list(rows), indent=2) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What `write` has written, nothing where no replica has died."""
+    try:
+        rows = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return rows if isinstance(rows, list) else []
 
 
 def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: int | None) -> str:

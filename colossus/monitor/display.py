@@ -34,7 +34,8 @@ def make_display(folder: Path, stream: TextIO | None = None) -> Display:
 class Display(Hook):
     """Collects the numbers to show; only the logging rank shows them.
 
-    Speeds are averages since the last line (plain) or over the last steps (live), without evaluations.
+    Speeds are averages since the last line (plain) or over the last steps (live), without evaluations. Where replicas
+    do not wait for each other speed and MFU are of one, and say so, as does a loss that is its own.
     """
 
     def __init__(self, folder: Path, stream: TextIO) -> None:
@@ -46,6 +47,8 @@ class Display(Hook):
         self.validation: dict[str, float] = {}
         self.counted = "tokens"
         self.tokens, self.seconds = 0.0, 0.0
+        #: whose speed it is, where replicas count for themselves
+        self.speed_of = ""
         self._timer = StepTimer()
         self._began = time.monotonic()
         #: steps done before this display began
@@ -60,7 +63,9 @@ class Display(Hook):
         options = model_options(engine.config)
         if options is not None:
             peak = device_peak(engine.device, engine.config.train.precision.compute)
-            self._peak = peak * engine.context.world_size if peak else None
+            counts_alone = not engine.strategy.exact and engine.context.size("data") > 1
+            num_ranks = engine.context.world_size // (engine.context.size("data") if counts_alone else 1)
+            self._peak = peak * num_ranks if peak else None
             self.counted = getattr(options, "counted", self.counted)
             flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
             self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
@@ -104,7 +109,9 @@ class Display(Hook):
         if not self.shown:  # reading a result waits for an accelerator: only one rank does
             return
         self.seconds += self._timer.stop()
-        self.tokens += result.tokens
+        own = result.replica_tokens
+        self.tokens += result.tokens if own is None else own
+        self.speed_of = "" if own is None else f" (replica {engine.context.index('data')})"
         self.result = result
         self.memory = peak_memory_bytes(engine.device)
         self.show_step(engine)
@@ -145,13 +152,14 @@ class Display(Hook):
     def fields(self) -> list[str]:
         """The numbers of the last step, one string each."""
         assert self.result is not None
-        out = [f"loss {self.result.loss:.4f}"]
+        whose = "" if self.result.replica is None else f" (replica {self.result.replica})"
+        out = [f"loss {self.result.loss:.4f}{whose}"]
         if self.validation:
             out.append(f"validation {_numbers(self.validation, '  ').removeprefix('loss ')}")
         out += [
             f"grad_norm {self.result.grad_norm:.3g}",
             f"lr {self.result.lr:.3g}",
-            f"{_thousands(self.speed)} {self.counted}/s",
+            f"{_thousands(self.speed)} {self.counted}/s{self.speed_of}",
             f"memory {gigabytes(self.memory)}",
             f"MFU {self.mfu}",
         ]
@@ -161,7 +169,7 @@ class Display(Hook):
 
     @property
     def speed(self) -> float:
-        """Tokens, or what else the loss counts, per second of all ranks."""
+        """Tokens, or what else the loss counts, per second of all ranks, or of this replica's."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property

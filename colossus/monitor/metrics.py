@@ -89,6 +89,9 @@ class Metrics(Hook):
     memory_bytes, time, and validation_loss where an evaluation followed, with ``validation_<name>`` of each of the
     model's ``eval_metrics``.
 
+    A row with ``replica`` has the loss, the norm and the tokens of that replica alone, which under an inexact strategy
+    waits for the others at some steps only; ``consensus_distance`` is there where the average of the replicas was made.
+
     With ``train.grad_norm_by_group`` a row has ``grad_norms``: parameter group of the optimizer -> norm. Where steps
     can be skipped (``train.on_nonfinite = "skip"``, fp16) it has ``skipped``, how many were so far, and under fp16
     ``loss_scale``.
@@ -157,7 +160,10 @@ class Metrics(Hook):
             "memory_bytes": peak_memory_bytes(engine.device),
             "time": time.time(),
             **engine.strategy.report(),
+            **engine.strategy.consensus(),
         }
+        if result.replica is not None:
+            self._row["replica"] = result.replica
         train = engine.config.train
         if train.grad_norm_by_group:
             self._row["grad_norms"] = result.grad_norms
@@ -175,7 +181,7 @@ class Metrics(Hook):
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         if self._row is not None:
-            self._row |= _of_evaluation(summary)
+            self._row |= {**_of_evaluation(summary), **engine.strategy.consensus()}
         elif self._file is not None:  # of a step before the run was resumed
             os.close(self._file)
             keep_rows(self._path, summary.step, _of_evaluation(summary))

@@ -9,7 +9,8 @@ from colossus.engine.hooks import Hook
 
 
 class TensorBoard(Hook):
-    """Loss, gradient norm, learning rate, validation loss and metrics, from the logging rank.
+    """Loss, gradient norm, learning rate, validation loss and metrics, from the logging rank; of steps whose numbers
+    are a replica's own under ``train/replica_<index>``.
 
     Args:
         log_dir: by default ``tensorboard`` in the run folder.
@@ -33,17 +34,22 @@ class TensorBoard(Hook):
 
     def on_step_end(self, engine: Any, result: Any) -> None:
         if self._writer is not None:
-            for name in ("loss", "grad_norm", "lr", "tokens"):
-                self._writer.add_scalar(f"train/{name}", getattr(result, name), result.step)
+            whose = "train" if result.replica is None else f"train/replica_{result.replica}"
+            for name in ("loss", "grad_norm", "tokens"):
+                self._writer.add_scalar(f"{whose}/{name}", getattr(result, name), result.step)
+            for name, number in {"lr": result.lr, **engine.strategy.consensus()}.items():
+                self._writer.add_scalar(f"train/{name}", number, result.step)
             if result.loss_scale is not None:
                 self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
             for name, norm in result.grad_norms.items():
-                self._writer.add_scalar(f"train/grad_norm/{name}", norm, result.step)
+                self._writer.add_scalar(f"{whose}/grad_norm/{name}", norm, result.step)
 
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:
             for name, mean in {"loss": summary.loss, **summary.metrics}.items():
                 self._writer.add_scalar(f"validation/{name}", mean, summary.step)
+            for name, number in engine.strategy.consensus().items():
+                self._writer.add_scalar(f"train/{name}", number, summary.step)
 
     def on_save(self, engine: Any) -> None:
         if self._writer is not None:

@@ -17,6 +17,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.manifest import read_manifest
+from colossus.engine.state.parameters import boxes_of
 from colossus.layout.layout import Box
 
 WIDTH = 1024
@@ -148,7 +149,7 @@ def test_each_byte_is_written_once_and_replicas_share(saved: Saved, plan: str) -
 def loads(rank: int, parallel: dict[str, Any], path: Path) -> dict[str, int]:
     engine = engine_of(parallel, path.parent)
     # for the test to say what must be read at most: the chunks that a box meets, whole
-    most = sum(bytes_met(path, f"{section}", box.box) for box in engine.checkpoints._state._boxes()
+    most = sum(bytes_met(path, f"{section}", box.box) for box in boxes_of(engine)
                for section in (f"model/{box.name}", f"optimizer/{box.name}/momentum_buffer"))  # fmt: skip
     told = dict(held=state_bytes(engine), most=most, read=0)
     read, system = [0], os.preadv

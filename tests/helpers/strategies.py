@@ -1,6 +1,8 @@
-"""Three small data-parallel strategies, none of them all-reduce, that stand on what the engine offers to all."""
+"""Small data-parallel strategies, none of them all-reduce, that stand on what the engine offers to all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,8 @@ from colossus.comm import collectives
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.options.base import PerReplicaOptions
+from colossus.engine.strategies.per_replica import PerReplica
 
 
 class LocalSteps(AllReduce):
@@ -26,6 +30,19 @@ class LocalSteps(AllReduce):
         group = self.parts.context.group("data")
         for param in self.store.parameters():
             param.copy_(collectives.all_reduce(param.clone(), group, owned=True).wait() / group.size)
+
+
+class Apart(PerReplica):
+    """Replicas never mix. With ``travelling`` replica i has the weight 1 + i * travelling in the average."""
+
+    def __init__(self, travelling: float = 0.0, **options: Any) -> None:
+        super().__init__(PerReplicaOptions(**options))
+        self._travelling = travelling
+
+    def share(self) -> tuple[list[Tensor], float]:
+        params, weight = super().share()
+        more = self._travelling * self.parts.context.index("data")
+        return [param + more * param for param in params], weight + more
 
 
 class Delayed(AllReduce):

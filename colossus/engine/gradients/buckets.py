@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from colossus.comm import collectives
 from colossus.comm.collectives import Pending
-from colossus.context.groups import AxisGroup
+from colossus.comm.staged import Staged
+from colossus.engine.gradients.bucket_sum import BucketSum
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -42,13 +42,13 @@ class Bucket:
 
     Args:
         params: whose gradients have one dtype.
-        group: the ranks whose gradients are summed.
+        summed: starts their sum over ranks.
         dtype: in which they are summed.
     """
 
-    def __init__(self, params: list[nn.Parameter], group: AxisGroup, dtype: torch.dtype) -> None:
+    def __init__(self, params: list[nn.Parameter], summed: BucketSum, dtype: torch.dtype) -> None:
         self.params = params
-        self.group = group
+        self._summed = summed
         self._is_cast = dtype != gradient_dtype(params[0])
         sizes = [param.numel() for param in params]
         total = sum(sizes)
@@ -91,14 +91,19 @@ class Bucket:
             self._pending = None
 
     def start(self) -> None:
-        """Start the all-reduce; a parameter without a gradient on this rank counts as zero and unused."""
+        """Start the sum; a parameter without a gradient on this rank counts as zero and unused."""
         self.flags.fill_(1.0)
         for index, view in enumerate(self.views):
             if index not in self._present:
                 view.zero_()
                 self.flags[index] = 0.0
         self._own_sum = sum_of_all(self.flat)
-        self._pending = collectives.all_reduce(self.flat, self.group, owned=True)
+        self._pending = self._summed.start(self.flat)
+
+    def advance(self) -> None:
+        """Between the buckets of a step: go on with a sum of several stages."""
+        if isinstance(self._pending, Staged):
+            self._pending.advance()
 
     def finish(self) -> None:
         """Wait for the sums, and give each parameter its own."""

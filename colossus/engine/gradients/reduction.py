@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
 from colossus.engine.gradients.buckets import LocalSum, first_of_each
 from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
@@ -28,18 +30,22 @@ class GradientReduction:
         parts: the model and what it shares with other stages.
         axes: over which gradients are summed at most: all of the context, or those inside of a replica. Of a gradient
             they are those over which it is a partial sum.
+        sum_of: how a bucket is summed over its axes; by default by one all-reduce.
     """
 
-    def __init__(self, parts: ModelParts, axes: Sequence[str]) -> None:
+    def __init__(self, parts: ModelParts, axes: Sequence[str], sum_of: SumFactory | None = None) -> None:
         context = parts.context
         self._frozen = [param for param in parts.model.parameters() if not param.requires_grad]
 
         def axes_of(param: nn.Parameter) -> tuple[str, ...]:
             return tuple(axis for axis in gradient_sum_axes(param, context) if axis in axes)
 
+        def flat_sum(params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
+            return FlatSum(context.group(axes))
+
         limit = int(parts.bucket_mb * 2**20)
         self._buckets = {
-            stage: StageBuckets(params, context, limit, axes_of, self._on_gradient)
+            stage: StageBuckets(params, context, limit, axes_of, sum_of or flat_sum, self._on_gradient)
             for stage, params in parts.parameters_by_stage.items()
         }
         self._tied = TiedGradients(parts.tied, context)

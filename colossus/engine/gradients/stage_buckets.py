@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from colossus.comm.shared_memory import SLOT_BYTES
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import agree_on_axes
+from colossus.engine.gradients.bucket_sum import SumFactory
 from colossus.engine.gradients.buckets import Bucket, LocalSum
 from colossus.layout.parameter import spec_of
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -23,6 +24,7 @@ class StageBuckets:
         params: in the order of the model.
         bucket_bytes: size of a bucket; a larger parameter has one for itself.
         axes_of: the axes over which the gradient of a parameter is summed, once they are decided.
+        sum_of: how a bucket is summed over its axes.
         on_gradient: called with each parameter when its gradient has been accumulated.
     """
 
@@ -32,10 +34,12 @@ class StageBuckets:
         context: ParallelContext,
         bucket_bytes: int,
         axes_of: Callable[[nn.Parameter], tuple[str, ...]],
+        sum_of: SumFactory,
         on_gradient: Callable[[nn.Parameter], None],
     ) -> None:
         self._params, self._context = list(params), context
-        self._bucket_bytes, self._axes_of, self._on_gradient = bucket_bytes, axes_of, on_gradient
+        self._bucket_bytes, self._axes_of, self._sum_of = bucket_bytes, axes_of, sum_of
+        self._on_gradient = on_gradient
         self._buckets: list[Bucket] | None = None
         #: id of a parameter -> index of its bucket
         self._bucket_of: dict[int, int] = {}
@@ -69,18 +73,25 @@ class StageBuckets:
             raise gradient_in_parts(param)
         self._buckets[index].take(param)
         while self._next < len(self._buckets) and self._buckets[self._next].is_full:
-            self._buckets[self._next].start()
+            self._start(self._next)
             self._next += 1
 
     def start_rest(self) -> None:
         """Start the buckets that are not full, too."""
         assert self._buckets is not None
-        for bucket in self._buckets[self._next :]:
+        for index, bucket in enumerate(self._buckets[self._next :], self._next):
             # a parameter that the last microbatch did not use may have a gradient of earlier ones
             for param in bucket.params:
                 if param.grad is not None and not bucket.holds(param):
                     bucket.take(param)
-            bucket.start()
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        """Start a bucket, and what follows for the one before."""
+        assert self._buckets is not None
+        self._buckets[index].start()
+        if index:
+            self._buckets[index - 1].advance()
 
     def finish(self) -> None:
         """Wait for the sums."""
@@ -123,7 +134,7 @@ class StageBuckets:
             if group[0].device.type == "cpu":  # a bucket and its flags have to fit a slot of shared memory
                 limit = min(limit, SLOT_BYTES - 4096 * dtype.itemsize)
             for chunk in _chunks(group, limit // dtype.itemsize):
-                buckets.append(Bucket(chunk, self._context.group(axes), dtype))
+                buckets.append(Bucket(chunk, self._sum_of(chunk, axes, dtype), dtype))
                 for param in chunk:
                     self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
         # sorted by when backward fills them

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.bucket_sum import FlatSum
 from colossus.engine.gradients.buckets import Bucket, LocalSum
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
@@ -25,7 +26,7 @@ class TiedGradients:
             if param.requires_grad:
                 by_ranks.setdefault((ranks, gradient_dtype(param)), []).append(param)
         self._buckets = [
-            Bucket(params, context.subgroup("pipeline", sorted(ranks)), context.precision.reduce_dtype(dtype))
+            Bucket(params, FlatSum(context.subgroup("pipeline", sorted(ranks))), context.precision.reduce_dtype(dtype))
             for (ranks, dtype), params in by_ranks.items()
         ]
 

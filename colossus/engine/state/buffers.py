@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.checkpoint.entries import Entry
 from colossus.checkpoint.errors import CheckpointError
@@ -26,18 +26,27 @@ def checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
 
 
 def held_buffers(
-    buffers: Mapping[str, Entry], rank: int, of_ranks: Sequence[Mapping[str, int]]
+    buffers: Mapping[str, Entry],
+    rank: int,
+    of_ranks: Sequence[Mapping[str, int]],
+    means: Mapping[int, Tensor],
+    prefix: str,
 ) -> Iterator[HeldTensor]:
     """The buffers under their names as the first rank has them; those of ranks that differ under names of their own.
 
     Args:
         of_ranks: checksums.
+        means: over replicas, by id of the buffer.
+        prefix: before the names of these; none: they take the place of the first rank's.
     """
     for name, entry in buffers.items():
         first = next(each for each, theirs in enumerate(of_ranks) if name in theirs)
-        if rank == first:
+        mean = means.get(id(entry.held))
+        if rank == first and mean is not None:
+            yield HeldTensor.whole(f"{prefix}model/{name}", mean)
+        if rank == first and (mean is None or prefix):
             yield HeldTensor.whole(f"model/{name}", entry.held)  # type: ignore[arg-type]
-        elif of_ranks[rank][name] != of_ranks[first][name]:
+        if mean is not None or of_ranks[rank][name] != of_ranks[first][name]:
             yield HeldTensor.whole(own_key(rank, name), entry.held)  # type: ignore[arg-type]
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from colossus.arithmetic import factors
 from colossus.checkpoint.companions import Companions, read_companions
@@ -22,7 +23,8 @@ from colossus.checkpoint.values import decode
 from colossus.checkpoint.writer import About
 from colossus.config import as_dict
 from colossus.config.sizes import describe_zero
-from colossus.engine.state.boxes import ParameterBox, buffers_of, parameter_boxes
+from colossus.engine.replica_average import ReplicaAverage
+from colossus.engine.state.boxes import ParameterBox, buffers_of
 from colossus.engine.state.buffers import checksums, held_buffers, persistent_names, require_no_late_buffers
 from colossus.engine.state.hook_state import EncodedState, HookStates
 from colossus.engine.state.of_ranks import own_path
@@ -34,9 +36,10 @@ from colossus.engine.state.optimizer import (
     restore,
     saved_groups,
 )
-from colossus.engine.state.per_parameter import held_of_state, read_state, require_state_fits
-from colossus.engine.state.replicas import num_replicas, replica_prefix
-from colossus.engine.state.run_state import is_first_but_along, restore_run, run_values
+from colossus.engine.state.parameters import add_parameters, boxes_of
+from colossus.engine.state.per_parameter import read_state, require_state_fits
+from colossus.engine.state.replicas import AVERAGE, Source, has_own_parameters, source_of
+from colossus.engine.state.run_state import restore_run, run_values, written_for
 from colossus.engine.state.weights import (
     known_weights,
     load_matched,
@@ -133,15 +136,13 @@ class EngineState:
 
         sums = gather_on_all_ranks(self._world, prepare)
         with as_shards(), torch.no_grad():
-            state.tensors += held_buffers(buffers, rank, [of_buffers for of_buffers, _ in sums])
-            boxes = self._boxes()
-            for box in boxes:
-                state.tensors.append(box.held(f"{self._replica()}model/{box.name}"))
+            prefix = AVERAGE if engine.strategy.evaluates == "own" else ""
+            of_ranks = [of_buffers for of_buffers, _ in sums]
+            state.tensors += held_buffers(buffers, rank, of_ranks, self._buffer_means(), prefix)
+            for box in add_parameters(state, engine):
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
             for name, entry in buffers.items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
-            for section, held in self._per_parameter().items():
-                state.tensors += held_of_state(self._replica() + section, held, boxes, state.values)
         encoded = [EncodedState.of(value, path) for path, value in (self._groups() | run_values(engine)).items()]
         (_, first), (_, mine) = sums[0], sums[rank]
         for path, each in of_hooks.items():
@@ -154,42 +155,27 @@ class EngineState:
             state.tensors += [HeldTensor.whole(key, tensor) for key, tensor in each.tensors.items()]
         return state
 
-    def _boxes(self) -> list[ParameterBox]:
-        engine = self._engine
-        elsewhere = [engine.store.stored(param) for param in engine.strategy.parts.counted_elsewhere]
-        return parameter_boxes(engine.model, engine.context, elsewhere, replicas_differ=not engine.strategy.exact)
-
     def _made_boxes(self) -> list[ParameterBox]:
-        """`_boxes` of a model that has the buffers it was made with."""
+        """The boxes of a model that has the buffers it was made with."""
         require_no_late_buffers(self._engine.model, self._buffers)
-        return self._boxes()
+        return boxes_of(self._engine)
 
-    def _replica(self) -> str:
-        """Before the keys of what belongs to a replica with parameters of its own: nothing for the first."""
-        index = self._engine.context.index("data")
-        return "" if self._engine.strategy.exact or not index else replica_prefix(index)
-
-    def _saved_replica(self, reader: CheckpointReader) -> str:
-        """Before the keys of what this rank reads: of its own replica, where as many were saved; else of the first."""
-        context = self._engine.context
-        saved, size = num_replicas(reader.manifest), context.size("data")
-        if saved == size:
-            return self._replica()
-        if saved > 1 and context.is_logging_rank:
-            log.warning("the checkpoint has %d replicas, now there are %d: all go on from the first", saved, size)
-        return ""
-
-    def _per_parameter(self) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
-        engine = self._engine
-        return {"optimizer": engine.optimizer.state, "strategy": engine.strategy.parameter_state()}
+    def _buffer_means(self) -> dict[int, Tensor]:
+        """Of buffers that differ between replicas, by id, their mean."""
+        strategy = self._engine.strategy
+        if not has_own_parameters(strategy, self._engine.context):
+            return {}
+        average = ReplicaAverage(strategy.parts, strategy.trained)
+        return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}
 
     def _groups(self) -> dict[str, Any]:
         """Of the optimizer of each pipeline stage: its kind, and the options of its groups."""
         engine = self._engine
-        if not is_first_but_along(engine, "pipeline"):
-            return {}
         return {
-            f"optimizer_groups/{engine.context.index('pipeline')}": optimizer_values(engine.optimizer, self._made),
+            f"{replica}optimizer_groups/{engine.context.index('pipeline')}": optimizer_values(
+                engine.optimizer, self._made
+            )
+            for replica in written_for(engine, "pipeline")
         }
 
     # -- taking -------------------------------------------------------------------------------------------
@@ -214,12 +200,11 @@ class EngineState:
             match = require_same_model(reader, known_weights(engine.model, boxes, context))
             # what can be found wrong is found before anything is changed
             on_all_ranks(world, lambda: self._check_values(reader))
-            require_same_optimizer(reader, saved_groups(reader), engine.optimizer, world)
-            replica = self._saved_replica(reader)
-            for section in self._per_parameter():
-                require_state_fits(replica + section, reader, boxes, world)
+            source = source_of(reader, engine.strategy, context)
+            require_same_optimizer(reader, saved_groups(reader), engine.optimizer, world, source.optimizers[0])
+            require_state_fits(source.sections, reader, boxes, world)
             beside = self._beside(reader)
-            on_all_ranks(world, lambda: self._take(reader, match, boxes, replica), _MIXED)
+            on_all_ranks(world, lambda: self._take(reader, match, boxes, source), _MIXED)
             self._loaded = beside
         torch.clear_autocast_cache()
 
@@ -240,18 +225,23 @@ class EngineState:
                     f"checkpoint"
                 ) from error
 
-    def _take(self, reader: CheckpointReader, match: WeightMatch, boxes: Sequence[ParameterBox], replica: str) -> None:
+    def _take(
+        self, reader: CheckpointReader, match: WeightMatch, boxes: Sequence[ParameterBox], source: Source
+    ) -> None:
         engine, context = self._engine, self._engine.context
         is_same_plan = self._is_same_plan(reader)
-        load_matched(reader, match, engine.model, boxes, context.rank if is_same_plan else None, replica)
+        own_rank = context.rank if is_same_plan and not source.is_average else None
+        load_matched(reader, match, engine.model, boxes, own_rank, source.model)
         trained = {id(param) for group in engine.optimizer.param_groups for param in group["params"]}
         of_trained = [box for box in boxes if id(box.parameter) in trained]
-        state = read_state(f"{replica}optimizer", reader, of_trained, engine.optimizer.state)
-        saved = saved_groups(reader)
+        sections = [f"{each}optimizer" for each in source.optimizers]
+        state = read_state(sections, reader, of_trained, engine.optimizer.state)
+        saved = saved_groups(reader, source.own)
         options = options_to_go_on(self._made, saved, tells=context.is_logging_rank)
         restore(engine.optimizer, state, options, saved.own if saved is not None else {})
-        engine.strategy.load_parameter_state(read_state(f"{replica}strategy", reader, boxes))
-        restore_run(engine, self.hook_states, reader, is_same_plan=is_same_plan)
+        of_strategy = [] if source.strategy is None else [f"{source.strategy}strategy"]
+        engine.strategy.load_parameter_state(read_state(of_strategy, reader, boxes))
+        restore_run(engine, self.hook_states, reader, source, is_same_plan=is_same_plan)
 
     def load_weights(
         self,
@@ -284,6 +274,9 @@ class EngineState:
             reader.verify(self._world, on_progress)
             beside = self._beside(reader) if only is None else self._loaded  # a part may know other tokens
             on_all_ranks(self._world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+            if not engine.strategy.exact:  # what is on its way, or an anchor, is of other weights
+                engine.strategy.load_parameter_state({})
+                engine.strategy.load_state_dict({})
             self._loaded = beside
         differ = other_functions(reader.manifest.config.get("model"), as_dict(engine.config).get("model"))
         if differ and engine.context.is_logging_rank:

@@ -127,13 +127,19 @@ class SavedGroups:
     own: Mapping[Any, Any] = field(default_factory=dict)
 
 
-def saved_groups(reader: CheckpointReader) -> SavedGroups | None:
-    """Of the first pipeline stage that has something to update; None where none was saved."""
+def saved_groups(reader: CheckpointReader, replica: str = "") -> SavedGroups | None:
+    """Of the first pipeline stage that has something to update; None where none was saved.
+
+    Args:
+        replica: before the paths of one that has an optimizer of its own.
+    """
     found = [
         decode(value, reader.tensor)
         for path, value in sorted(reader.manifest.values.items())
-        if path.startswith("optimizer_groups/")
+        if path.startswith(f"{replica}optimizer_groups/")
     ]
+    if not found and replica:
+        return saved_groups(reader)
     if not found:
         return None
     chosen = next((each for each in found if not each["is_empty"]), found[0])
@@ -141,14 +147,17 @@ def saved_groups(reader: CheckpointReader) -> SavedGroups | None:
 
 
 def require_same_optimizer(
-    reader: CheckpointReader, saved: SavedGroups | None, optimizer: Any, world: AxisGroup
+    reader: CheckpointReader, saved: SavedGroups | None, optimizer: Any, world: AxisGroup, replica: str = ""
 ) -> None:
     """That the optimizer is of the kind which was saved, where it has kept anything. Collective.
+
+    Args:
+        replica: before the keys of one that has an optimizer of its own.
 
     Raises:
         CheckpointError: on all ranks.
     """
-    kept = {name.rpartition("/")[2] for name in reader.manifest.names("optimizer")}
+    kept = {name.rpartition("/")[2] for name in reader.manifest.names(f"{replica}optimizer")}
     mine = None if is_empty(optimizer) else (kind_of(optimizer), _needs_maxima(optimizer))
     here = next((each for each in all_gather_object(mine, world) if each is not None), None)
     if saved is None or here is None or not kept:

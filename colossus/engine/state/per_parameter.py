@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from colossus.checkpoint.tensor_file import DTYPES
 from colossus.checkpoint.values import decode, encode
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
+from colossus.context.precision import LOW
 from colossus.engine.state.boxes import ParameterBox
 
 #: stored parameter -> name -> tensor of its shape, another tensor that is the same on all ranks, or a plain value
@@ -68,16 +71,19 @@ def _require_names(owner: str, of_param: Mapping[Any, Any]) -> None:
         )
 
 
-def require_state_fits(section: str, reader: CheckpointReader, boxes: Sequence[ParameterBox], world: AxisGroup) -> None:
+def require_state_fits(
+    sections: Iterable[str], reader: CheckpointReader, boxes: Sequence[ParameterBox], world: AxisGroup
+) -> None:
     """That this rank's boxes of the parameters say what their boxes of the state are. Collective.
 
     Raises:
         CheckpointError: on all ranks, for a tensor that is neither of the shape of its parameter nor without dims,
             where a rank has a part of the parameter.
     """
-    entries, problem = _entries(section, reader), None
-    for box in boxes:
-        for entry in entries.get(box.name, ()):
+    problem = None
+    entries = {section: _entries(section, reader) for section in sections}
+    for section, box in product(entries, boxes):
+        for entry in entries[section].get(box.name, ()):
             key = f"{section}/{box.name}/{entry}"
             shape = reader.manifest.tensors[key].shape
             if shape not in ((), box.logical.shape) and box.logical.layout.shard_axes:
@@ -101,7 +107,7 @@ def _entries(section: str, reader: CheckpointReader) -> dict[str, list[str]]:
 
 
 def read_state(
-    section: str,
+    sections: Sequence[str],
     reader: CheckpointReader,
     boxes: Sequence[ParameterBox],
     existing: Mapping[Any, Mapping[str, Any]] | None = None,
@@ -112,27 +118,44 @@ def read_state(
     it. Entries that the checkpoint does not have are as if the parameter had never been updated.
 
     Args:
+        sections: those of several replicas become one: floating tensors of the shape of their parameter are averaged,
+            over the replicas that have them; all else (numbers of updates) is of the first that has it.
         existing: what is kept now: memory that fits is filled, and no other is taken.
 
     """
-    entries = _entries(section, reader)
+    entries = {section: _entries(section, reader) for section in sections}
     state: dict[nn.Parameter, dict[str, Any]] = {}
     for box in boxes:
         of_param = state.setdefault(box.parameter, {})
-        for entry in entries.get(box.name, ()):
-            key = f"{section}/{box.name}/{entry}"
-            saved = reader.manifest.tensors[key]
+        for entry in dict.fromkeys(entry for each in entries.values() for entry in each.get(box.name, ())):
+            keys = [f"{each}/{box.name}/{entry}" for each in sections if entry in entries[each].get(box.name, ())]
+            saved = reader.manifest.tensors[keys[0]]
             if saved.shape != box.logical.shape:
-                of_param[entry] = reader.tensor(key)
+                of_param[entry] = reader.tensor(keys[0])
                 continue
             if entry not in of_param:
                 kept = (existing or {}).get(box.parameter, {}).get(entry)
                 of_param[entry] = _buffer(kept, box, saved.dtype, reader.manifest.tensors[f"model/{box.name}"].dtype)
-            reader.read_into(box.held(key, of_param[entry]))
-        plain = reader.manifest.values.get(f"{section}/{box.name}")
-        if plain is not None:
-            of_param.update(decode(plain, reader.tensor))
+            held = box.held(keys[0], of_param[entry])
+            if len(keys) == 1 or not held.local.is_floating_point():
+                reader.read_into(held)
+            else:
+                _read_mean(keys, reader, held)
+        for section in reversed(sections):
+            plain = reader.manifest.values.get(f"{section}/{box.name}")
+            if plain is not None:
+                of_param.update(decode(plain, reader.tensor))
     return {param: of_param for param, of_param in state.items() if of_param}
+
+
+def _read_mean(keys: Sequence[str], reader: CheckpointReader, into: HeldTensor) -> None:
+    """Fill a box with the mean of several tensors. Memory: two more boxes."""
+    wide = torch.float32 if into.local.dtype in LOW else into.local.dtype
+    total, other = torch.zeros_like(into.local, dtype=wide), torch.empty_like(into.local, dtype=wide)
+    for key in keys:
+        reader.read_into(replace(into, key=key, local=other))
+        total += other
+    into.local.copy_(total / len(keys))
 
 
 def _buffer(kept: Any, box: ParameterBox, saved: str, saved_parameter: str) -> Tensor:

@@ -14,6 +14,14 @@ from colossus.data.loader import Loader
 from colossus.engine.state.hook_state import HookStates
 from colossus.engine.state.module_state import module_states, restore_module_states
 from colossus.engine.state.of_ranks import own_path
+from colossus.engine.state.replicas import (
+    RECORD,
+    Source,
+    has_own_parameters,
+    is_recorded,
+    record_of,
+    replica_prefix,
+)
 from colossus.engine.state.rng import restore_rng, rng_state
 
 if TYPE_CHECKING:
@@ -36,14 +44,31 @@ def run_values(engine: Engine) -> dict[str, Any]:
                 loader = engine.loaders.train
                 is_ours = isinstance(loader, Loader)  # any iterable with state may be put in its place
                 values[f"loader/{index}"] = loader.trained_state_dict() if is_ours else loader.state_dict()
-    if context.rank == 0:
-        values["train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
+    for replica in written_for(engine):
+        values[f"{replica}train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
         if engine.loss_scaler is not None:
-            values["loss_scale"] = engine.loss_scaler.state_dict()
+            values[f"{replica}loss_scale"] = engine.loss_scaler.state_dict()
+    if context.rank == 0 and is_recorded(engine.strategy):
+        values[RECORD] = record_of(engine.strategy, context)
     return values
 
 
-def restore_run(engine: Engine, hooks: HookStates, reader: CheckpointReader, *, is_same_plan: bool) -> None:
+def written_for(engine: Engine, *along: str) -> Iterator[str]:
+    """What is before the paths of values of which each replica may have its own, where this rank writes them: "" for
+    all, or the first; and where replicas have parameters of their own, the prefix of each.
+
+    Args:
+        along: public names of axes along which values differ, too.
+    """
+    if is_first_but_along(engine, *along):
+        yield ""
+    if has_own_parameters(engine.strategy, engine.context) and is_first_but_along(engine, "data", *along):
+        yield replica_prefix(engine.context.index("data"))
+
+
+def restore_run(
+    engine: Engine, hooks: HookStates, reader: CheckpointReader, source: Source, *, is_same_plan: bool
+) -> None:
     """Take it back, under any plan. What is worth a warning is told by one rank.
 
     A run without a loss scale (its precision is not fp16 now) leaves that of the checkpoint, one whose checkpoint has
@@ -52,6 +77,7 @@ def restore_run(engine: Engine, hooks: HookStates, reader: CheckpointReader, *, 
     context, values = engine.context, reader.manifest.values
 
     def value(path: str) -> Any:
+        path = source.own + path if source.own + path in values else path
         return decode(values[path], reader.tensor) if path in values else None
 
     train = value("train") or {"completed_steps": reader.manifest.step}
@@ -60,8 +86,9 @@ def restore_run(engine: Engine, hooks: HookStates, reader: CheckpointReader, *, 
     engine.gradient_watch.load_state_dict(train)
     if engine.loss_scaler is not None and (scale := value("loss_scale")) is not None:
         engine.loss_scaler.load_state_dict(scale)
-    of_strategy = value(f"strategy_values/{context.index('data')}")
-    engine.strategy.load_state_dict(of_strategy if of_strategy is not None else value("strategy_values/0") or {})
+    of_strategy = f"strategy_values/{context.index('data')}"
+    of_strategy = of_strategy if of_strategy in values else "strategy_values/0"
+    engine.strategy.load_state_dict({} if source.strategy is None else value(of_strategy) or {})
     restore_module_states(engine.model, values, reader.tensor, context.rank if is_same_plan else None)
     if engine.loaders is not None:
         with _told_by_one(context.is_logging_rank):
@@ -115,8 +142,8 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def is_first_but_along(engine: Engine, public: str) -> bool:
-    """Whether this rank is at 0 along all axes but those of a public name."""
+def is_first_but_along(engine: Engine, *public: str) -> bool:
+    """Whether this rank is at 0 along all axes but those of some public names."""
     context = engine.context
     along = context.grid.axes(public)
     return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)

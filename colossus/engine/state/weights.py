@@ -77,18 +77,19 @@ def load_matched(
     model: nn.Module,
     boxes: Sequence[ParameterBox],
     rank: int | None,
-    replica: str = "",
+    prefix: str = "",
 ) -> None:
     """Fill this rank's boxes of what is matched. What has more rows here than were saved keeps the values of those;
     of what has fewer, the first ones are read.
 
     Args:
         rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
-        replica: before the keys of the parameters of a replica that has its own.
+        prefix: before the keys; one that is not there is read without.
     """
     for box in boxes:
         if box.name in match.sources:
-            key = f"{replica}model/{match.sources[box.name]}"
+            key = f"model/{match.sources[box.name]}"
+            key = prefix + key if prefix + key in reader.manifest.tensors else key
             held = _saved_rows(box.held(key), reader.manifest.tensors[key].shape)
             reader.read_box(key, held.box, held.local)
     for name, entry in buffers_of(model).items():
@@ -96,6 +97,7 @@ def load_matched(
             assert isinstance(entry.held, Tensor)
             source = match.sources[name]
             key = f"model/{source}"
+            key = prefix + key if prefix + key in reader.manifest.tensors else key
             held = _saved_rows(HeldTensor.whole(key, entry.held.detach()), reader.manifest.tensors[key].shape)
             read_buffer(reader, source, held, rank)
 

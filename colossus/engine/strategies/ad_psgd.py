@@ -28,8 +28,9 @@ class ADPSGD(PerReplica):
     Not reproducible: who averages with whom in which order depends on who is how fast.
 
     Attributes:
-        record: what this replica does, in order, where it is a list (on its first rank): ("begin", number, passive,
-            step), ("apply", number, step), ("answer", active, number), ("boundary",). Steps are those completed.
+        record: what this replica does, in order, where it is a list (on its first rank): ("step", completed) once its
+            own update is made; ("begin", passive, number), ("apply", passive, number) of an active one; ("answer",
+            active, number), and ("boundary",) where it adds what it has answered, of a passive one.
     """
 
     options: ADPSGDOptions
@@ -48,7 +49,8 @@ class ADPSGD(PerReplica):
         self._followers: PeerLinks | None = None
         self._replica_group = context.group(context.replica_axes)
         self._timeout = context.timeout.total_seconds()
-        self._numbers: dict[str, float] = {}
+        #: of each exchange applied in this step, the steps since it was begun
+        self._applied: list[int] = []
         self._reported = (0.0, 0)
         if data.size == 1:
             return
@@ -78,8 +80,9 @@ class ADPSGD(PerReplica):
     def after_step(self, step: int) -> None:
         if self.links is None:
             return
-        self._completed, self._numbers = step + 1, {}
+        self._completed, self._applied = step + 1, []
         self._require_alive()
+        self._note("step", self._completed)
         if self.answers is not None:
             self._pass_boundary()
         else:
@@ -93,7 +96,7 @@ class ADPSGD(PerReplica):
             self._told(count)
         else:
             _, applied = self.answers.pass_boundary(self._told(0), self._timeout)
-        self._numbers = {"exchanges": float(applied), **({"staleness": 1.0} if applied else {})}
+        self._applied += [1] * applied
 
     def _exchange(self) -> None:
         """Of an active replica: apply the answer if it has come, and begin another exchange."""
@@ -104,7 +107,7 @@ class ADPSGD(PerReplica):
             return
         self._apply_answer()
         exchange = self.active.begin(self._completed)
-        self._note("begin", exchange.number, exchange.passive, exchange.step)
+        self._note("begin", exchange.passive, exchange.number)
         data = self.links.buffer(self.vector.nbytes)
         self.vector.pack(data)
         self.links.send(exchange.passive, REQUEST, exchange.number, data, dtype=self.vector.dtype, owned=True)
@@ -119,8 +122,8 @@ class ADPSGD(PerReplica):
         message = self.links.receive(exchange.passive, ANSWER, exchange.number)
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
-        self._note("apply", exchange.number, self._completed)
-        self._numbers = {"exchanges": 1.0, "staleness": float(self._completed - exchange.step)}
+        self._note("apply", exchange.passive, exchange.number)
+        self._applied.append(self._completed - exchange.step)
 
     @property
     def _is_leader(self) -> bool:
@@ -150,7 +153,7 @@ class ADPSGD(PerReplica):
             self._apply_answer()  # which comes without anybody having to meet: threads answer
         self._arrivals.wait()
         if self.answers is not None:
-            self.answers.pass_boundary()
+            self._applied += [0] * self.answers.pass_boundary()[1]
             self.answers.shut()
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,9 +168,10 @@ class ADPSGD(PerReplica):
             return {}
         waited, sent = self._reported
         self._reported = self.links.waited_seconds + self._arrivals.waited_seconds, self.links.bytes_sent
+        count = len(self._applied)
         return {
-            "exchanges": 0.0,
-            **self._numbers,
+            "exchanges": float(count),
+            **({"staleness": sum(self._applied) / count} if count else {}),
             "peer_wait_seconds": self._reported[0] - waited,
             "peer_bytes_sent": float(self._reported[1] - sent),
         }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -10,12 +13,15 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.replica_average import Distance, ReplicaAverage, Share
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.base import PerReplicaOptions
 from colossus.engine.strategies.stop_agreement import StopAgreement
 
 #: where the requests to stop are in a step's numbers
 _STOP = 3
+
+log = logging.getLogger("colossus.engine")
 
 
 class PerReplica(AllReduce):
@@ -25,8 +31,12 @@ class PerReplica(AllReduce):
     ``log_every``, or since it is the last. There the loss is of all replicas, else of this one (`StepResult.replica`),
     and all hear of requests to stop with it; between two of these they hear of it as `StopAgreement` says.
 
+    What is evaluated and exported is the average of the replicas (`Strategy.share`), unless ``evaluate`` is "own". It
+    costs one all-reduce of the parameters over data, in chunks, for each evaluation, checkpoint and export, and the
+    memory of the parameters once (of a checkpoint: of the part that a rank writes).
+
     Attributes:
-        stops_by_store: whether they do; of strategies with a way of their own it is false.
+        stops_by_store: whether requests to stop go as `StopAgreement` says; strategies with a way of their own: false.
     """
 
     exact = False
@@ -34,18 +44,29 @@ class PerReplica(AllReduce):
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
+        self.evaluates = options.evaluate
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
+        self._average = ReplicaAverage(parts, self.trained)
+        self._distance: Distance | None = None
         self._completed = 0
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = StopAgreement(parts.context) if has_others and self.stops_by_store else None
+        if not has_others and parts.context.rank == 0:
+            log.warning(
+                "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
+                type(self).__name__,
+            )
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
-        every, completed = self.options.log_every, step + 1
-        return bool(every and completed % every == 0) or self.parts.meets_after(completed)
+        return self._is_logged(step) or self.parts.meets_after(step + 1)
+
+    def _is_logged(self, step: int) -> bool:
+        every = self.options.log_every
+        return bool(every) and (step + 1) % every == 0
 
     def is_summed(self, step: int) -> bool:
         return self._data_group.size == 1 or self.meets_after(step)
@@ -59,11 +80,14 @@ class PerReplica(AllReduce):
         return super().replica_scalars(numbers)
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
+        self._distance = None
         if not self.is_summed(step) or self._data_group.size == 1:
             return numbers
         if self.stop_agreement is not None:
             self.stop_agreement.enter(step + 1)
         self.come_together()
+        if self._is_logged(step):
+            self._distance = self._average.measure(self.share())
         total = super().reduce_scalars(step, numbers)
         if self.stop_agreement is not None:
             self.stop_agreement.leave(looks=False)
@@ -93,8 +117,48 @@ class PerReplica(AllReduce):
         """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
         would, answer the others, take in what is under way."""
 
-    def share(self) -> tuple[list[Tensor], float]:
-        """This replica's addend of the average, for each of `Strategy.optimizer_parameters`' stored parameters in the
-        order of ``store.trainable()``, and its weight. The average is the sum of these over the sum of the weights,
-        over all replicas; what is on its way is counted by who is to get it."""
-        return [param.detach() for param in self.store.trainable()], 1.0
+    # -- evaluation and export ------------------------------------------------------------------------------
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        if self._data_group.size == 1 or self.is_averaged:
+            yield
+            return
+        self.meet()
+        if self.evaluates == "own":
+            yield
+            return
+        with self._instead(self.share()):
+            yield
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        if self._data_group.size == 1 or self.is_averaged:
+            yield
+            return
+        self.meet()
+        with self._instead(self.share() if self.evaluates == "average" else None):
+            yield
+
+    @contextmanager
+    def _instead(self, share: Share | None) -> Iterator[None]:
+        """Inside, the parameters are the average of the replicas, or the first replica's."""
+        self.store.release()  # what compute has gathered is of the replica's own
+        with self._average.in_place(share, self._keep_distance):
+            self.is_averaged = True
+            try:
+                yield
+            finally:
+                self.is_averaged = False
+                self.store.release()
+
+    def _keep_distance(self, distance: Distance) -> None:
+        self._distance = distance
+
+    def consensus(self) -> dict[str, float]:
+        if self._distance is None:
+            return {}
+        return {
+            "consensus_distance": self._distance.absolute,
+            "consensus_distance_relative": self._distance.relative,
+        }

@@ -39,13 +39,23 @@ class Strategy:
 
     Attributes:
         exact: see above.
+        state_per_replica: whether what it keeps (`state_dict`, `parameter_state`) is of each replica, although it is
+            exact; of an inexact one it always is.
+        evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
+            (exported: the first's).
+        is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
     """
 
     exact: ClassVar[bool] = True
+    state_per_replica: ClassVar[bool] = False
+    evaluates: Literal["average", "own"] = "own"
+    is_averaged = False
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
         self.store, self.parts = store, parts
+        #: the stored parameters that training changes: of an inexact strategy each replica has its own
+        self.trained = store.trainable()
         context = parts.context
         self._step_group = context.group(self.summed_axes)
         self._data_group = context.group("data")
@@ -149,7 +159,14 @@ class Strategy:
         Of an inexact strategy the norm is averaged over replicas and all else is summed, where `is_summed` says so;
         else they are those of its own replica.
         """
-        if self.exact or self._data_group.size == 1:
+        if self.exact:
+            return numbers
+        return self.sum_over_replicas(numbers)
+
+    def sum_over_replicas(self, numbers: Tensor) -> Tensor:
+        """The numbers of a step, each replica's own, over all of them: sums, of the gradient norm the mean.
+        Collective over data."""
+        if self._data_group.size == 1:
             return numbers
         total = collectives.all_reduce(numbers.clone(), self._data_group, owned=True).wait()
         total[2] /= self._data_group.size
@@ -180,16 +197,32 @@ class Strategy:
         """
 
     def evaluation(self) -> AbstractContextManager[None]:
-        """Around an evaluation, and around what exports weights: which of the replicas' weights are meant. Collective,
-        by ranks of all replicas."""
+        """Around an evaluation, and around a loop of `Engine.eval_step` or of one's own: inside, parameters and
+        buffers are those that ``evaluates`` says. Collective, by ranks of all replicas; one inside of another changes
+        nothing."""
         return nullcontext()
 
+    def export(self) -> AbstractContextManager[None]:
+        """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
+        ranks of all replicas."""
+        return nullcontext()
+
+    def share(self) -> tuple[list[Tensor], float]:
+        """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
+
+        The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
+        who is to get it. The tensors may be the parameters themselves: they are not written to.
+        """
+        return [param.detach() for param in self.trained], 1.0
+
     def state_dict(self) -> dict[str, Any]:
-        """State beyond the parameters, by logical name where it belongs to one."""
+        """State beyond the parameters: plain values and tensors, of which the first rank of each replica's are saved.
+        Where replicas have state of their own (``exact`` is false, or ``state_per_replica``), each goes on with its
+        own where there are as many; under another number, or another strategy, it begins anew, with ``{}``."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave, under another plan maybe."""
+        """Take back what `state_dict` gave, under another plan maybe; empty: begin anew."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
@@ -203,6 +236,12 @@ class Strategy:
 
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
+        return {}
+
+    def consensus(self) -> dict[str, float]:
+        """How far replicas are apart, where that was found out since the last step (its end, an evaluation): the
+        ``consensus_distance`` is the root of the mean over replicas of ||z_i - average||^2, over ||average|| it is the
+        ``consensus_distance_relative``."""
         return {}
 
     def close(self) -> None:

@@ -83,6 +83,8 @@ class FakeEngine:
             loss_scale=None,
             num_skipped=0,
             grad_norms={},
+            replica=None,
+            replica_tokens=None,
         )
 
     def withdraw_stop(self) -> None:

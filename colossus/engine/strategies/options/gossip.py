@@ -87,9 +87,8 @@ class GossipOptions(PerReplicaOptions):
         if not family.takes_peers:
             if self.peers == 1:
                 return []
-            return [
-                f" = {self.peers}: {name_of_graph(self.graph)!r} itself says to whom replicas send; leave peers out"
-            ]
+            name = repr(name_of_graph(self.graph) or "matrices")
+            return [f" = {self.peers}: graph {name} itself says to whom replicas send; leave peers out"]
         most = family.most_peers(replicas)
         if largest >= replicas:
             return [f" = {largest}: of data {replicas} replicas each has {replicas - 1} others; at most {most}"]

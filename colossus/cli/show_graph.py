@@ -1,0 +1,131 @@
+"""``colossus show --graph``: who sends to whom in each step, and how fast that brings replicas together."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from colossus.config import Config, ConfigError
+from colossus.config.plans import name_of, strategy_options
+from colossus.graphs import svg
+from colossus.graphs.analysis import Consensus, consensus, contraction
+from colossus.graphs.graph import Graph, Phase, make_graph
+from colossus.graphs.spec import name_of_graph
+
+#: replicas and steps that a table shows
+_ROWS, _STEPS = 32, 12
+#: replicas up to which matrices are multiplied and their norms taken
+_ANALYSED = 512
+
+
+def render_graph(config: Config, picture: str | None = None) -> str:
+    """The graph of a resolved config: peers by step, contraction, steps to consensus; drawn into ``picture``, too.
+
+    Raises:
+        ConfigError: for a strategy without a graph, and for a picture that cannot be drawn.
+    """
+    options: Any = strategy_options(config)
+    strategy, replicas = name_of(config.parallel.strategy.type), config.parallel.data
+    assert replicas is not None
+    if not hasattr(options, "graph"):
+        raise ConfigError(
+            f"--graph: strategy {strategy!r} has no graph; those that mix with some peers have: "
+            f"parallel.strategy.type=sgp",
+            config.source,
+        )
+    if replicas == 1:
+        raise ConfigError("--graph: data 1 is one replica, which sends to nobody; parallel.data=4 shows four")
+    graph = make_graph(options.graph, replicas, options.peers)
+    name = name_of_graph(options.graph) or "matrices"
+    overlap = options.travels
+    head = [
+        f"graph       {name} over data {replicas}",
+        f"strategy    {strategy}" + (f", what is sent travels {_steps(overlap)}" if overlap else ""),
+    ]
+    sections = ["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)]
+    if picture:
+        try:
+            svg.save(graph.phases, picture, f"{name}, {replicas} replicas")
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"--graph: {error}") from error
+        sections.append(f"drawn in {picture}")
+    return "\n\n".join(sections)
+
+
+def _phase(graph: Graph, phase: Phase) -> str:
+    peers = f"peers {phase.peers}, " if graph.family.takes_peers else ""
+    since = f"from step {phase.start} on: " if len(graph.phases) > 1 else ""
+    repeats = f"repeats after {_steps(phase.period)}" if phase.period > 1 else "the same in every step"
+    title = f"sends to    {since}{peers}{repeats}; {_weights(phase)}"
+    uniform = _one_weight(phase)
+    shown = range(min(phase.period, _STEPS))
+    rows = [["replica", *(f"step {step}" for step in shown)]]
+    for index in range(min(graph.replicas, _ROWS)):
+        rows.append([str(index), *(_targets(phase, step, index, uniform) for step in shown)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    left = [
+        f"{number} more {noun}"
+        for number, noun in ((graph.replicas - _ROWS, "replicas"), (phase.period - _STEPS, "steps"))
+        if number > 0
+    ]
+    return "\n".join([title, *lines, *([f"  ({' and '.join(left)} left out)"] if left else [])])
+
+
+def _targets(phase: Phase, step: int, index: int, uniform: bool) -> str:
+    targets = phase.steps[step].targets(index)
+    if len(targets) > 8:
+        return f"{len(targets)} others"
+    return " ".join(str(to) if uniform else f"{to}:{_number(weight)}" for to, weight in targets) or "-"
+
+
+def _weights(phase: Phase) -> str:
+    if _one_weight(phase):
+        return f"everything kept or sent has weight {_number(phase.matrices[0].max())}"
+    return "to:weight, the rest is kept"
+
+
+def _one_weight(phase: Phase) -> bool:
+    positive = [matrix[matrix > 0] for matrix in phase.matrices]
+    first = positive[0][0]
+    return all(abs(weights - first).max() < 1e-12 for weights in positive)
+
+
+def _number(weight: float) -> str:
+    fraction = Fraction(weight).limit_denominator(1000)
+    return str(fraction) if abs(float(fraction) - weight) < 1e-12 else f"{weight:.4g}"
+
+
+def _speed(graph: Graph, overlap: int) -> str:
+    lines = []
+    if graph.replicas > _ANALYSED:
+        lines.append(f"contraction is not computed for more than {_ANALYSED} replicas")
+    else:
+        for phase in graph.phases:
+            found = contraction(phase)
+            where = f", from step {phase.start} on" if len(graph.phases) > 1 else ""
+            of = "product" if found.is_doubly_stochastic else "de-biased product"
+            lines += [
+                f"contraction {found.norm:.4g} in {_steps(found.period)}{where} (2-norm of the {of} minus the mean)",
+                f"eigenvalue  {found.eigenvalue:.4g} (second-largest modulus: the contraction in the long run)",
+            ]
+            if not found.is_doubly_stochastic:
+                lines.append("weights     become unequal: columns sum to 1, rows do not")
+        lines.append(f"consensus   {_consensus(consensus(graph))}, mixing alone")
+        if overlap:
+            lines.append(f"            {_consensus(consensus(graph, overlap))} with overlap {overlap}")
+    lines.append(f"lead        a replica is at most {_steps(graph.largest_lead(overlap))} ahead of another")
+    return "\n".join(lines)
+
+
+def _consensus(found: Consensus) -> str:
+    if found.steps is None:
+        return f"not within {found.tolerance:g} in sight"
+    if found.is_exact:
+        return f"exact after {_steps(found.steps)}"
+    about = "about " if found.is_estimated else ""
+    return f"within {found.tolerance:g} after {about}{_steps(found.steps)}"
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"

@@ -1,0 +1,71 @@
+"""Which replicas share a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from colossus.comm.objects import all_gather_object
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.machine import host_id
+
+
+class Hosts:
+    """The indices along data, in sets of those that are on one host: all sets of one size.
+
+    Args:
+        sets: of all indices; in each the order of positions.
+    """
+
+    def __init__(self, context: ParallelContext, sets: Sequence[Sequence[int]]) -> None:
+        self._context, self.sets = context, [list(each) for each in sets]
+        self._host_of = {index: number for number, each in enumerate(self.sets) for index in each}
+
+    @classmethod
+    def given(cls, context: ParallelContext, per_host: int) -> Hosts:
+        """Neighbours along data."""
+        size = context.size("data")
+        return cls(context, [range(first, first + per_host) for first in range(0, size, per_host)])
+
+    @classmethod
+    def found(cls, context: ParallelContext) -> Hosts:
+        """By what the ranks say of themselves. Collective, over all ranks.
+
+        Replicas of several ranks share a host where all their ranks do, each with its counterpart.
+
+        Raises:
+            ValueError: on all ranks, where hosts have different numbers of them.
+        """
+        names = all_gather_object(host_id(), context.group(context.grid.names))
+        of_index: dict[int, list[str]] = {}
+        for rank, name in enumerate(names):
+            of_index.setdefault(context.grid.index(rank, "data"), []).append(name)
+        sets: dict[tuple[str, ...], list[int]] = {}
+        for index, each in sorted(of_index.items()):
+            sets.setdefault(tuple(each), []).append(index)
+        sizes = [len(each) for each in sets.values()]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"parallel.strategy = 'hierarchical' wants as many data ranks on each host, and found "
+                f"{', '.join(map(str, sizes))} of {sum(sizes)}: start as many processes on each host, give hosts= or "
+                f"per_host=, or take 'all_reduce'"
+            )
+        return cls(context, list(sets.values()))
+
+    @property
+    def per_host(self) -> int:
+        return len(self.sets[0])
+
+    def inside(self, axes: Sequence[str]) -> AxisGroup:
+        """The ranks over these axes, that of data among them, whose index along data is on this host."""
+        context = self._context
+        mine = self.sets[self._host_of[context.index("data")]]
+        grid = context.grid
+        ranks = grid.group(context.rank, axes)
+        return context.subgroup(axes, [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in mine])
+
+    def between(self) -> AxisGroup:
+        """This rank's counterparts on all hosts, itself among them."""
+        index = self._context.index("data")
+        position = self.sets[self._host_of[index]].index(index)
+        return self._context.subgroup("data", [each[position] for each in self.sets])

@@ -1,0 +1,416 @@
+"""``colossus compare``: what is refused before a run starts, what the table says of rows, one small real comparison."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.launching import TINY, environment, finish, start
+from rich.console import Console
+
+from colossus.cli.main import main
+from colossus.compare import picture
+from colossus.compare.curves import Curve
+from colossus.compare.jobs import Job, make_jobs
+from colossus.compare.progress import Progress
+from colossus.compare.runs import Ended, run_all
+from colossus.compare.summary import Comparison, Mean, compare
+from colossus.compare.table import print_table
+from colossus.config import ConfigError, load_config
+from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
+from colossus.launch import deaths
+
+FILE = """
+parallel = dict(data=2, tensor=dict(size=2, mode="2d"), strategy=dict(type="sgp", peers=1))
+model = dict(type="GPT", num_layers=2, hidden_size=64, num_heads=4)
+data = dict(type="PythonStdlib")
+train = dict(steps=40, global_batch_size=8)
+"""
+STEPS = 40
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "small.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+# strategies and plans as text
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("sgp", dict(type="sgp")),
+        ("  sgp   overlap=1 graph=ring ", dict(type="sgp", overlap=1, graph="ring")),
+        ("d-psgd peers=2", dict(type="d-psgd", peers=2)),
+        (
+            """x graph=dict(type="a b", sizes=[2, (3, 4)]) words='c d' last=1.5""",
+            dict(type="x", graph=dict(type="a b", sizes=[2, (3, 4)]), words="c d", last=1.5),
+        ),
+        ("sgp graph.type=torus graph.rows=2", dict(type="sgp", graph=dict(type="torus", rows=2))),
+    ],
+)
+def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
+    held = dict(parallel=dict(strategy=dict(type="other", period=3)))
+    got = apply_overrides(held, strategy_overrides(text))["parallel"]["strategy"]
+    assert (got if isinstance(got, dict) else dict(type=got)) == spec
+    assert held["parallel"]["strategy"] == dict(type="other", period=3)
+
+
+def test_a_plan_is_whole(file: str) -> None:
+    parallel = load_config(file, plan_overrides("data=4")).parallel
+    assert (parallel.data, parallel.tensor.size, parallel.pipeline.size, parallel.sequence.size) == (4, 1, 1, 1)
+    parallel = load_config(file, plan_overrides("tensor=4")).parallel
+    assert (parallel.data, parallel.tensor.size, parallel.tensor.mode) == (1, 4, "2d")
+    config = load_config(file, plan_overrides("pipeline=2 tensor.size=2 tensor.mode=1d schedule.microbatches=4"))
+    assert (config.parallel.pipeline.size, config.parallel.tensor.mode, config.schedule.microbatches) == (2, "1d", 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text", "words"),
+    [
+        (strategy_overrides, "", "'' does not begin with the name of a strategy"),
+        (strategy_overrides, "overlap=1", "does not begin with the name"),
+        (strategy_overrides, "sgp overlap", "'overlap' is no option=value"),
+        (strategy_overrides, "sgp overlap = 1", "'overlap' is no option=value"),
+        (strategy_overrides, "sgp =1", "'=1' is no option=value"),
+        (strategy_overrides, "train.steps=3", "is an override, no strategy"),
+        (plan_overrides, "", "'' is no key=value"),
+        (plan_overrides, "data 4", "'data' is no key=value"),
+        (plan_overrides, "dat=4", "dat is no key of a plan"),
+        (plan_overrides, "data=4 train.steps=3", "train.steps is no key of a plan"),
+        (plan_overrides, "data=4 strategy=sgp", "strategy is no key of a plan"),
+        (plan_overrides, "schedule=gpipe", "schedule is no key of a plan"),
+    ],
+)
+def test_text_that_is_neither(overrides: Callable[[str], list[str]], text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        overrides(text)
+    assert words in str(error.value)
+
+
+# refused before a run starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["nothing to compare: give --strategies"]),
+        (
+            ["parallel.tensor=1", "--strategies", "sgb", "sgp ovrlap=1", "all_reduce", "sgp overlap=-1", "all_reduce"],
+            [
+                "small.py: 4 problems",
+                "--strategies: 'all_reduce' is named twice",
+                "sgb: parallel.strategy.type: no data-parallel strategy named 'sgb'. Did you mean 'sgp'?",
+                "sgp ovrlap=1: parallel.strategy.ovrlap: no such key; did you mean parallel.strategy.overlap?",
+                "sgp overlap=-1: parallel.strategy.overlap: must be at least 0, got -1",
+            ],
+        ),
+        (["train.stps=3", "--strategies", "sgp", "all_reduce"], ["small.py: train.stps: no such key; did you mean"]),
+        (["--plans", "data=3", "data=8"], ["small.py: data=3: train.global_batch_size = 8 is not a multiple of"]),
+        (["--plans", "data=2", "--nproc", "3"], ["small.py: parallel: data 2 = 2, but 3 processes"]),
+        (
+            ["parallel.strategy.peers=2", "checkpoint.resume=x", "--strategies", "sgp"],
+            ["write it into the text of each that it is for, 'sgp peers=..'", "begin at the first step"],
+        ),
+        (["--plans", "data=2", "--resume"], ["--resume: there is no comparison in runs/compare-small-*"]),
+        (["--plans", "data=2", "--plot", "out.gif"], ["--plot: out.gif: the picture ends with .svg, .png, .pdf"]),
+        (["--plans", "data=2", "--out", "small.py"], ["--out small.py: is a file, not a folder"]),
+        (["--plans", "data=2", "--seeds", "0"], ["--seeds: must be a whole number of at least 1, got '0'"]),
+        (["--strategies", "sgp", "--plan", "data=2"], ["unrecognized arguments: --plan", "did you mean --plans?"]),
+    ],
+)
+def test_refused(
+    file: str,
+    arguments: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(Path(file).parent)
+    assert main(["compare", file, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    for word in words:
+        assert word in err
+    assert sorted(path.name for path in Path().iterdir()) == ["small.py"]
+
+
+def test_a_picture_without_matplotlib(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    assert main(["compare", file, "--plans", "data=2", "--plot", "out.svg"]) == 2
+    assert "--plot: a picture needs matplotlib, which comes with an extra: pip install 'colossus[plot]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_wrong_words_are_told_without_torch(file: str) -> None:
+    code = f"""
+import sys
+from colossus.cli.main import main
+code = main(["compare", {file!r}, "--strategies", "sgp", "sgb"])
+sys.exit(3 if "torch" in sys.modules else code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Did you mean 'sgp'?" in done.stderr
+
+
+# the runs: which are made, which are run
+
+
+def jobs_of(
+    file: str, root: Path, strategies: Sequence[str] = ("all_reduce", "sgp overlap=1"), **more: Any
+) -> list[Job]:
+    given = ["parallel.tensor=1", f"train.steps={STEPS}"]
+    return make_jobs(file, given, strategies=strategies, root_of=lambda name: root, **more)
+
+
+def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Path) -> None:
+    jobs = jobs_of(file, tmp_path, plans=["data=2", "data=4 tensor=1"], num_seeds=2)
+    assert [(job.name, job.folder.name) for job in jobs[:3]] == [
+        ("all_reduce, data=2, seed 0", "all_reduce-data=2-seed0"),
+        ("all_reduce, data=2, seed 1", "all_reduce-data=2-seed1"),
+        ("all_reduce, data=4 tensor=1, seed 0", "all_reduce-data=4-tensor=1-seed0"),
+    ]
+    assert len({job.folder for job in jobs}) == len(jobs) == 8
+    last = jobs[-1].config
+    assert (last.parallel.strategy.spec(), last.parallel.data) == (dict(type="sgp", overlap=1), 4)
+    assert (last.train.seed, last.comm.accounting, last.checkpoint.resume) == (1, True, "auto")
+
+
+def test_folders_of_unlike_labels_are_unlike(file: str, tmp_path: Path) -> None:
+    texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp {'log_every=1 ' * 30}"]
+    folders = [job.folder.name for job in jobs_of(file, tmp_path, texts)]
+    assert len(set(folders)) == len(texts)
+    assert max(map(len, folders)) < 150
+
+
+def write_rows(job: Job, rows: Sequence[dict[str, Any]]) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def row_of(step: int, **more: Any) -> dict[str, Any]:
+    return dict(step=step, loss=float(STEPS - step), step_seconds=0.5, tokens_per_second=100.0, **more)
+
+
+def test_a_failed_run_is_told_and_the_others_go_on_until_a_signal(file: str, tmp_path: Path) -> None:
+    jobs = jobs_of(file, tmp_path, ["all_reduce", "sgp", "sgp overlap=1", "sgp overlap=2", "sgp overlap=3"])
+    write_rows(jobs[0], [row_of(step) for step in range(1, STEPS + 1)])
+    write_rows(jobs[1], [row_of(step) for step in range(1, STEPS)])
+    jobs[2].output.write_text(
+        "step 1\n\n=== run failed: rank 1 at step 3 ===\nrank 1 (data 1) raised ValueError\n\n  Traceback\n"
+    )
+    codes = {"sgp": 0, "sgp overlap=1": 1, "sgp overlap=2": 130}
+    launched: list[str] = []
+
+    def launch(job: Job) -> int:
+        launched.append(job.name)
+        return codes[job.name]
+
+    said = io.StringIO()
+    ended = {job.name: how for job, how in run_all(jobs, {}, Progress(len(jobs), said), launch)}
+    assert launched == ["sgp", "sgp overlap=1", "sgp overlap=2"]
+    assert ended == {
+        "all_reduce": Ended("done"),
+        "sgp": Ended("done"),
+        "sgp overlap=1": Ended("failed", "rank 1 (data 1) raised ValueError", 1),
+        "sgp overlap=2": Ended("stopped", "by SIGINT", 130),
+    }
+    lines = said.getvalue().splitlines()
+    assert lines[0] == "run 1 of 5: all_reduce  complete already"
+    assert lines[2].startswith("run 3 of 5: sgp overlap=1  failed after 0:00: rank 1 (data 1) raised ValueError")
+    assert lines[3] == f"  what it printed: {jobs[2].output}"
+    # one that failed behind its last step is no success the next time
+    again = {
+        job.name: how for job, how in run_all(jobs[:1], {"all_reduce": Ended("failed", "disk", 1)}, Progress(1, None))
+    }
+    assert again == {"all_reduce": Ended("failed", "disk", 1)}
+
+
+# the table
+
+
+def canned(file: str, root: Path) -> tuple[list[Job], dict[str, Ended]]:
+    """A baseline; one that is twice as fast, sends every other step and logs its own loss; one that failed."""
+    jobs = jobs_of(file, root, ["all_reduce", "sgp", "sgp overlap=2"])
+    baseline, fast = [], []
+    for step in range(1, STEPS + 1):
+        loss = 5.0 - step / 20
+        data = dict(data=dict(calls=2, bytes=3000.0), tensor=dict(calls=1, bytes=500.0))
+        baseline.append(
+            dict(step=step, loss=loss, tokens=400, tokens_per_second=400 / 0.2, step_seconds=0.2, comm=data)
+        )
+        seconds = 0.06 if step % 2 else 0.14
+        sent = dict(data=dict(calls=1, bytes=4000.0)) if step % 2 == 0 else {}
+        row = dict(step=step, loss=loss + 0.1, tokens=200, tokens_per_second=200 / seconds, step_seconds=seconds)
+        fast.append({**row, "comm": sent, "replica": 0, "peer_wait_seconds": 0.001 * (step % 2)})
+        if step % 10 == 0:
+            baseline[-1]["validation_loss"] = loss - 0.5
+            del fast[-1]["replica"]  # all replicas have met
+            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "tokens": 400}
+            fast[-1] |= {"consensus_distance": 7.0, "consensus_distance_relative": 1 / step}
+    baseline[0] |= dict(step_seconds=5.0, tokens_per_second=80.0)  # warm-up
+    write_rows(jobs[0], baseline)
+    write_rows(jobs[1], fast)
+    with (jobs[1].folder / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 41, "loss"')  # half a row
+    return jobs, {"all_reduce": Ended("done"), "sgp": Ended("done"), "sgp overlap=2": Ended("failed", "no disk", 1)}
+
+
+def mean(value: Mean | None) -> float:
+    assert value is not None
+    return value.mean
+
+
+def test_the_numbers_of_the_table(file: str, tmp_path: Path) -> None:
+    found = compare(*canned(file, tmp_path))
+    baseline, fast, failed = found.rows
+    assert (found.equal_steps, found.equal_seconds) == (40, pytest.approx(4.0))
+    assert mean(baseline.loss) == pytest.approx(5.0 - 39.5 / 20)  # of the last two steps
+    assert mean(fast.loss) == pytest.approx(5.1 - 39.5 / 20)
+    # 4 s are less than the baseline's first step; of the fast one they are all
+    assert baseline.loss_at_time is None
+    assert mean(baseline.steps_at_time) == 0
+    assert fast.loss_at_time == fast.loss
+    assert mean(baseline.validation_loss) == pytest.approx(2.5)
+    assert fast.loss_ratio == pytest.approx(1.05)
+    assert mean(baseline.tokens_per_second) == pytest.approx(2000.0)
+    assert mean(fast.tokens_per_second) == pytest.approx(4000.0)
+    assert fast.tokens_ratio == pytest.approx(2.0)
+    assert mean(fast.step_seconds) == pytest.approx(0.1)
+    assert mean(baseline.bytes_sent) == pytest.approx(3500.0)
+    assert baseline.bytes_by_axis == {"data": 3000.0, "tensor": 500.0}
+    assert mean(fast.bytes_sent) == pytest.approx(2000.0)
+    assert baseline.wait_seconds is None
+    assert mean(fast.wait_seconds) == pytest.approx(0.0005)
+    assert mean(fast.consensus_distance) == pytest.approx(1 / 40)
+    assert (failed.problems, failed.loss, failed.loss_ratio) == (["failed: no disk"], None, None)
+
+
+def printed(found: Comparison) -> list[str]:
+    out = io.StringIO()
+    print_table(found, Console(file=out, width=40))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
+    found = compare(*canned(file, tmp_path))
+    lines = printed(found)
+    head, baseline, fast, failed, told = [" ".join(line.split()) for line in lines[:5]]
+    assert head == "loss validation loss after 4 s tokens/s step sent/step waited/step distance"
+    assert baseline == "all_reduce 3.0250 2.5000 +0.0 % - 2,000 x1.00 200 ms 3.50 KB - -"
+    assert fast == "sgp 3.1250 2.6250 +5.0 % 3.1250 4,000 x2.00 100 ms 2.00 KB 0.5 ms 0.025"
+    assert (failed, told) == ("sgp overlap=2", "sgp overlap=2: failed: no disk")
+    assert any("the mean of the last 20th of 40 steps" in line for line in lines)
+    as_json = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert as_json["equal_steps"] == 40
+    assert [row["label"] for row in as_json["rows"]] == ["all_reduce", "sgp", "sgp overlap=2"]
+    assert as_json["rows"][1]["validation_loss"]["mean"] == pytest.approx(2.625)
+    assert as_json["rows"][2]["problems"] == ["failed: no disk"]
+
+
+def test_replicas_that_died_are_told(file: str, tmp_path: Path) -> None:
+    jobs, ended = canned(file, tmp_path)
+    deaths.write(jobs[1].folder, [{"replicas": [1], "reason": "replica 1 has died"}])
+    found = compare(jobs, ended)
+    assert "sgp: went on: replica 1 has died" in printed(found)
+    assert [row.losses for row in found.rows] == [[], ["replica 1 has died"], []]
+
+
+def test_nothing_has_come_to_its_end(file: str, tmp_path: Path) -> None:
+    jobs = jobs_of(file, tmp_path)
+    lines = printed(compare(jobs, {"all_reduce": Ended("stopped", "by SIGINT", 130)}))
+    assert lines == [
+        "all_reduce: stopped: by SIGINT",
+        "sgp overlap=1: not run",
+        "no run has come to its end, so there are no numbers",
+    ]
+
+
+def test_seeds_are_averaged(file: str, tmp_path: Path) -> None:
+    jobs = jobs_of(file, tmp_path, ["sgp"], num_seeds=3)
+    for number, job in enumerate(jobs):
+        rows = [row_of(step) for step in range(1, STEPS + 1)]
+        for row in rows:
+            row["loss"] = 1.0 + number
+        write_rows(job, rows)
+    ended = {job.name: Ended("done") for job in jobs}
+    (row,) = compare(jobs, ended).rows
+    assert row.loss == Mean(2.0, 1.0)
+    assert "2.0000 (1.0000)" in printed(compare(jobs, ended))[1]
+    ended[jobs[1].name] = Ended("failed", "why", 1)
+    (row,) = compare(jobs, ended).rows
+    assert (row.loss, row.problems) == (None, ["seed 1 failed: why"])
+
+
+def test_a_loss_that_is_no_number_is_shown(file: str, tmp_path: Path) -> None:
+    jobs = jobs_of(file, tmp_path, ["sgp"])
+    write_rows(jobs[0], [{**row_of(step), "loss": math.nan} for step in range(1, STEPS + 1)])
+    found = compare(jobs, {"sgp": Ended("done")})
+    assert "nan" in printed(found)[1]
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["rows"][0]["loss"]["mean"] is None
+
+
+def test_rows_of_a_run_that_went_on_count_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row_of(step)) + "\n" for step in (1, 2, 3, 2, 3, 4)) + "no row\n[1]\n")
+    curve = Curve.read(path)
+    assert curve.steps == [1, 2, 3, 4]
+    assert curve.seconds == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert Curve.read(tmp_path / "absent").rows == []
+
+
+def test_a_picture(file: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
+    found = compare(*canned(file, tmp_path))
+    for ending, begin in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
+        path = tmp_path / f"out{ending}"
+        picture.save(found, path, "small")
+        assert path.read_bytes().startswith(begin)
+    assert "sgp overlap=2" not in (tmp_path / "out.svg").read_text()
+
+
+# for real
+
+
+def test_two_strategies_are_run_and_compared(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "colossus", "compare", str(TINY), "train.steps=6"]
+    line += ["--strategies", "all_reduce", "sgp overlap=1", "--out", "out"]
+    code, out, err = finish(start(line, tmp_path))
+    assert code == 0, err
+    assert "run 1 of 2: all_reduce  done after" in out
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert result["equal_steps"] == 6
+    baseline, gossip = result["rows"]
+    assert baseline["loss_ratio"] == 1.0
+    assert gossip["label"] == "sgp overlap=1"
+    assert gossip["validation_loss"]["mean"] > 0
+    for row in (baseline, gossip):
+        assert row["bytes_by_axis"]["data"] > 0
+        cells = next(line for line in out.splitlines() if line.startswith(row["label"]) and "run" not in line)
+        assert f"{row['validation_loss']['mean']:.4f}" in cells
+    held = json.loads((tmp_path / "out" / "sgp-overlap=1" / "config.json").read_text())
+    assert held["parallel"]["strategy"] == {"type": "sgp", "overlap": 1}
+    # again: nothing is left to run; with another config the folder is another comparison's
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/metrics.jsonl")}
+    code, out, err = finish(start(line, tmp_path))
+    assert (code, out.count("complete already")) == (0, 2), err
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    code, out, err = finish(start([*line[:5], "train.steps=7", *line[6:]], tmp_path))
+    assert code == 2
+    assert "sgp-overlap=1 has another config: train.steps = 6 there, 7 here; " in err

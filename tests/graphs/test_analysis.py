@@ -1,0 +1,150 @@
+"""Contraction and steps to consensus, against mixing itself."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.graphs.analysis import consensus, contraction, mixing, product
+from colossus.graphs.checks import problems_of
+from colossus.graphs.graph import Graph, make_graph
+
+IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "replicas"),
+    [("ring", 5), ("star", 6), ("linear", 7), ("torus", 12), ("exponential", 6), ("bipartite_exponential", 10)],
+)
+def test_measured_contraction_is_the_norm(spec: str, replicas: int) -> None:
+    """The worst start, found by power iteration through the mixing itself, shrinks by the norm, all others by more."""
+    graph = make_graph(spec, replicas)
+    found = contraction(graph.phases[0])
+    draws = np.random.default_rng(3)
+    start = draws.normal(size=replicas)
+    for _ in range(500):
+        start -= start.mean()
+        start /= np.linalg.norm(start)
+        end = mix(graph, start)
+        start = mix_back(graph, end - end.mean())
+    start /= np.linalg.norm(start)
+    measured = np.linalg.norm(mix(graph, start) - start.mean()) / np.linalg.norm(start)
+    assert found.is_doubly_stochastic
+    assert measured == pytest.approx(found.norm, rel=1e-9)
+    assert 0.01 < found.norm < 1
+    for _ in range(20):
+        x = draws.normal(size=replicas)
+        x -= x.mean()
+        assert np.linalg.norm(mix(graph, x)) <= found.norm * np.linalg.norm(x) * (1 + 1e-12)
+    assert found.eigenvalue <= found.norm + 1e-12  # equal where the product is normal
+
+
+def mix(graph: Graph, x: np.ndarray) -> np.ndarray:
+    for step in range(graph.phases[0].period):
+        at = graph.at(step)
+        out = np.array([at.keeps(index) * x[index] for index in range(graph.replicas)])
+        for source in range(graph.replicas):
+            for to, weight in at.targets(source):
+                out[to] += weight * x[source]
+        x = out
+    return x
+
+
+def mix_back(graph: Graph, x: np.ndarray) -> np.ndarray:
+    for step in reversed(range(graph.phases[0].period)):
+        x = graph.at(step).matrix.T @ x
+    return x
+
+
+def test_known_eigenvalues() -> None:
+    ring = contraction(make_graph("ring", 6).phases[0])
+    assert ring.norm == pytest.approx((1 + 2 * np.cos(2 * np.pi / 6)) / 3)
+    assert ring.eigenvalue == pytest.approx(ring.norm)
+    star = contraction(make_graph("star", 5).phases[0])
+    assert star.eigenvalue == pytest.approx(4 / 5)
+    complete = contraction(make_graph("complete", 5).phases[0])
+    assert (complete.norm, complete.eigenvalue) == (0, 0)
+    assert contraction(make_graph("exponential", 8).phases[0]).eigenvalue == 0
+
+
+def test_steps_to_consensus() -> None:
+    for spec, replicas, peers, steps in [
+        ("complete", 5, 1, 1),
+        ("exponential", 8, 1, 3),
+        ("exponential", 64, 1, 6),
+        ("exponential", 9, 2, 2),
+        ({"type": "hierarchical", "hosts": 4}, 12, 1, 4),
+        ("exponential", 9, ((0, 1), (2, 2)), 4),
+    ]:
+        found = consensus(make_graph(spec, replicas, peers))
+        assert (found.steps, found.is_exact) == (steps, True), spec
+    ring = consensus(make_graph("ring", 6))
+    assert (ring.steps, ring.is_exact) == (int(np.ceil(np.log(1e-6) / np.log(2 / 3))), False)
+    assert consensus(make_graph([[1, 0], [0, 1]], 2)).steps is None
+
+
+def test_what_is_far_off_is_estimated_well() -> None:
+    graph = make_graph("ring", 24)
+    exact, early = consensus(graph), consensus(graph, patience=100)
+    assert exact.steps is not None
+    assert early.steps is not None
+    assert (exact.is_estimated, early.is_estimated) == (False, True)
+    assert abs(early.steps - exact.steps) <= 1
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+def test_irregular_needs_the_weights(overlap: int) -> None:
+    """Without de-biasing a graph whose rows do not sum to 1 must not reach the mean; with it, it does."""
+    graph = make_graph(IRREGULAR, 3)
+    assert problems_of(graph, overlap=overlap) == []
+    x = np.array([1.0, -2.0, 4.0])
+    for push_sum, reaches in ((True, True), (False, False)):
+        held = next(itertools.islice(mixing(graph, overlap, push_sum), 300, None))
+        assert (abs(held @ x - 1).max() < 1e-9) == reaches
+    found = contraction(graph.phases[0])
+    assert not found.is_doubly_stochastic
+    assert found.eigenvalue == pytest.approx(np.sort(abs(np.linalg.eigvals(product(graph.phases[0]))))[1])
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_overlap_takes_longer(overlap: int) -> None:
+    for spec in ("ring", "exponential"):
+        alone, late = consensus(make_graph(spec, 6)), consensus(make_graph(spec, 6), overlap)
+        assert alone.steps is not None
+        assert late.steps is not None
+        assert late.steps > alone.steps
+
+
+@st.composite
+def column_stochastic(draw: Any) -> list[np.ndarray]:
+    """Matrices of up to 5 replicas, zeros among them, whose columns sum to 1 as near as they can."""
+    replicas = draw(st.integers(2, 5))
+    matrices = []
+    for _ in range(draw(st.integers(1, 3))):
+        entries = st.lists(st.integers(0, 4), min_size=replicas**2, max_size=replicas**2)
+        matrix = np.array(draw(entries), float).reshape(replicas, replicas) + np.eye(replicas)
+        matrices.append(matrix / matrix.sum(0))
+    return matrices
+
+
+@given(column_stochastic(), st.integers(0, 3), st.lists(st.floats(-100, 100), min_size=5, max_size=5))
+def test_mass_with_messages_in_flight(matrices: list[np.ndarray], overlap: int, numbers: list[float]) -> None:
+    """The sums of x and of w, in flight included, stay; and what is de-biased are means: within the first range."""
+    graph = make_graph(matrices, len(matrices[0]))
+    assert problems_of(graph, overlap=overlap)[:1] in ([], problems_of(graph, overlap=0)[:1])
+    x = np.array(numbers[: graph.replicas])
+    steps = 8
+    for pushed, plain in itertools.islice(
+        zip(mixing(graph, overlap), mixing(graph, overlap, False), strict=False), steps
+    ):
+        assert (pushed @ x <= x.max() + 1e-9).all()
+        assert (pushed @ x >= x.min() - 1e-9).all()
+        assert abs(pushed.sum(1) - 1).max() < 1e-12
+        assert plain.sum() <= graph.replicas + 1e-9  # the rest travels
+        if not overlap:
+            assert abs(plain.sum(0) - 1).max() < 1e-12

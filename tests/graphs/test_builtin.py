@@ -1,0 +1,172 @@
+"""Graphs of colossus: their matrices, what they conserve, and that the exponential ones reach the exact mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossus.graphs.checks import problems_of, two_sides
+from colossus.graphs.graph import Graph, make_graph
+from colossus.graphs.spec import make_family
+from colossus.registry import GRAPHS
+
+SPECS: list[Any] = [
+    "complete",
+    "ring",
+    {"type": "ring", "directed": True},
+    "star",
+    "torus",
+    {"type": "torus", "rows": 3},
+    "linear",
+    "exponential",
+    "bipartite_exponential",
+    {"type": "hierarchical", "hosts": 2},
+    {"type": "hierarchical", "per_host": 2, "between": "ring"},
+    {"type": "hierarchical", "hosts": 4, "between": {"type": "hierarchical", "hosts": 2, "between": "star"}},
+]
+
+
+def all_that_fit(most_replicas: int) -> list[tuple[Any, int, int]]:
+    found = []
+    for spec in SPECS:
+        for replicas in range(2, most_replicas + 1):
+            family = make_family(spec)
+            if not family.problems(replicas):
+                most = family.most_peers(replicas) if family.takes_peers else 1
+                found += [(spec, replicas, peers) for peers in range(1, most + 1)]
+    return found
+
+
+FITTING = all_that_fit(16)
+
+
+def test_every_kind_is_tried() -> None:
+    tried = {spec if isinstance(spec, str) else spec["type"] for spec, _, _ in FITTING}
+    assert tried == set(GRAPHS.names())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_all_are_right(spec: Any) -> None:
+    """Doubly stochastic and connected for each number of replicas and peers; everybody keeps something of its own."""
+    for fits, replicas, peers in FITTING:
+        if fits is spec:
+            graph = make_graph(spec, replicas, peers)
+            assert problems_of(graph, doubly_stochastic=True, overlap=1) == [], (replicas, peers)
+            for step in range(2 * graph.phases[0].period):
+                assert (graph.at(step).matrix >= 0).all()
+                sent = [len(graph.at(step).targets(index)) for index in range(replicas)]
+                if graph.family.takes_peers and "hierarchical" not in str(spec):
+                    assert max(sent) <= peers, (replicas, peers, step)
+
+
+@given(st.sampled_from(FITTING), st.lists(st.floats(-10, 10), min_size=16, max_size=16), st.integers(0, 30))
+def test_mass_is_conserved(case: tuple[Any, int, int], numbers: list[float], start: int) -> None:
+    spec, replicas, peers = case
+    graph = make_graph(spec, replicas, peers)
+    x = np.array(numbers[:replicas])
+    total = x.sum()
+    for step in range(start, start + 7):
+        x = sum_of_messages(graph, step, x)
+        assert abs(x.sum() - total) <= 1e-12 * (1 + abs(np.array(numbers)).sum())
+
+
+def sum_of_messages(graph: Graph, step: int, x: np.ndarray) -> np.ndarray:
+    """Through what replicas see: whom they send to and what they keep, never the matrix."""
+    at = graph.at(step)
+    out = np.array([at.keeps(index) * x[index] for index in range(graph.replicas)])
+    for source in range(graph.replicas):
+        for to, weight in at.targets(source):
+            assert source in at.sources(to)
+            out[to] += weight * x[source]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("replicas", "peers", "steps"), [(2, 1, 1), (4, 1, 2), (8, 1, 3), (32, 1, 5), (9, 2, 2), (27, 2, 3), (16, 3, 2)]
+)
+def test_exponential_reaches_the_exact_mean(replicas: int, peers: int, steps: int) -> None:
+    graph = make_graph("exponential", replicas, peers)
+    assert graph.phases[0].period == steps
+    x = np.random.default_rng(0).normal(size=replicas)
+    mean = x.mean()
+    for step in range(steps):
+        assert abs(x - mean).max() > 1e-3
+        x = sum_of_messages(graph, step, x)
+    assert abs(x - mean).max() < 1e-15
+
+
+def test_bipartite_exponential_is_pairs() -> None:
+    """Each step a matching between odd and even ones, which over the period are more than neighbours."""
+    for replicas in (2, 4, 6, 12, 32):
+        graph = make_graph("bipartite_exponential", replicas)
+        edges = np.zeros((replicas, replicas), bool)
+        for step in range(graph.phases[0].period):
+            matrix = graph.at(step).matrix
+            edges |= matrix != 0
+            assert (matrix == matrix.T).all()
+            for index in range(replicas):
+                ((to, weight),) = graph.at(step).targets(index)
+                assert (weight, (to - index) % 2) == (0.5, 1)
+        assert two_sides(edges) == (list(range(0, replicas, 2)), list(range(1, replicas, 2)))
+    assert graph.phases[0].period == 10  # 1, 3, 5, 9, 17 hops, each way
+    assert {to for step in range(10) for to, _ in graph.at(step).targets(1)} == {2, 0, 4, 30, 6, 28, 10, 24, 18, 16}
+
+
+def test_static_ones() -> None:
+    ring = make_graph("ring", 5).at(3).matrix
+    assert np.allclose(ring[0], [1 / 3, 1 / 3, 0, 0, 1 / 3])
+    star = make_graph("star", 5).at(3).matrix
+    assert np.allclose(star[0], 1 / 5)
+    assert np.allclose(star[2], [1 / 5, 0, 4 / 5, 0, 0])
+    torus = make_graph("torus", 12).at(0)  # 3 x 4
+    assert sorted(to for to, _ in torus.targets(0)) == [1, 3, 4, 8]
+    assert {weight for _, weight in torus.targets(0)} == {1 / 5}
+    assert sorted(to for to, _ in make_graph({"type": "torus", "rows": 2}, 12).at(0).targets(7)) == [1, 6, 8]
+
+
+def test_linear_hops() -> None:
+    graph = make_graph("linear", 8)
+    assert [graph.at(step).targets(0)[0][0] for step in range(5)] == [1, 7, 3, 5, 1]
+    graph = make_graph("linear", 7, 4)
+    assert [sorted(to for to, _ in graph.at(step).targets(0)) for step in range(2)] == [[1, 3, 4, 6], [1, 2, 5, 6]]
+
+
+def test_hierarchical_is_inside_and_between_in_turn() -> None:
+    graph = make_graph({"type": "hierarchical", "per_host": 3}, 12)
+    assert [to for to, _ in graph.at(0).targets(4)] == [3, 5]
+    assert [graph.at(step).targets(4)[0][0] for step in (1, 3)] == [7, 10]
+    x = np.random.default_rng(0).normal(size=12)
+    mean = x.mean()
+    for step in range(4):  # 4 hosts: exact after two steps between them
+        x = sum_of_messages(graph, step, x)
+    assert abs(x - mean).max() < 1e-15
+
+
+def test_a_schedule_of_peers_begins_anew() -> None:
+    graph = make_graph("exponential", 9, ((0, 1), (5, 2), (8, 8)))
+    ones = make_graph("exponential", 9, 1)
+    for step in range(5):
+        assert (graph.at(step).matrix == ones.at(step).matrix).all()
+    twos = make_graph("exponential", 9, 2)
+    for step in range(5, 8):
+        assert (graph.at(step).matrix == twos.at(step - 5).matrix).all()
+    assert np.allclose(graph.at(1000).matrix, 1 / 9)
+    assert [phase.period for phase in graph.phases] == [4, 2, 1]
+
+
+def test_for_fewer_replicas() -> None:
+    graph = make_graph("exponential", 9, ((0, 1), (5, 8))).for_replicas(3)
+    assert graph.peers == ((0, 1), (5, 2))
+    assert make_graph("ring", 4).for_replicas(1).at(7).targets(0) == []
+    with pytest.raises(ValueError, match=r"must be even, got 3"):
+        make_graph("bipartite_exponential", 4).for_replicas(3)
+
+
+def test_one_replica() -> None:
+    for spec in SPECS:
+        graph = make_graph(spec, 1, 3)
+        assert (graph.at(5).keeps(0), graph.at(5).targets(0), graph.largest_lead(2)) == (1.0, [], 0)

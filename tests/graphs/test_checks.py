@@ -1,0 +1,268 @@
+"""What is refused before a process starts, with the row or column and its sum; what a user's own graph may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from colossus.config import ConfigError, as_source, load_config
+from colossus.config.plans import strategy_options
+from colossus.graphs.graph import make_graph
+from colossus.graphs.peers import parse_peers
+from colossus.registry import GRAPHS
+
+HALVES = [[0.5, 0.5], [0.5, 0.5]]
+
+
+def alternating(replicas: int, step: int) -> np.ndarray:
+    return np.eye(replicas) if step % 2 else np.full((replicas, replicas), 1 / replicas)
+
+
+def growing(replicas: int, step: int) -> np.ndarray:
+    return np.full((replicas, replicas), 1 / (step + 1))
+
+
+def late(replicas: int, step: int) -> np.ndarray:
+    return alternating(replicas, step if step < 5000 else 0)
+
+
+def edges(replicas: int, step: int, peers: int, shift: int = 0) -> dict[tuple[int, int], float]:
+    share = 1 / (peers + 1)
+    return {(i, (i + hop + shift) % replicas): share for i in range(replicas) for hop in range(peers + 1)}
+
+
+def raising(replicas: int, step: int) -> Any:
+    raise KeyError("host")
+
+
+def wrong_shape(replicas: int, step: int) -> Any:
+    return [[1.0]]
+
+
+def nothing(replicas: int, step: int) -> Any:
+    return None
+
+
+def outside(replicas: int, step: int) -> Any:
+    return {(0, replicas): 1.0}
+
+
+def lines(data: int, type: str = "sgp", **options: Any) -> list[str]:
+    """What is wrong with a strategy's options, before any other check of the config."""
+    config = {"parallel": {"data": data, "strategy": {"type": type, **options}}, "train": {"global_batch_size": data}}
+    try:
+        load_config(config)
+    except ConfigError as error:
+        return [problem.removeprefix("parallel.strategy.") for problem in error.problems]
+    return []
+
+
+IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
+PARTS = np.kron(np.eye(2), HALVES)
+
+REFUSED: list[tuple[int, dict[str, Any], str]] = [
+    # names and options
+    (4, {"graph": "expo"}, "graph: no graph of replicas named 'expo'. Did you mean 'exponential'?"),
+    (4, {"graf": "ring"}, "graf: no such key; did you mean parallel.strategy.graph?"),
+    (4, {"graph": {"type": "torus", "row": 2}}, "graph: graph 'torus' has no option 'row'; did you mean rows?"),
+    (4, {"graph": {"type": "star", "hub": 2}}, "graph: graph 'star' has no option 'hub'; it takes none"),
+    (4, {"graph": {"hosts": 2}}, "graph: a graph needs a type"),
+    (4, {"graph": 3}, "graph: must be a name (bipartite_exponential, complete,"),
+    (4, {"overlap": -1}, "overlap: must be at least 0, got -1"),
+    (4, {"on_death": "go"}, "on_death: must be 'stop' or 'continue', got 'go'"),
+    # numbers that do not fit
+    (4, {"peers": 4}, "peers = 4: of data 4 replicas each has 3 others; at most 3"),
+    (4, {"peers": {0: 1, 9: 5}}, "peers = 5: of data 4 replicas each has 3 others; at most 3"),
+    (4, {"peers": 3, "graph": "linear"}, "peers = 3: graph 'linear' with data 4 has at most 2 in a step"),
+    (4, {"peers": 2, "graph": "ring"}, "peers = 2: graph 'ring' itself says to whom replicas send; leave peers out"),
+    (4, {"peers": 0}, "peers: must be at least 1, got 0"),
+    (4, {"peers": True}, "peers: must be a number, or numbers by the step they begin at: {0: 1, 200: 2}, got True"),
+    (4, {"peers": {5: 1}}, "peers: {5: 1}: nothing is said of steps 0 to 4; begin with 0"),
+    (4, {"peers": [(0, 1), (0, 2)]}, "peers: [(0, 1), (0, 2)]: step 0 is named twice"),
+    (4, {"peers": [(0, 1, 2)]}, "peers: [(0, 1, 2)]: each is a step from 0 and a number of at least 1"),
+    (
+        5,
+        {"graph": "bipartite_exponential"},
+        "graph = 'bipartite_exponential' with data 5: pairs odd replicas with even ones, so their number must be even, "
+        "got 5 (odd: 2, even: 3)",
+    ),
+    (7, {"graph": "torus"}, "graph = 'torus' with data 7: 7 replicas are no rows x columns of at least 2 x 2"),
+    (
+        12,
+        {"graph": {"type": "torus", "rows": 5}},
+        "graph = 'torus' with data 12: rows = 5: 12 replicas are not 5 x 2 or more; rows can be 2, 3, 4, 6",
+    ),
+    (4, {"graph": {"type": "torus", "rows": 1}}, "graph: rows = 1: a whole number of at least 2"),
+    (4, {"graph": "hierarchical"}, "graph: hierarchical: give one of hosts and per_host (replicas of a host)"),
+    (
+        4,
+        {"graph": {"type": "hierarchical", "hosts": 3}},
+        "graph = 'hierarchical' with data 4: hosts = 3: 4 replicas are not 3 x 2 or more replicas on each",
+    ),
+    (
+        6,
+        {"graph": {"type": "hierarchical", "hosts": 3, "between": "bipartite_exponential"}},
+        "graph = 'hierarchical' with data 6: between 3 hosts: pairs odd replicas with even ones",
+    ),
+    (
+        8,
+        {"graph": {"type": "hierarchical", "hosts": 4}, "peers": 4},
+        "peers = 4: graph 'hierarchical' with data 8 has at most 3 in a step",
+    ),
+    # matrices
+    (2, {"graph": [[0.5, 0.5], [0.4, 0.5]]}, "graph with data 2: column 0 sums to 0.9, not 1: 0.5 + 0.4"),
+    (
+        3,
+        {"graph": np.array(IRREGULAR).T},
+        "graph with data 3: column 0 sums to 0.95, not 1: 0.5 + 0.2 + 0.25; all rows do: is it transposed?",
+    ),
+    (2, {"graph": [[1.5, 0.5], [-0.5, 0.5]]}, "graph with data 2: row 1, column 0: the weight is negative, -0.5"),
+    (2, {"graph": [[float("nan"), 0.5], [0.5, 0.5]]}, "graph with data 2: row 0, column 0: the weight is nan"),
+    (2, {"graph": [HALVES, [[1, 1], [0, 0]]]}, "graph with data 2: matrix of step 1: row 1 sums to 0: replica 1 keeps"),
+    (
+        2,
+        {"graph": [[0, 1], [1, 0]], "overlap": 1},
+        "graph with data 2: row 0, column 0: replica 0 keeps nothing, so with overlap = 1 it has no parameters",
+    ),
+    (
+        4,
+        {"graph": PARTS},
+        "graph with data 4: it is not connected: nothing of replica 0 ever comes to 2 (in any step); 0, 1 on one side, "
+        "2, 3 on the other",
+    ),
+    (
+        2,
+        {"graph": [[0.5, 0], [0.5, 1]]},
+        "graph with data 2: it is not connected: nothing of replica 1 ever comes to 0",
+    ),
+    (4, {"graph": HALVES}, "graph with data 4: its matrices are 2 x 2, but there are 4 replicas"),
+    (4, {"graph": [[1, 2], [3]]}, "graph: a matrix is n rows of n numbers; these are not"),
+    (4, {"graph": [[1, 2, 3], [3, 4, 5]]}, "graph: a matrix is n rows of n numbers, or there is a list of such; these"),
+    # functions
+    (4, {"graph": growing}, "graph = 'growing' with data 4: growing: it does not repeat within 128 steps; a longer"),
+    (
+        4,
+        {"graph": late},
+        "graph = 'late' with data 4: late: its matrices repeat after 2 steps at first, but that of step 8193",
+    ),
+    (
+        4,
+        {"graph": {"type": alternating, "period": 3}},
+        "graph = 'alternating' with data 4: alternating: its period is said to be 3, but its matrices of steps 0 and 3",
+    ),
+    (4, {"graph": {"type": alternating, "period": 0}}, "graph: alternating: period = 0: a whole number of at least 1"),
+    (4, {"graph": raising}, "graph = 'raising' with data 4: raising(replicas=4, step=0) raised KeyError: 'host'"),
+    (
+        4,
+        {"graph": wrong_shape},
+        "graph = 'wrong_shape' with data 4: wrong_shape(replicas=4, step=0) is to return 4 rows",
+    ),
+    (
+        4,
+        {"graph": nothing},
+        "graph = 'nothing' with data 4: nothing(replicas=4, step=0) is to return 4 rows of 4 numbers",
+    ),
+    (
+        4,
+        {"graph": outside},
+        "graph = 'outside' with data 4: outside(replicas=4, step=0): (0, 4): 1.0 is not (source, to)",
+    ),
+    (
+        4,
+        {"graph": {"type": edges, "shift": 1}, "peers": 4},
+        "peers = 4: of data 4 replicas each has 3 others; at most 3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("data", "options", "expected"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
+def test_refused(data: int, options: dict[str, Any], expected: str) -> None:
+    (line,) = lines(data, **options)
+    assert line.startswith(expected), line
+
+
+def test_right() -> None:
+    for options in [
+        {"graph": IRREGULAR},
+        {"graph": [np.array(IRREGULAR), np.full((3, 3), 1 / 3)], "overlap": 3},
+        {"graph": [[[0, 0, 1], [1, 0, 0], [0, 1, 0]]]},  # nothing is kept, but nothing travels either
+        {"graph": alternating},
+        {"graph": {"type": alternating, "period": 2}},
+        {"graph": edges, "peers": {0: 1, 4: 2}},
+        {"graph": {"type": edges, "shift": 1}},
+        {"graph": "star", "on_death": "continue", "evaluate": "own", "log_every": 5, "mix_optimizer_state": True},
+    ]:
+        assert lines(3, **options) == [], options
+
+
+def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line[:64] for line in checked(3, "d-psgd", graph=IRREGULAR)] == [
+        "parallel.strategy.graph with data 3: row 0 sums to 0.95, not 1: "
+    ]
+    assert "sgp takes this graph" in checked(3, "d-psgd", graph=IRREGULAR)[0]
+    assert checked(3, "d-psgd", graph="star", order="adapt_then_combine") == []
+    assert checked(6, "ad-psgd") == checked(6, "ad-psgd", graph="ring") == checked(5, "ad-psgd", graph="star") == []
+    for graph, data, cycle in (("ring", 5, "2 - 1 - 0 - 4 - 3 - 2"), ("complete", 4, "1 - 0 - 2 - 1")):
+        assert checked(data, "ad-psgd", graph=graph) == [
+            f"parallel.strategy.graph = '{graph}' with data {data}: it is not bipartite: there is a cycle of odd "
+            f"length, {cycle}"
+        ]
+
+
+def checked(data: int, kind: str, **options: Any) -> list[str]:
+    """By the options alone: the strategy itself need not be there."""
+    config = load_config({"parallel": {"data": data}, "train": {"global_batch_size": data}})
+    section = config.parallel.strategy.model_validate({"type": kind, **options})
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": section})})
+    built = strategy_options(config)
+    assert built is not None
+    return built.check(config)
+
+
+def test_data_1_takes_any_graph() -> None:
+    for graph in ("bipartite_exponential", "torus", HALVES, {"type": "hierarchical", "hosts": 4}):
+        assert lines(1, graph=graph, peers=7) == []
+
+
+def test_the_nearest_plans_are_not_offered_for_a_graph() -> None:
+    (line,) = lines(5, graph="bipartite_exponential")
+    assert "nearest plans" not in line
+
+
+def test_function_and_its_edges() -> None:
+    graph = make_graph({"type": edges, "shift": 0}, 5, ((0, 1), (3, 2)))
+    assert graph.at(0).targets(4) == [(0, 0.5)]
+    assert graph.at(7).targets(3) == [(0, 1 / 3), (4, 1 / 3)]
+    assert [phase.period for phase in make_graph(alternating, 4).phases] == [2]
+    assert [phase.period for phase in make_graph({"type": alternating, "period": 300}, 4).phases] == [300]
+
+
+def test_a_registered_function_and_a_family() -> None:
+    GRAPHS.register("test_edges")(edges)
+    try:
+        assert lines(3, graph="test_edges", peers=2) == []
+        assert make_graph({"type": "test_edges", "shift": 1}, 3).at(0).targets(0) == [(1, 0.5), (2, 0.5)]
+    finally:
+        del GRAPHS._entries["test_edges"]
+
+
+def test_the_resolved_config_is_loaded_again(tmp_path: Any) -> None:
+    options = {"type": "sgp", "graph": np.array(IRREGULAR), "evaluate": "own"}
+    config = load_config({"parallel": {"data": 3, "strategy": options}, "train": {"global_batch_size": 3}})
+    path = tmp_path / "resolved.py"
+    path.write_text(as_source(config))
+    assert "[0.5, 0.2, 0.25]" in path.read_text()
+    assert load_config(str(path)).parallel.strategy.options["graph"] == IRREGULAR
+    options = {"type": "sgp", "peers": {0: 1, 9: 2}}
+    config = load_config({"parallel": {"data": 3, "strategy": options}, "train": {"global_batch_size": 3}})
+    path.write_text(as_source(config))
+    again = strategy_options(load_config(str(path)))
+    assert again.peers == ((0, 1), (9, 2))  # type: ignore[union-attr]
+
+
+def test_parse_peers() -> None:
+    assert parse_peers(3) == 3
+    for value in ([(7, 2), (0, 1)], {0: 1, 7: 2}, [[0, 1], [7, 2]], {"0": 1, "7": 2}):
+        assert parse_peers(value) == ((0, 1), (7, 2))
