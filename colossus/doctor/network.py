@@ -79,8 +79,8 @@ def advise_name(host: HostName) -> list[str]:
         )
     elif host.is_loopback:
         advice.append(
-            f"the host name {host.name!r} resolves to {host.address}, the loopback: fine on one machine, and with several "
-            f"under `colossus launch`; torchrun and srun need MASTER_ADDR to be a network address, and "
+            f"the host name {host.name!r} resolves to {host.address}, the loopback: fine on one machine, and with "
+            f"several under `colossus launch`; torchrun and srun need MASTER_ADDR to be a network address, and "
             f"GLOO_SOCKET_IFNAME the network card's name"
         )
     if host.seconds > 1.0:
