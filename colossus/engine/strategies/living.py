@@ -226,13 +226,8 @@ class Survivors(Living):
         if context.is_logging_rank:
             board.tell("start", number, {"step": start + 1, "replicas": self.size})
             name = why or self._name
-            log.warning(
-                "%s; from step %d on the %s go on without it (graph: %s)",
-                death.reason,
-                start + 1,
-                f"other {self.size} replicas" if self.size > 1 else "last replica",
-                name,
-            )
+            others = f"the other {self.size} replicas go on" if self.size > 1 else "the last replica goes on"
+            log.warning("%s; from step %d on %s without it (graph: %s)", death.reason, start + 1, others, name)
         board.settle(number)
 
     def _await(self, look: Callable[[], Any], what: str) -> Any:
