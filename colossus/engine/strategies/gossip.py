@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -230,11 +230,11 @@ class Gossip(PerReplica):
         self.weights = (self.weight,)
         if self.links is None or not self.is_summed(step):
             return super().reduce_scalars(step, numbers)
-        weights = numbers.new_zeros(self._data_group.size)
-        weights[self._data_group.index] = self.weight
+        weights = numbers.new_zeros(self.graph.replicas)
+        weights[self.living.me] = self.weight
         total = super().reduce_scalars(step, torch.cat((numbers, weights)))
         numbers, weights = total[: len(numbers)], total[len(numbers) :]
-        self.weights = tuple(weights.tolist())
+        self.weights = tuple(weights[list(self.living.replicas)].tolist())
         self.stop_wave.wish(step, float(numbers[3]), is_known_to_all=True)
         return numbers
 
@@ -267,7 +267,7 @@ class Gossip(PerReplica):
             for piece, view in zip(pieces, vector.views(self.push_sum.x), strict=True):
                 piece["x"] = view
         for message in self.in_flight:
-            data, name = self.receive(message).received, message.name
+            data, name = self.receive(message).received, self._as_saved(message).name
             for piece, view in zip(pieces, vector.views(data[:size]), strict=True):
                 piece[name] = view
             for piece, theirs in zip(pieces, optimizer_state.unpack(data[size:], state) if state else (), strict=False):
@@ -275,12 +275,16 @@ class Gossip(PerReplica):
         return dict(zip(trainable, pieces, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        messages = [self.receive(message) for message in self.in_flight]
+        messages = [self._as_saved(self.receive(message)) for message in self.in_flight]
         return {
             "replicas": self._data_group.size,
             "weight": self.weight,
             "in_flight": [[each.source, each.sent, each.due, each.share, each.weight] for each in messages],
         }
+
+    def _as_saved(self, message: InFlight) -> InFlight:
+        """Replicas that live are numbered anew in a checkpoint."""
+        return replace(message, source=self.living.number_of(message.source))
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Kept until `load_state_dict`, which has the numbers to it."""
