@@ -80,8 +80,6 @@ class Progress:
         began: tuple[float, int] | None = None  # what comes before the first steps are seen is no step's
         with live or contextlib.nullcontext():
             while not over.wait(_LOOK_SECONDS):
-                if live is None and time.monotonic() - last_line < _LINE_SECONDS:
-                    continue
                 step = last_step(job) if size_of(path) != before else first
                 if began is None and step > first:
                     began = time.monotonic(), step
@@ -89,7 +87,7 @@ class Progress:
                 text = f"{self._head(number, job)}  step {step}/{steps}{left}"
                 if live is not None:
                     live.update(Text(text), refresh=True)
-                elif step > first:
+                elif step > first and time.monotonic() - last_line >= _LINE_SECONDS:
                     last_line = time.monotonic()
                     self._line(text)
 
