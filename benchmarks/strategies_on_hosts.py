@@ -28,11 +28,12 @@ from benchmarks import common
 from benchmarks.host_ranks import run_on_hosts
 from benchmarks.hosts import USAGE, Host, make_hosts
 from benchmarks.replica_runs import RankRun, rate, strategy_of, train
+from colossus.context.local_ranks import RanksFailed
 
 STRATEGIES = (
     "all_reduce",
     "all_reduce compress=bf16",
-    "all_reduce compress=powersgd",
+    "all_reduce compress=powersgd start_step=1",
     "sgp",
     "sgp overlap=1",
     "d-psgd",
@@ -186,15 +187,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = SMOKE_MODEL if arguments.smoke else MODEL
     rows: list[Row] = []
     began = time.monotonic()
+    failed = False
     try:
         with make_hosts(arguments.hosts, arguments.rate) as hosts:
             for strategy in arguments.strategies:
                 common.progress(f"{time.monotonic() - began:4.0f} s  {strategy}")
-                rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
+                try:
+                    rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
+                except RanksFailed as error:  # the others are measured
+                    failed = True
+                    print(f"strategies_on_hosts: {strategy}: {error}", file=sys.stderr)
     except (ValueError, RuntimeError, OSError) as error:
         print(f"strategies_on_hosts: {error}", file=sys.stderr)
-        if not rows:
-            return USAGE
+        return USAGE
+    if not rows:
+        return 1
     common.progress("")
     report(rows, arguments.hosts, arguments.rate, arguments.seconds)
     print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -207,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
         },
     )
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":
