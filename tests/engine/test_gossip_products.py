@@ -1,4 +1,4 @@
-"""Gossip of whole replicas: with tensor and pipeline parallelism it is the dense simulation of one model per replica."""
+"""Gossip of whole replicas: with tensor and pipeline parallelism it is the simulation of one model per replica."""
 
 from __future__ import annotations
 
