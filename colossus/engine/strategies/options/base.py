@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from colossus.config import Config
+from colossus.config.schema import Parallel, ZeroSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -22,6 +23,10 @@ class StrategyOptions(BaseModel):
     def check(self, config: Config) -> list[str]:
         """One line, that begins with the key, for each thing that does not fit the plan; ``parallel.data`` is known."""
         return []
+
+    def zero_of(self, parallel: Parallel) -> ZeroSection:
+        """ZeRO beside this strategy."""
+        return parallel.zero
 
 
 class PerReplicaOptions(StrategyOptions):
