@@ -101,7 +101,7 @@ def test_what_is_far_off_is_estimated_well() -> None:
 def test_irregular_needs_the_weights(overlap: int) -> None:
     """Without de-biasing a graph whose rows do not sum to 1 must not reach the mean; with it, it does."""
     graph = make_graph(IRREGULAR, 3)
-    assert problems_of(graph, overlap=overlap) == []
+    assert problems_of(graph, late="overlap") == []
     x = np.array([1.0, -2.0, 4.0])
     for push_sum, reaches in ((True, True), (False, False)):
         held = next(itertools.islice(mixing(graph, overlap, push_sum), 300, None))
@@ -136,7 +136,6 @@ def column_stochastic(draw: Any) -> list[np.ndarray]:
 def test_mass_with_messages_in_flight(matrices: list[np.ndarray], overlap: int, numbers: list[float]) -> None:
     """The sums of x and of w, in flight included, stay; and what is de-biased are means: within the first range."""
     graph = make_graph(matrices, len(matrices[0]))
-    assert problems_of(graph, overlap=overlap)[:1] in ([], problems_of(graph, overlap=0)[:1])
     x = np.array(numbers[: graph.replicas])
     steps = 8
     for pushed, plain in itertools.islice(
