@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from colossus.config import ConfigError, load_config
+from colossus.config.plans import strategy_options
 
 BASE: dict[str, Any] = dict(
     model=dict(type="GPT", num_layers=2, hidden_size=24, num_heads=4, vocab_size=53, seq_len=12),
@@ -71,3 +72,19 @@ def test_zero_inside_of_hosts_is_over_their_ranks(options: dict[str, Any]) -> No
     config = config_of(dict(type="hierarchical", **options), parallel=dict(zero=3))
     assert config.parallel.zero.shard == 2
     assert config.parallel.data_strategy["type"] == "zero"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "data", "promise"),
+    [
+        (dict(type="all_reduce"), 4, ""),
+        (dict(type="all_reduce", compress="bf16"), 4, "inexact: gradients travel as bf16; replicas stay equal"),
+        (dict(type="all_reduce", compress="bf16"), 1, ""),
+        (dict(type="hierarchical", hosts=2), 4, "hosts of 2 data ranks"),
+        (dict(type="diloco"), 4, "inexact: each replica has parameters of its own, averaged every 30 steps"),
+    ],
+)
+def test_what_is_inexact_says_so(strategy: dict[str, Any], data: int, promise: str) -> None:
+    options = strategy_options(config_of(strategy, data))
+    assert options is not None
+    assert options.describe(data) == promise

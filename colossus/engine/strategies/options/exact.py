@@ -26,6 +26,12 @@ class AllReduceOptions(StrategyOptions):
     #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
     min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
 
+    def describe(self, data: int) -> str:
+        if self.compress is None or data == 1:
+            return ""
+        way = f"matrices of rank {self.rank}" if self.compress == "powersgd" else self.compress
+        return f"inexact: gradients travel as {way}; replicas stay equal"
+
     def check(self, config: Config) -> list[str]:
         problems = super().check(config)
         given = [key for key in _POWERSGD if key in self.model_fields_set]
@@ -61,6 +67,11 @@ class HierarchicalOptions(AllReduceOptions):
     def ranks_per_host(self, data: int) -> int | None:
         """Data ranks on each host, None where neither number is given."""
         return self.per_host if self.hosts is None else max(1, data // self.hosts)
+
+    def describe(self, data: int) -> str:
+        per_host = self.ranks_per_host(data)
+        where = "hosts are found" if per_host is None else f"hosts of {per_host} data rank{'s' if per_host > 1 else ''}"
+        return "; ".join(part for part in (where, super().describe(data)) if part)
 
     def zero_of(self, parallel: Parallel) -> ZeroSection:
         """ZeRO over the data ranks of a host, replicated over hosts."""
