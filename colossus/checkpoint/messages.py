@@ -47,7 +47,9 @@ class Messages:
 
     def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None, writer: str = "") -> None:
         self._on_sign, self._writer = on_sign, writer
-        self._rank, self._world_size = context.rank, context.world_size
+        self._context, self._rank = context, context.rank
+        #: of the save that was begun last: those that live
+        self._ranks = context.ranks
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
         self.patience = context.timeout.total_seconds()
@@ -59,12 +61,18 @@ class Messages:
     def begin(self) -> None:
         """A save begins on this rank; `end` or `share_outcome` ends it."""
         self._number += 1
+        self._ranks = self._context.ranks
         self.note_progress()
         if self._store is not None:
             self._ended = threading.Event()
             self._signs = threading.Thread(target=self._give_signs, args=(self._ended,), daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads: others may then wait less long
                 self._signs.start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank completes the save: the first of those that live, rank 0 as a rule."""
+        return self._rank == self._ranks[0]
 
     def note_progress(self) -> None:
         self._moved_at = time.monotonic()
@@ -73,22 +81,22 @@ class Messages:
         self._set(self._key("part", self._rank), part)
 
     def hear_parts(self, is_awaited: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """On rank 0: what the others told of their parts, rank by rank."""
-        for rank in range(1, self._world_size):
+        """On the first rank: what the others told of their parts, rank by rank."""
+        for rank in self._ranks[1:]:
             yield self._hear(self._key("part", rank), rank, is_awaited)
 
     def share_outcome(self, outcome: dict[str, Any] | None, is_awaited: Callable[[], bool]) -> dict[str, Any]:
-        """How the save ended, as rank 0 tells; the last message of a save.
+        """How the save ended, as the first rank tells; the last message of a save.
 
-        Rank 0 waits for the others to have read it: its process may be the one that keeps the store.
+        That rank waits for the others to have read it: its process may be the one that keeps the store.
         """
-        if self._rank == 0:
+        if self.is_first:
             assert outcome is not None
-            self._set(self._key("outcome"), outcome)
+            self._set(self._key("outcome", self._rank), outcome)
             self.end()
             self._clean_up()
             return outcome
-        heard: dict[str, Any] = self._hear(self._key("outcome"), 0, is_awaited)
+        heard: dict[str, Any] = self._hear(self._key("outcome", self._ranks[0]), self._ranks[0], is_awaited)
         self.end()
         self._set(self._key("heard", self._rank), {})
         return heard
@@ -102,7 +110,7 @@ class Messages:
 
     # -- the store ----------------------------------------------------------------------------------------
 
-    def _key(self, what: str, rank: int = 0) -> str:
+    def _key(self, what: str, rank: int) -> str:
         return f"checkpoint/{self._writer}/{self._number}/{what}/{rank}"
 
     def _set(self, key: str, value: Any) -> None:
@@ -155,15 +163,15 @@ class Messages:
         """Delete the keys of a save once all ranks have read them: the store must not grow with every save."""
         if self._store is None:
             return
-        others = range(1, self._world_size)
+        others, outcome = self._ranks[1:], self._key("outcome", self._rank)
         heard = [self._key("heard", rank) for rank in others]
         look, until = _FIRST_LOOK, time.monotonic() + min(_LAST_WORD, self.patience)
         while not self._store.check(heard) and time.monotonic() < until:
             time.sleep(look)
             look = min(2 * look, _SHORT_LOOK)
-        ours = [self._key("outcome"), self._key("sign")]
+        ours = [outcome, self._key("sign", self._rank)]
         for key in [*ours, *(self._key(what, rank) for what in ("part", "heard", "sign") for rank in others)]:
-            if key != self._key("outcome") or self._store.check(heard):
+            if key != outcome or self._store.check(heard):
                 self._store.delete_key(key)
 
 

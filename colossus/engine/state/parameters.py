@@ -57,7 +57,7 @@ def _add_own(
 ) -> None:
     """The parameters of this replica, and this rank's part of the average."""
     strategy = engine.strategy
-    evaluates_average, is_first = strategy.evaluates == "average", engine.context.index("data") == 0
+    evaluates_average, is_first = strategy.evaluates == "average", engine.context.group("data").index == 0
     trained = {id(param) for param in strategy.trained}
     means = _written_means(engine, {id(box.parameter) for box in boxes if box.writes})
     for box, of_replica in zip(boxes, own_boxes, strict=True):

@@ -59,7 +59,7 @@ def restore_rng(
         _set(decode(saved[context.rank], tensor), context)
         return
     index = context.index("data")
-    if max(value["data_index"] for value in saved.values()) + 1 != context.size("data"):
+    if {value["data_index"] for value in saved.values()} != {*range(context.size("data"))}:
         key = context.rng.key("torch", index, num_steps)
         GlobalRng(tuple(_devices(context).values())).seed(key)
         return

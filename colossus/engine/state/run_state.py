@@ -48,7 +48,7 @@ def run_values(engine: Engine) -> dict[str, Any]:
         values[f"{replica}train"] = {"completed_steps": engine.completed_steps, **engine.gradient_watch.state_dict()}
         if engine.loss_scaler is not None:
             values[f"{replica}loss_scale"] = engine.loss_scaler.state_dict()
-    if context.rank == 0 and is_recorded(engine.strategy):
+    if context.is_logging_rank and is_recorded(engine.strategy):
         values[RECORD] = record_of(engine.strategy, context)
     return values
 
@@ -111,8 +111,9 @@ def _restore_place_in_data(engine: Engine, reader: CheckpointReader) -> None:
     if not saved:
         loader.set_step(engine.completed_steps)
         return
-    index = engine.context.index("data") if saved == size else 0
-    state = decode(values[f"loader/{index}"], reader.tensor)
+    own = f"loader/{engine.context.index('data')}"
+    first = min(path for path in values if path.startswith("loader/"))
+    state = decode(values[own if saved == size else first], reader.tensor)
     if saved != size and state.get("per_rank"):
         log.warning(
             "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
@@ -143,7 +144,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def is_first_but_along(engine: Engine, *public: str) -> bool:
-    """Whether this rank is at 0 along all axes but those of some public names."""
+    """Whether this rank is where the first one is that lives, along all axes but those of some public names."""
     context = engine.context
-    along = context.grid.axes(public)
-    return all(at == 0 for axis, at in context.coordinates.items() if axis not in along)
+    along, first = context.grid.axes(public), context.grid.coordinates(context.ranks[0])
+    return all(at == first[axis] for axis, at in context.coordinates.items() if axis not in along)
