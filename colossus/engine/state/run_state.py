@@ -107,18 +107,17 @@ def _restore_place_in_data(engine: Engine, reader: CheckpointReader) -> None:
     """
     assert engine.loaders is not None
     values, size, loader = reader.manifest.values, engine.context.size("data"), engine.loaders.train
-    saved = sum(path.startswith("loader/") for path in values)
+    saved = sorted(path for path in values if path.startswith("loader/"))
     if not saved:
         loader.set_step(engine.completed_steps)
         return
-    own = f"loader/{engine.context.index('data')}"
-    first = min(path for path in values if path.startswith("loader/"))
-    state = decode(values[own if saved == size else first], reader.tensor)
-    if saved != size and state.get("per_rank"):
+    is_same = {*saved} == {f"loader/{index}" for index in range(size)}
+    state = decode(values[f"loader/{engine.context.index('data')}" if is_same else saved[0]], reader.tensor)
+    if not is_same and state.get("per_rank"):
         log.warning(
             "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
             "go on from the place of the first, so samples may come twice, or not at all",
-            saved, size,
+            len(saved), size,
         )  # fmt: skip
     loader.load_state_dict(state)
 
