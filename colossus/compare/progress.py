@@ -77,28 +77,33 @@ class Progress:
         before, first, last_line = size_of(path), 0, time.monotonic()
         if before:
             first = last_step(job)
+        began: tuple[float, int] | None = None  # what comes before the first steps are seen is no step's
         with live or contextlib.nullcontext():
             while not over.wait(_LOOK_SECONDS):
-                if live is None and time.monotonic() - last_line < _LINE_SECONDS:
-                    continue
                 step = last_step(job) if size_of(path) != before else first
-                left = self._left(step - first, steps - step, num_left)
+                if began is None and step > first:
+                    began = time.monotonic(), step
+                left = self._left(began, step, steps, num_left)
                 text = f"{self._head(number, job)}  step {step}/{steps}{left}"
                 if live is not None:
                     live.update(Text(text), refresh=True)
-                elif step > first:
+                elif step > first and time.monotonic() - last_line >= _LINE_SECONDS:
                     last_line = time.monotonic()
                     self._line(text)
 
-    def _left(self, done: int, left: int, num_left: int) -> str:
-        """Of this run, of which so many steps are done and left, and of all."""
-        spent = time.monotonic() - self._began
-        if done < 1:
+    def _left(self, began: tuple[float, int] | None, step: int, steps: int, num_left: int) -> str:
+        """Of this run and of all, once two looks have seen steps.
+
+        Args:
+            began: when steps were seen first, and how many had been done then.
+        """
+        now = time.monotonic()
+        spent = now - self._began
+        if began is None or step <= began[1]:
             return f"  {clock(spent)}"
-        of_run = spent / done * left
+        of_run = (now - began[0]) / (step - began[1]) * (steps - step)
         whole = sum(self._durations) / len(self._durations) if self._durations else spent + of_run
-        of_all = of_run + whole * num_left
-        return f"  {clock(spent)}, left {clock(of_run)}, of all runs {clock(of_all)}"
+        return f"  {clock(spent)}, left {clock(of_run)}, of all runs {clock(of_run + whole * num_left)}"
 
     def _head(self, number: int, job: Job) -> str:
         return f"run {number:>{self._width}} of {self._total}: {job.name}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.gossip import ADAMW, SGD, Matrices, Net, classify, irregular, part_of, settings_of
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 
 import colossus
 from colossus.checkpoint.folder import name_of
@@ -88,3 +90,51 @@ def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
         assert back == whole
     one, other = (np.frombuffer(of_rank[name][0][-1][3], np.float64) for of_rank in told(root)[:2])
     assert np.abs(one - other).max() > 1e-3
+
+
+# -- failures -------------------------------------------------------------------------------------------------
+
+
+def _caught(rank: int) -> list[tuple[Rows, Rows]]:
+    """A run, and one whose third step raises in its loss on all ranks and is made again."""
+    told = []
+    for strategy in (dict(type="sgp", graph=IRREGULAR, overlap=1), dict(type="d-psgd")):
+        rows = []
+        for fails in (False, True):
+            engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD), model=Net, loss_fn=classify)
+            first = _walk(engine, 2)
+            if fails:
+                engine.loss_fn = None  # type: ignore[assignment]
+                with pytest.raises(TypeError):
+                    engine.train_step(part_of(2, rank))
+                engine.loss_fn = classify
+            rows.append(first + _walk(engine, 2))
+            engine.close()
+        told.append((rows[0], rows[1]))
+    return told
+
+
+def test_a_step_that_failed_is_made_again() -> None:
+    """What it has sent is not sent twice."""
+    for of_rank in run_ranks(REPLICAS, _caught, with_context=False):
+        for usual, after in of_rank:
+            assert after == usual
+
+
+def _dying(rank: int) -> None:
+    engine = colossus.initialize(settings_of(dict(type="sgp"), REPLICAS, SGD), model=Net, loss_fn=classify)
+    for step in range(20):
+        if (rank, step) == (1, 3):
+            os._exit(7)
+        engine.train_step(part_of(step, rank))
+
+
+def test_a_replica_that_dies_is_named() -> None:
+    """And the log has the message that was awaited."""
+    with pytest.raises(RankError) as raised:
+        run_ranks(REPLICAS, _dying, with_context=False)
+    told = str(raised.value)
+    assert "rank 1 ---\ndied without a word (exit code 7)" in told
+    assert "replica 1 has died: rank 1 (replica 1) has gone: its connection was closed, before replica" in told
+    assert "start it again from its last checkpoint" in told
+    assert re.search(r"message of step [45] from rank 1 \(replica 1\) over data .* WAITING", told)

@@ -72,6 +72,13 @@ def test_known_eigenvalues() -> None:
     assert contraction(make_graph("exponential", 8).phases[0]).eigenvalue == 0
 
 
+def test_the_product_is_in_the_order_of_steps() -> None:
+    graph = make_graph([IRREGULAR, [[0.2, 0, 0], [0.8, 1, 0.5], [0, 0, 0.5]]], 3)
+    x = np.array([1.0, -2.0, 4.0])
+    assert np.allclose(product(graph.phases[0]) @ x, mix(graph, x), rtol=0, atol=1e-15)
+    assert not np.allclose(product(graph.phases[0]), graph.at(0).matrix @ graph.at(1).matrix)
+
+
 def test_steps_to_consensus() -> None:
     for spec, replicas, peers, steps in [
         ("complete", 5, 1, 1),

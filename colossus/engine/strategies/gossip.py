@@ -89,7 +89,7 @@ class Gossip(PerReplica):
             most = self._size
             if self.options.mix_optimizer_state:
                 most += optimizer_state.most_bytes(self.push_sum.params)
-            self.links = PeerLinks(data, most, timeout)
+            self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
         self.living = self._make_living()
