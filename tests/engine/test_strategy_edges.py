@@ -55,7 +55,7 @@ def _batch(step: int, rank: int, damaged: tuple[int, int] | None) -> dict[str, T
 def _run(
     rank: int, world: int, precision: Any, damaged: tuple[int, int] | None
 ) -> dict[str, tuple[list[bool], Tensor, bool]]:
-    """Of each strategy: which steps were skipped on this rank, its parameters, and whether an unused one is as it was."""
+    """Of each strategy: which steps this rank skipped, its parameters, and whether an unused one is as it was."""
     found = {}
     for name, strategy in STRATEGIES.items():
         engine = colossus.initialize(
