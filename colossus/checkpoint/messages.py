@@ -47,9 +47,7 @@ class Messages:
 
     def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None, writer: str = "") -> None:
         self._on_sign, self._writer = on_sign, writer
-        self._context, self._rank = context, context.rank
-        #: of the save that was begun last: those that live
-        self._ranks = context.ranks
+        self._rank, self._context, self._ranks = context.rank, context, context.ranks
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
         self.patience = context.timeout.total_seconds()
@@ -69,11 +67,6 @@ class Messages:
             with contextlib.suppress(RuntimeError):  # no more threads: others may then wait less long
                 self._signs.start()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank completes the save: the first of those that live, rank 0 as a rule."""
-        return self._rank == self._ranks[0]
-
     def note_progress(self) -> None:
         self._moved_at = time.monotonic()
 
@@ -81,22 +74,22 @@ class Messages:
         self._set(self._key("part", self._rank), part)
 
     def hear_parts(self, is_awaited: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-        """On the first rank: what the others told of their parts, rank by rank."""
-        for rank in self._ranks[1:]:
+        """On rank 0: what the others told of their parts, rank by rank."""
+        for rank in self._others:
             yield self._hear(self._key("part", rank), rank, is_awaited)
 
     def share_outcome(self, outcome: dict[str, Any] | None, is_awaited: Callable[[], bool]) -> dict[str, Any]:
-        """How the save ended, as the first rank tells; the last message of a save.
+        """How the save ended, as rank 0 tells; the last message of a save.
 
-        That rank waits for the others to have read it: its process may be the one that keeps the store.
+        Rank 0 waits for the others to have read it: its process may be the one that keeps the store.
         """
         if self.is_first:
             assert outcome is not None
-            self._set(self._key("outcome", self._rank), outcome)
+            self._set(self._key("outcome"), outcome)
             self.end()
             self._clean_up()
             return outcome
-        heard: dict[str, Any] = self._hear(self._key("outcome", self._ranks[0]), self._ranks[0], is_awaited)
+        heard: dict[str, Any] = self._hear(self._key("outcome"), self._ranks[0], is_awaited)
         self.end()
         self._set(self._key("heard", self._rank), {})
         return heard
@@ -108,9 +101,19 @@ class Messages:
             self._signs.join()
         self._signs = None
 
+    @property
+    def _others(self) -> tuple[int, ...]:
+        """All that lived when the save began, but the first."""
+        return self._ranks[1:]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that completes the save; "rank 0" where nobody has died."""
+        return self._rank == self._ranks[0]
+
     # -- the store ----------------------------------------------------------------------------------------
 
-    def _key(self, what: str, rank: int) -> str:
+    def _key(self, what: str, rank: int = 0) -> str:
         return f"checkpoint/{self._writer}/{self._number}/{what}/{rank}"
 
     def _set(self, key: str, value: Any) -> None:
@@ -145,6 +148,8 @@ class Messages:
                     raise RankProblem(
                         f"rank {rank} has not been heard of for {now - heard_at:.0f} s: its process has ended or hangs"
                     )
+            if rank not in self._context.ranks:
+                raise RankProblem(f"rank {rank} has died before its part was complete")
             self.note_progress()
             time.sleep(look)
             look = min(2 * look, _SHORT_LOOK if is_awaited() else _LONGEST_LOOK)
@@ -163,15 +168,15 @@ class Messages:
         """Delete the keys of a save once all ranks have read them: the store must not grow with every save."""
         if self._store is None:
             return
-        others, outcome = self._ranks[1:], self._key("outcome", self._rank)
+        others = self._others
         heard = [self._key("heard", rank) for rank in others]
         look, until = _FIRST_LOOK, time.monotonic() + min(_LAST_WORD, self.patience)
         while not self._store.check(heard) and time.monotonic() < until:
             time.sleep(look)
             look = min(2 * look, _SHORT_LOOK)
-        ours = [outcome, self._key("sign", self._rank)]
+        ours = [self._key("outcome"), self._key("sign")]
         for key in [*ours, *(self._key(what, rank) for what in ("part", "heard", "sign") for rank in others)]:
-            if key != outcome or self._store.check(heard):
+            if key != self._key("outcome") or self._store.check(heard):
                 self._store.delete_key(key)
 
 

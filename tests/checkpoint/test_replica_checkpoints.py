@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from colossus import layers
 from colossus.checkpoint.folder import name_of as folder_name_of
 from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.reader import CheckpointReader
-from colossus.comm import ring, shared_memory
 from colossus.engine.strategies.all_reduce import AllReduce
 
 # -- an exact strategy that keeps something of its own in each replica -------------------------------------------
@@ -236,52 +234,6 @@ def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: 
             all_told = "\n".join(told)
             assert ("the optimizer with the average of theirs" in all_told) == (rank == 0)
             assert ("has kept is not taken" in all_told) == (rank == 0 and name != "own")
-
-
-class Silent(Apart):
-    """No replica hears of another between two meetings, and all that wait are those that live."""
-
-    stops_by_store = False
-
-
-def loses_the_first(rank: int, folder: Path, config: dict[str, Any]) -> State | None:
-    engine = mixed(config)
-    trains(engine, 2)
-    if rank == 0:  # its process has the store
-        while len([*folder.glob("done-*")]) < 2:
-            time.sleep(0.01)
-        return None
-    for group in engine.context.leave_out({0}):
-        shared_memory.forget(group)
-        ring.forget(group)
-    engine.checkpoints.save(background=True).wait()
-    trains(engine, 1)
-    with engine.strategy.export():
-        pass
-    engine.checkpoints.save(background=True).wait()
-    state = state_of(engine)
-    (folder / f"done-{rank}").touch()
-    engine.close()
-    return state
-
-
-def test_those_that_live_save_and_others_go_on_from_their_average(tmp_path: Path) -> None:
-    config = config_of(tmp_path, dict(type=Silent))
-    _, *states = run_ranks(3, loses_the_first, tmp_path, config, with_context=False)
-    path = tmp_path / folder_name_of(3)
-    with CheckpointReader(path) as reader:
-        assert {key.split("/")[1] for key in reader.manifest.tensors if key.startswith("replicas/")} == {"1", "2"}
-        for key in ("up.weight", "unused.bias", "norm.running_var"):
-            mean = (states[0][key] + states[1][key]) / 2
-            torch.testing.assert_close(reader.tensor(f"model/{key}"), mean, rtol=0, atol=1e-15)
-    for number in (2, 3):  # the index of one that lived is no longer whose it was
-        seen = run_ranks(number, looks_at, path, config_of(tmp_path, dict(type=Silent), number), with_context=False)
-        for rank, (state, told) in enumerate(seen):
-            for key in ("up.weight", "optimizer.up.weight.exp_avg_sq", "norm.running_mean"):
-                mean = (states[0][key] + states[1][key]) / 2
-                torch.testing.assert_close(state[key], mean, rtol=1e-14, atol=1e-15)
-            wanted = f"the checkpoint has 2 replicas with parameters of their own, now there are {number}: all go on"
-            assert [message.startswith(wanted) for message in told] == [True] * (rank == 0)
 
 
 def test_another_inexact_strategy_goes_on_with_the_parameters_of_each(tmp_path: Path) -> None:

@@ -55,13 +55,9 @@ def parameter_boxes(
         counted_elsewhere: tied parameters, as stored, that an earlier pipeline stage holds and writes.
         replicas_differ: each data rank has parameters of its own, and writes all of them.
     """
-    sizes, at, data = context.grid.sizes, context.coordinates, context.group("data")
-    # of replicas those that live share the work
-    living = {} if data.size == context.size("data") else {"data": data.size}
-    where = dict.fromkeys(living, data.index)
-    shares = WriterShares(
-        {**sizes, **living}, {**at, **where}, ("pipeline", *(context.grid.axes("data") if replicas_differ else ()))
-    )
+    place = context.living
+    sizes, at = place.grid.sizes, place.coordinates
+    shares = WriterShares(sizes, at, ("pipeline", *(context.grid.axes("data") if replicas_differ else ())))
     elsewhere = {id(param) for param in counted_elsewhere}
     named = [
         (name, tuple(entry.names)[1:], entry.held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -28,19 +28,19 @@ def checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
 def held_buffers(
     buffers: Mapping[str, Entry],
     rank: int,
-    of_ranks: Mapping[int, Mapping[str, int]],
+    of_ranks: Sequence[Mapping[str, int]],
     means: Mapping[int, Tensor],
     prefix: str,
 ) -> Iterator[HeldTensor]:
     """The buffers under their names as the first rank has them; those of ranks that differ under names of their own.
 
     Args:
-        of_ranks: checksums, by rank in order.
+        of_ranks: checksums.
         means: over replicas, by id of the buffer.
         prefix: before the names of these; none: they take the place of the first rank's.
     """
     for name, entry in buffers.items():
-        first = next(each for each, theirs in of_ranks.items() if name in theirs)
+        first = next(each for each, theirs in enumerate(of_ranks) if name in theirs)
         mean = means.get(id(entry.held))
         if rank == first and mean is not None:
             yield HeldTensor.whole(f"{prefix}model/{name}", mean)

@@ -38,7 +38,7 @@ from colossus.engine.state.optimizer import (
 )
 from colossus.engine.state.parameters import add_parameters, boxes_of
 from colossus.engine.state.per_parameter import read_state, require_state_fits
-from colossus.engine.state.replicas import AVERAGE, SavedReplicas, Source, has_own_parameters, source_of
+from colossus.engine.state.replicas import AVERAGE, Source, has_own_parameters, source_of
 from colossus.engine.state.run_state import restore_run, run_values, written_for
 from colossus.engine.state.weights import (
     known_weights,
@@ -78,7 +78,7 @@ class EngineState:
 
     def about(self) -> About:
         engine = self._engine
-        grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
+        grid, zero = engine.context.living.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
         beside = self.companions
         tokenizer = getattr(engine.loaders, "tokenizer", None)
@@ -118,7 +118,7 @@ class EngineState:
         Raises:
             CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
         """
-        engine, state, rank = self._engine, RankState(), self._engine.context.rank
+        engine, state, rank = self._engine, RankState(), self._engine.context.living.rank
         engine.strategy.meet()
         is_alone = self._world.size == 1
         buffers: dict[str, Entry] = {}
@@ -137,16 +137,16 @@ class EngineState:
         sums = gather_on_all_ranks(self._world, prepare)
         with as_shards(), torch.no_grad():
             prefix = AVERAGE if engine.strategy.evaluates == "own" else ""
-            of_ranks = {each: of_buffers for each, (of_buffers, _) in zip(self._world.ranks, sums, strict=True)}
+            of_ranks = [of_buffers for of_buffers, _ in sums]
             state.tensors += held_buffers(buffers, rank, of_ranks, self._buffer_means(), prefix)
             for box in add_parameters(state, engine):
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
             for name, entry in buffers.items():
                 state.aliases.update({alias: name for alias in entry.names if alias != name})
         encoded = [EncodedState.of(value, path) for path, value in (self._groups() | run_values(engine)).items()]
-        (_, first), (_, mine) = sums[0], sums[self._world.index]
+        (_, first), (_, mine) = sums[0], sums[rank]
         for path, each in of_hooks.items():
-            if engine.context.is_logging_rank:
+            if rank == 0:
                 encoded.append(each)
             elif mine[path] != first.get(path):
                 encoded.append(each.under(own_path(rank, path)))
@@ -285,8 +285,6 @@ class EngineState:
         return match
 
     def _is_same_plan(self, reader: CheckpointReader) -> bool:
-        """Whether each rank has the same place as then: sizes, and the order of axes; and none had died."""
-        if not SavedReplicas.of(reader.manifest).are_whole:
-            return False
+        """Whether each rank has the same place as then: sizes, and the order of axes."""
         saved = reader.manifest.plan.get("axes", {})
         return list(saved.items()) == list(self._engine.context.grid.sizes.items())

@@ -46,25 +46,20 @@ def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
     """What a checkpoint says of its strategy."""
     return {
         "kind": kind_of(strategy),
-        "replicas": living_replicas(context),
-        "num_begun": context.size("data"),
+        "num_replicas": context.living.size("data"),
         "own_parameters": has_own_parameters(strategy, context),
         "own_state": has_own_state(strategy, context),
     }
 
 
-def living_replicas(context: ParallelContext) -> list[int]:
-    return sorted({context.grid.index(rank, "data") for rank in context.ranks})
-
-
 def has_own_parameters(strategy: Strategy, context: ParallelContext) -> bool:
     """Whether replicas have parameters and optimizers of their own."""
-    return not strategy.exact and context.size("data") > 1
+    return not strategy.exact and context.living.size("data") > 1
 
 
 def has_own_state(strategy: Strategy, context: ParallelContext) -> bool:
     """Whether what the strategy keeps is of each replica."""
-    return (strategy.state_per_replica or not strategy.exact) and context.size("data") > 1
+    return (strategy.state_per_replica or not strategy.exact) and context.living.size("data") > 1
 
 
 @dataclass(frozen=True)
@@ -74,29 +69,22 @@ class SavedReplicas:
     Attributes:
         kind: of the strategy, None where it is not `is_recorded`, or an older colossus wrote it, which kept the first
             replica's under the plain keys.
-        replicas: indices of those that it has; of an older one where they were equal the first.
-        are_whole: whether none had died.
+        num_replicas: data ranks; 1 in an older one where replicas were equal.
         own_parameters, own_state: as `record_of` has it.
     """
 
     kind: str | None
-    replicas: tuple[int, ...]
+    num_replicas: int
     own_parameters: bool
     own_state: bool
-    are_whole: bool = True
 
     @classmethod
     def of(cls, manifest: Manifest) -> SavedReplicas:
         record = manifest.values.get(RECORD)
         if record is not None:
-            replicas, own = tuple(record["replicas"]), (record["own_parameters"], record["own_state"])
-            return cls(record["kind"], replicas, *own, are_whole=len(replicas) == record["num_begun"])
+            return cls(record["kind"], record["num_replicas"], record["own_parameters"], record["own_state"])
         num = 1 + max((int(key.split("/")[1]) for key in manifest.tensors if key.startswith(_ROOT)), default=0)
-        return cls(None, tuple(range(num)), num > 1, num > 1)
-
-    def fits(self, num_replicas: int) -> bool:
-        """Whether each of so many replicas finds its own."""
-        return self.are_whole and len(self.replicas) == num_replicas
+        return cls(None, num, num > 1, num > 1)
 
     def prefix(self, index: int) -> str:
         """Before the keys of what was a replica's own."""
@@ -137,23 +125,23 @@ def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelCon
     if saved.kind not in (None, kind_of(strategy)):
         of_strategy, why = None, f"it is of {saved.kind}, this run has {kind_of(strategy)}"
     elif saved.own_state or has_own_state(strategy, context):
-        fits = saved.own_state and has_own_state(strategy, context) and saved.fits(num)
-        of_strategy, why = own if fits else None, f"it is of {len(saved.replicas)} replicas, {now}"
+        fits = saved.own_state and has_own_state(strategy, context) and saved.num_replicas == num
+        of_strategy, why = own if fits else None, f"it is of {saved.num_replicas} replicas, {now}"
     if of_strategy is None and _has_strategy_state(manifest):
         _tell(context, f"what the strategy of the checkpoint has kept is not taken: {why}")
     if not saved.own_parameters:
         return Source(strategy=of_strategy)
-    if not strategy.exact and saved.fits(num):
+    if not strategy.exact and saved.num_replicas == num:
         return Source(own, (own,), of_strategy, own)
     if strategy.exact:
         now = f"{kind_of(strategy)} has none"
-    told = f"the checkpoint has {len(saved.replicas)} replicas with parameters of their own, {now}: all go on from the"
+    told = f"the checkpoint has {saved.num_replicas} replicas with parameters of their own, {now}: all go on from the"
     if saved.kind is None:
         _tell(context, f"{told} first")
         return Source(strategy=of_strategy)
     _tell(context, f"{told} average, the optimizer with the average of theirs")
     model = AVERAGE if any(key.startswith(AVERAGE) for key in manifest.tensors) else ""
-    prefixes = tuple(saved.prefix(each) for each in saved.replicas)
+    prefixes = tuple(saved.prefix(each) for each in range(saved.num_replicas))
     return Source(model, prefixes, of_strategy, is_average=True)
 
 

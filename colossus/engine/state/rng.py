@@ -27,7 +27,7 @@ def rng_state(context: ParallelContext) -> dict[str, Any]:
     of_torch, (version, numbers, gauss), of_numpy = GlobalRng(tuple(devices.values())).get_state()
     position = context.rng.state_dict()
     return {
-        "data_index": context.index("data"),
+        "data_index": context.living.index("data"),
         "step": position["step"],
         "microbatch": position["microbatch"],
         "torch": dict(zip(devices, of_torch, strict=True)),
@@ -59,7 +59,7 @@ def restore_rng(
         _set(decode(saved[context.rank], tensor), context)
         return
     index = context.index("data")
-    if {value["data_index"] for value in saved.values()} != {*range(context.size("data"))}:
+    if max(value["data_index"] for value in saved.values()) + 1 != context.size("data"):
         key = context.rng.key("torch", index, num_steps)
         GlobalRng(tuple(_devices(context).values())).seed(key)
         return

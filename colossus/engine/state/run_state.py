@@ -32,12 +32,12 @@ log = logging.getLogger("colossus.engine")
 
 def run_values(engine: Engine) -> dict[str, Any]:
     """What this rank adds, by path; each path is from one rank."""
-    context = engine.context
-    values: dict[str, Any] = {own_path(context.rank, "rng"): rng_state(context)}
+    context, place = engine.context, engine.context.living
+    values: dict[str, Any] = {own_path(place.rank, "rng"): rng_state(context)}
     if of_modules := module_states(engine.model):
-        values[own_path(context.rank, "modules")] = of_modules
+        values[own_path(place.rank, "modules")] = of_modules
     if is_first_but_along(engine, "data"):
-        index = context.index("data")
+        index = place.index("data")
         values[f"strategy_values/{index}"] = engine.strategy.state_dict()
         if engine.loaders is not None:
             with _told_by_one(context.is_logging_rank):
@@ -63,7 +63,7 @@ def written_for(engine: Engine, *along: str) -> Iterator[str]:
     if is_first_but_along(engine, *along):
         yield ""
     if has_own_parameters(engine.strategy, engine.context) and is_first_but_along(engine, "data", *along):
-        yield replica_prefix(engine.context.index("data"))
+        yield replica_prefix(engine.context.living.index("data"))
 
 
 def restore_run(
@@ -107,17 +107,17 @@ def _restore_place_in_data(engine: Engine, reader: CheckpointReader) -> None:
     """
     assert engine.loaders is not None
     values, size, loader = reader.manifest.values, engine.context.size("data"), engine.loaders.train
-    saved = sorted(path for path in values if path.startswith("loader/"))
+    saved = sum(path.startswith("loader/") for path in values)
     if not saved:
         loader.set_step(engine.completed_steps)
         return
-    is_same = {*saved} == {f"loader/{index}" for index in range(size)}
-    state = decode(values[f"loader/{engine.context.index('data')}" if is_same else saved[0]], reader.tensor)
-    if not is_same and state.get("per_rank"):
+    index = engine.context.index("data") if saved == size else 0
+    state = decode(values[f"loader/{index}"], reader.tensor)
+    if saved != size and state.get("per_rank"):
         log.warning(
             "the checkpoint is of %d data ranks, each with batches of its own from your loader; now there are %d: all "
             "go on from the place of the first, so samples may come twice, or not at all",
-            len(saved), size,
+            saved, size,
         )  # fmt: skip
     loader.load_state_dict(state)
 
@@ -143,7 +143,7 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 def is_first_but_along(engine: Engine, *public: str) -> bool:
-    """Whether this rank is where the first one is that lives, along all axes but those of some public names."""
-    context = engine.context
-    along, first = context.grid.axes(public), context.grid.coordinates(context.ranks[0])
-    return all(at == first[axis] for axis, at in context.coordinates.items() if axis not in along)
+    """Whether this rank is at 0 along all axes but those of some public names."""
+    place = engine.context.living
+    along = place.grid.axes(public)
+    return all(at == 0 for axis, at in place.coordinates.items() if axis not in along)
