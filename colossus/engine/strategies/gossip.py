@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import log
-from colossus.comm.peers import PeerGone, PeerLinks
+from colossus.comm.peers import Message, PeerGone, PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
@@ -47,6 +47,13 @@ class InFlight:
     weight: float = 0.0
     data: Tensor | None = None
     stop: bytes = b""
+
+    def fill(self, received: Message) -> InFlight:
+        """It has come."""
+        self.data = received.data
+        (self.weight,) = _WEIGHT.unpack(received.meta[: _WEIGHT.size])
+        self.stop = received.meta[_WEIGHT.size :][:STOP_BYTES]
+        return self
 
     @property
     def name(self) -> str:
@@ -116,7 +123,7 @@ class Gossip(PerReplica):
             mass=lambda: self.share_weight,
         )
 
-    def meet(self) -> None:
+    def come_together(self) -> None:
         self.in_flight = self.living.meet(self.in_flight)
 
     @property
@@ -134,7 +141,16 @@ class Gossip(PerReplica):
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
         graph, me = self.living.graph_at(step), self.living.me
-        targets = [to for to, _ in graph.targets(me)]
+        self.post(step, [to for to, _ in graph.targets(me)])
+        self.in_flight += [
+            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
+            for source in graph.sources(me)
+        ]
+
+    @torch.no_grad()
+    def post(self, step: int, targets: Sequence[int]) -> None:
+        """Send x to these."""
+        assert self.links is not None
         if targets:
             state, size = self._optimizer_state(), self.vector.nbytes
             data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
@@ -142,11 +158,7 @@ class Gossip(PerReplica):
             if state:
                 optimizer_state.pack(state, data[size:])
             meta = _WEIGHT.pack(self.weight) + self.stop_wave.pack()
-            self.links.send(targets, MIX, step, data, meta, dtype=self.vector.dtype, owned=True)
-        self.in_flight += [
-            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
-            for source in graph.sources(me)
-        ]
+            self.links.send(list(targets), MIX, step, data, meta, dtype=self.vector.dtype, owned=True)
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
@@ -154,6 +166,14 @@ class Gossip(PerReplica):
         self.in_flight = self.living.settle(step, self.in_flight)
         kept = self.living.graph_at(step).keeps(self.living.me)
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
+        for message in due:
+            self.stop_wave.hear(message.stop, step)
+        self.combine(kept, due)
+        self.in_flight = [message for message in self.in_flight if message not in due]
+
+    @torch.no_grad()
+    def combine(self, kept: float, due: Sequence[InFlight]) -> None:
+        """What is kept of x and w, and messages that have come."""
         self._mix_optimizer_state(kept, due)
         x = self.params if self._x is None else self.vector.parts(self._x)
         if len(due) == 1 and kept + due[0].share == 1.0:  # in one pass
@@ -164,9 +184,7 @@ class Gossip(PerReplica):
                 torch._foreach_add_(x, self._operands(message), alpha=message.share)
         self.weight = _rounded(kept * self.weight + sum(each.share * each.weight for each in due), self.graph.replicas)
         for message in due:
-            self.stop_wave.hear(message.stop, step)
             self._release(message)
-        self.in_flight = [message for message in self.in_flight if message not in due]
         self._debias()
 
     def _mix_optimizer_state(self, kept: float, due: Sequence[InFlight]) -> None:
@@ -238,9 +256,7 @@ class Gossip(PerReplica):
                     f"has on_death = 'stop', this ends the run: start it again from its last checkpoint"
                 ) from error
             entry.done = True
-            message.data = received.data
-            (message.weight,) = _WEIGHT.unpack(received.meta[: _WEIGHT.size])
-            message.stop = received.meta[_WEIGHT.size :][:STOP_BYTES]
+            message.fill(received)
         return message
 
     def _operands(self, message: InFlight) -> list[Tensor]:
@@ -314,8 +330,8 @@ class Gossip(PerReplica):
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
-        if self.links is None:
-            return requests
+        if self.links is None or self.stop_agreement is not None:
+            return super().agree_on_stop(step, requests)
         self.stop_wave.wish(step, requests)
         return self.stop_wave.due(step)
 
