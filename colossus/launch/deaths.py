@@ -88,6 +88,8 @@ class Deaths:
             The ranks of this node that are to be ended: those of replicas that are lost.
         """
         self._hear()
+        if self.verdict is not None:
+            return []
         for name, ranks in gone:
             replicas = sorted({self._replica(rank) for rank in ranks} - self._lost_replicas)
             if replicas and not self._refuse(replicas):
@@ -199,6 +201,15 @@ class Deaths:
 
 def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     (folder / FILE).write_text(json.dumps(list(rows), indent=2) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What `write` has written, nothing where no replica has died."""
+    try:
+        rows = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return rows if isinstance(rows, list) else []
 
 
 def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: int | None) -> str:

@@ -26,6 +26,7 @@ from colossus.compare.summary import Comparison, Mean, compare
 from colossus.compare.table import print_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
+from colossus.launch import deaths
 
 FILE = """
 parallel = dict(data=2, tensor=dict(size=2, mode="2d"), strategy=dict(type="sgp", peers=1))
@@ -192,7 +193,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 
 
 def test_folders_of_unlike_labels_are_unlike(file: str, tmp_path: Path) -> None:
-    texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp graph={'x' * 300}"]
+    texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp {'log_every=1 ' * 30}"]
     folders = [job.folder.name for job in jobs_of(file, tmp_path, texts)]
     assert len(set(folders)) == len(texts)
     assert max(map(len, folders)) < 150
@@ -256,11 +257,13 @@ def canned(file: str, root: Path) -> tuple[list[Job], dict[str, Ended]]:
         )
         seconds = 0.06 if step % 2 else 0.14
         sent = dict(data=dict(calls=1, bytes=4000.0)) if step % 2 == 0 else {}
-        row = dict(step=step, loss=loss + 0.1, tokens=100, tokens_per_second=400 / seconds, step_seconds=seconds)
+        row = dict(step=step, loss=loss + 0.1, tokens=200, tokens_per_second=200 / seconds, step_seconds=seconds)
         fast.append({**row, "comm": sent, "replica": 0, "peer_wait_seconds": 0.001 * (step % 2)})
         if step % 10 == 0:
             baseline[-1]["validation_loss"] = loss - 0.5
-            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "consensus_distance": 1 / step}
+            del fast[-1]["replica"]  # all replicas have met
+            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "tokens": 400}
+            fast[-1] |= {"consensus_distance": 7.0, "consensus_distance_relative": 1 / step}
     baseline[0] |= dict(step_seconds=5.0, tokens_per_second=80.0)  # warm-up
     write_rows(jobs[0], baseline)
     write_rows(jobs[1], fast)
@@ -319,6 +322,14 @@ def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
     assert [row["label"] for row in as_json["rows"]] == ["all_reduce", "sgp", "sgp overlap=2"]
     assert as_json["rows"][1]["validation_loss"]["mean"] == pytest.approx(2.625)
     assert as_json["rows"][2]["problems"] == ["failed: no disk"]
+
+
+def test_replicas_that_died_are_told(file: str, tmp_path: Path) -> None:
+    jobs, ended = canned(file, tmp_path)
+    deaths.write(jobs[1].folder, [{"replicas": [1], "reason": "replica 1 has died"}])
+    found = compare(jobs, ended)
+    assert "sgp: went on: replica 1 has died" in printed(found)
+    assert [row.losses for row in found.rows] == [[], ["replica 1 has died"], []]
 
 
 def test_nothing_has_come_to_its_end(file: str, tmp_path: Path) -> None:

@@ -56,11 +56,6 @@ class Hosts:
     def per_host(self) -> int:
         return len(self.sets[0])
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether there is nothing to gain: one host, or one rank on each."""
-        return len(self.sets) == 1 or self.per_host == 1
-
     def inside(self, axes: Sequence[str]) -> AxisGroup:
         """The ranks over these axes, that of data among them, whose index along data is on this host."""
         context = self._context
