@@ -211,6 +211,19 @@ def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
 
+def test_what_asynchronous_strategies_do_not_take() -> None:
+    for data in (2, 4):
+        for kind, options, wanted in (
+            ("ad-psgd", dict(peers=2), "peers = 2: ad-psgd averages with one other at a time"),
+            ("ad-psgd", dict(mix_optimizer_state=True), "mix_optimizer_state: ad-psgd averages parameters alone"),
+            ("sgp", dict(eager=True, overlap=2), "overlap = 2: with eager=True messages are taken in as they come"),
+        ):
+            assert any(line.startswith(f"parallel.strategy.{wanted}") for line in checked(data, kind, **options)), (
+                wanted
+            )
+    assert checked(4, "sgp", eager=True) == checked(4, "ad-psgd", peers=1) == []
+
+
 def checked(data: int, kind: str, **options: Any) -> list[str]:
     """By the options alone: the strategy itself need not be there."""
     config = load_config({"parallel": {"data": data}, "train": {"global_batch_size": data}})

@@ -57,8 +57,8 @@ class ADPSGD(PerReplica):
             return
         graph = make_graph(self.options.graph, data.size, self.options.peers)
         self.links = PeerLinks(data, self.vector.nbytes, self._timeout)
-        self._arrivals = Arrivals(self.links)
         assert self.stop_agreement is not None
+        self._arrivals = Arrivals(self.links, self.stop_agreement.watch)
         self.stop_agreement.while_waiting = partial(require_alive, self.links)
         weights = _weights(graph)
         sides = two_sides(weights > 0)

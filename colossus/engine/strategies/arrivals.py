@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 
 from colossus.comm.peers import PeerLinks
 
@@ -17,10 +18,12 @@ class Arrivals:
 
     What was sent to a rank before it was told of an arrival is with it then.
 
+    Args:
+        watch: told again and again who is missing, nobody at first; raises when it is in vain.
     """
 
-    def __init__(self, links: PeerLinks) -> None:
-        self._links, self._number = links, 0
+    def __init__(self, links: PeerLinks, watch: Callable[[Sequence[int]], None]) -> None:
+        self._links, self._watch, self._number = links, watch, 0
         self._came: set[tuple[int, int]] = set()
 
     def wait(self) -> None:
@@ -33,8 +36,10 @@ class Arrivals:
         self._number += 1
         others = [index for index in range(links.group.size) if index != links.group.index]
         links.send(others, ARRIVED, number)
-        while any((index, number) not in self._came for index in others):
+        self._watch([])
+        while missing := [index for index in others if (index, number) not in self._came]:
             require_alive(links)
+            self._watch(missing)
             links.wait(_LOOK_EVERY, lambda: links.has_come(ARRIVED))
             self._came |= {(message.source, message.number) for message in links.take(ARRIVED)}
         self._came = {(index, at) for index, at in self._came if at > number}

@@ -38,7 +38,8 @@ class Eager:
         context = gossip.parts.context
         self._replica, self._device = context.group(context.replica_axes), context.device
         self._timeout = context.timeout.total_seconds()
-        self._arrivals = Arrivals(self._links)
+        assert gossip.stop_agreement is not None
+        self._arrivals = Arrivals(self._links, gossip.stop_agreement.watch)
         size = self._links.group.size
         #: by peer, in the order in which it has sent them
         self._came: list[deque[InFlight]] = [deque() for _ in range(size)]
