@@ -7,17 +7,19 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
+    from colossus.engine.average import average
     from colossus.engine.initialize import initialize
     from colossus.export.plain_module import plain
 
 __version__ = "0.1.0"
-__all__ = ["ParallelContext", "build", "current_context", "initialize", "plain"]
+__all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "plain"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "ParallelContext": "context.parallel_context",
         "current_context": "context.parallel_context",
+        "average": "engine.average",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
         "plain": "export.plain_module",

@@ -197,6 +197,7 @@ STRATEGY_OPTIONS = Registry(
     {
         "ad-psgd": "colossus.engine.strategies.options.gossip:ADPSGDOptions",
         "d-psgd": "colossus.engine.strategies.options.gossip:DPSGDOptions",
+        "all_reduce": "colossus.engine.strategies.options.exact:AllReduceOptions",
         "diloco": "colossus.engine.strategies.options.averaging:DiLoCoOptions",
         "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
         "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",

@@ -13,13 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.hosts import needs_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks import bubble, common, pipeline, plot, tensor, tensor_block, train_step  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bubble,
+    common,
+    pipeline,
+    plot,
+    stragglers,
+    strategies_on_hosts,
+    tensor,
+    tensor_block,
+    train_step,
+)
 from benchmarks.bubble_stages import Task, weight  # noqa: E402
 from benchmarks.cases import KINDS, RECOMPUTING  # noqa: E402
 from benchmarks.common import Spread  # noqa: E402
@@ -381,3 +392,59 @@ def test_generation(tmp_path: Path) -> None:
             assert set(found["seconds"]) == {"plain", "plain-apart", "colossus"}
             assert found["colossus-tensor-2"] > 0
     assert "decode tokens/s" in text
+
+
+def test_predicted_speeds_of_stragglers() -> None:
+    def speeds(strategy: str, replicas: int = 4, steps: int = 400) -> list[float | None]:
+        return [stragglers.predicted(strategy, kind, replicas, steps, 3.0) for kind in stragglers.KINDS]
+
+    assert speeds("all_reduce") == pytest.approx([1, 1 / 3, (3 + 1 + 1 + 1) / 4 / 3])
+    assert speeds("sgp peers=3") == pytest.approx(speeds("all_reduce"))
+    nobody, same, another = zip(*(speeds(f"sgp overlap={k}") for k in (0, 1, 2, 4)), strict=True)
+    assert set(nobody) == {1.0}
+    assert all(share == pytest.approx(1 / 3, abs=0.02) for share in same)  # whatever the overlap
+    assert sorted(another) == list(another)
+    assert another[0] < 0.7 < 0.78 < another[1] < 0.9 < another[3]
+    assert speeds("sgp overlap=2", replicas=2, steps=1)[0] == 1.0
+    assert speeds("ad-psgd") == [None] * 3
+
+
+def test_expected_bytes_of_strategies() -> None:
+    for replicas in (2, 4, 8):
+        ring = strategies_on_hosts.expected_bytes("all_reduce", replicas, 1000)
+        assert ring == 2 * (replicas - 1) / replicas * 4000
+        gossip = strategies_on_hosts.expected_bytes("sgp overlap=1", replicas, 1000)
+        assert gossip is not None
+        assert gossip / ring == pytest.approx(replicas / (2 * (replicas - 1)))
+        assert strategies_on_hosts.expected_bytes("local_sgd period=5", replicas, 1000) == ring / 5
+        assert strategies_on_hosts.expected_bytes("all_reduce compress=fp16", replicas, 1000) == ring / 2
+    assert strategies_on_hosts.expected_bytes("all_reduce compress=powersgd", 4, 1000) is None
+    assert strategies_on_hosts.expected_bytes("ad-psgd", 4, 1000) is None
+
+
+@pytest.mark.long
+@needs_hosts
+def test_strategies_on_hosts(tmp_path: Path) -> None:
+    arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "16", "--seconds", "0.5"]
+    names = ["all_reduce", "sgp", "sgp overlap=1", "local_sgd period=4"]
+    text, payload = smoke("strategies_on_hosts", tmp_path, *arguments, "--strategies", *names)
+    assert all(name in text for name in names)
+    rows = {row["strategy"]: row for row in payload["rows"]}
+    assert [row["steps"] for row in rows.values()] == [16, 16, 16, 16]
+    for name, row in rows.items():
+        expected = strategies_on_hosts.expected_bytes(name, 2, row["parameters"])
+        assert expected is not None
+        assert row["counted"] == pytest.approx(expected / 1e6, rel=0.02), name
+        # a message may leave in the step after its own; headers, scalars
+        assert 0.85 * row["counted"] < row["wire"] < 1.3 * row["counted"] + 0.01, name
+        assert 1.0 < row["equal_time_loss"] < 6.0, name
+
+
+@pytest.mark.long
+def test_stragglers(tmp_path: Path) -> None:
+    arguments = ["--replicas", "2", "--strategies", "all_reduce", "sgp overlap=1"]
+    text, payload = smoke("stragglers", tmp_path, *arguments)
+    assert "predicted" in text
+    for of_kind in payload["seconds_per_step"].values():
+        assert all(len(seconds) == 2 and min(seconds) > 0.01 for seconds in of_kind.values())
+        assert min(of_kind["always the same"]) > 0.029

@@ -12,12 +12,18 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.hosts import needs_hosts
 from helpers.launching import ROOT, children, environment, is_running, wait_for
 from helpers.long import long
+from helpers.ranks import grid
 
 from benchmarks import hosts
+from benchmarks.host_ranks import run_on_hosts
 from benchmarks.hosts import USAGE, Host, make_hosts, tbf
+from benchmarks.replica_runs import bytes_on_wire
+from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
 
 SEND = """
 import socket, sys, time
@@ -119,6 +125,32 @@ def test_a_link_is_as_slow_as_was_asked_for() -> None:
     assert seconds > 0.9 * (size - hosts.LEAST_BURST) / 40e6 * 8
     assert size < sent < 1.1 * size
     assert size < received < 1.1 * size
+
+
+@needs_hosts
+def test_ranks_share_memory_inside_of_a_host_alone() -> None:
+    size, rounds = 1 << 20, 3
+
+    def body(rank: int) -> list[int]:
+        context = ParallelContext(grid(data=2, tensor=2), rank, device=torch.device("cpu"))
+        sent = []
+        for axis in ("tensor", "data"):
+            group = context.group(axis)
+            collectives.all_reduce(torch.ones(4), group, owned=True).wait()  # makes the way
+            begin = bytes_on_wire()
+            for _ in range(rounds):
+                x = torch.full((size // 4,), float(rank))
+                total = collectives.all_reduce(x, group, owned=True).wait()
+                assert total[-1] == sum(group.ranks)
+            sent.append(bytes_on_wire() - begin)
+        collectives.all_reduce(torch.ones(4), context.group(("data", "tensor")), owned=True).wait()
+        context.close()
+        return sent
+
+    with make_hosts(2) as (first, second):
+        for inside, between in run_on_hosts([first, first, second, second], body):
+            assert inside < size / 10
+            assert between > rounds * size  # two ranks of the host send half of the tensor twice, each
 
 
 @needs_hosts

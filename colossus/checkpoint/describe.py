@@ -18,6 +18,8 @@ from colossus.checkpoint.natural_order import natural_order
 _MOST_LEVELS = 64
 #: checkpoints that are listed
 _MOST_STEPS = 12
+#: sections that have lines of their own
+_IN_HEAD = {"model", "optimizer", "replicas"}
 #: column; what is longer moves what follows it
 _WIDEST = 72
 #: (name with its indentation, shape, dtype, numbers, bytes)
@@ -102,6 +104,8 @@ def _head(folder: Path, manifest: Manifest, steps: Sequence[int]) -> str:
     for section, tensors in _sections(manifest):
         if section in ("model", "optimizer"):
             lines.append((section, _summary(section, tensors, manifest)))
+        elif section == "replicas":
+            lines.append((section, _summary_of_replicas(tensors)))
     if manifest.tokenizer is not None:
         lines.append(("tokenizer", manifest.tokenizer))
     beside = _beside(manifest)
@@ -130,11 +134,18 @@ def _summary(section: str, tensors: Mapping[str, TensorEntry], manifest: Manifes
     return (f"{name}: " if isinstance(name, str) else "") + text + f": {', '.join(entries)}"
 
 
+def _summary_of_replicas(tensors: Mapping[str, TensorEntry]) -> str:
+    """Of what each has of its own: how many there are, what, and the bytes of all."""
+    numbers, kinds = {name.split("/")[0] for name in tensors}, {name.split("/")[1] for name in tensors}
+    what = ", ".join(kind for kind in ("model", "optimizer", "strategy") if kind in kinds)
+    return f"{len(numbers)}, each with its own {what}: {byte_count(_bytes(tensors.values()))}"
+
+
 def _beside(manifest: Manifest) -> str:
     """State that is neither of the model nor of the optimizer's parameters: what there is, and its bytes."""
-    sections = {section: tensors for section, tensors in _sections(manifest) if section not in ("model", "optimizer")}
+    sections = {section: tensors for section, tensors in _sections(manifest) if section not in _IN_HEAD}
     kinds = {path.partition("/")[0] for path in manifest.values} | sections.keys()
-    names = sorted(kinds - {"optimizer"})
+    names = sorted(kinds - _IN_HEAD)
     size = sum(_bytes(tensors.values()) for tensors in sections.values())
     return ", ".join(names) + (f", {byte_count(size)} of tensors" if size else "")
 

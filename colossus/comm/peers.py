@@ -98,6 +98,7 @@ class PeerLinks:
         group: peers are named by index in it.
         most_bytes: of the data of one message; what claims more is not ours.
         timeout_seconds: of silence of a peer that is waited for.
+        pinned: memory is page-locked, for copies to and from an accelerator.
 
     Attributes:
         waited_seconds: that `receive` has waited so far.
@@ -105,7 +106,8 @@ class PeerLinks:
         on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
-    def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         # of a copy: its indices are those of all, also when some of them have died
         self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
@@ -115,6 +117,8 @@ class PeerLinks:
         self._gone: dict[int, str] = {}
         #: peers that take nothing any more, why, and since when: they may have ended well
         self._deaf: dict[int, tuple[str, float]] = {}
+        #: peers that said goodbye
+        self._left: set[int] = set()
         #: from whom there is or was a connection
         self._heard: set[int] = set()
         self._pool: dict[int, list[Tensor]] = {}
@@ -148,7 +152,7 @@ class PeerLinks:
             free = self._pool.get(size)
             if free:
                 return free.pop()
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def release(self, data: Tensor) -> None:
         """Give back the memory of `buffer` or of a message."""
@@ -207,7 +211,7 @@ class PeerLinks:
         """Wait for a message.
 
         Raises:
-            PeerGone: its sender died before it had sent it.
+            PeerGone: its sender died or closed its links before it had sent it.
             RuntimeError: it was silent for too long.
         """
         key, began = (source, kind, number), time.monotonic()
@@ -234,6 +238,8 @@ class PeerLinks:
         """Why nothing can come from a peer any more, None where something can."""
         if source in self._gone:
             return self._gone[source]
+        if source in self._left:
+            return "it has closed its links"
         if source in self._heard or source not in self._deaf:
             return None
         reason, since = self._deaf[source]
@@ -482,8 +488,14 @@ class PeerLinks:
         self._selector.unregister(incoming.stream)
         self._incoming.remove(incoming)
         incoming.stream.close()
-        if incoming.source is not None and not incoming.said_bye:
+        if incoming.source is None:
+            return
+        if not incoming.said_bye:
             self._lose(incoming.source, reason)
+            return
+        with self._changed:
+            self._left.add(incoming.source)
+            self._changed.notify_all()
 
 
 _open: WeakSet[PeerLinks] = WeakSet()

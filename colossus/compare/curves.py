@@ -23,12 +23,16 @@ class Curve:
 
     The clock counts the seconds of steps: not those of evaluations and checkpoints, nor those in which a stopped run
     stood still.
+
+    Attributes:
+        replicas: of the run: a row with ``replica`` counts the tokens of one of them.
     """
 
     rows: Sequence[Mapping[str, Any]]
+    replicas: int = 1
 
     @classmethod
-    def read(cls, path: Path) -> Curve:
+    def read(cls, path: Path, replicas: int = 1) -> Curve:
         """Rows that cannot be read are left out."""
         rows: dict[int, Mapping[str, Any]] = {}
         try:
@@ -41,7 +45,7 @@ class Curve:
                 rows[int(row["step"])] = row
             except (ValueError, KeyError, TypeError):
                 continue
-        return cls([rows[step] for step in sorted(rows)])
+        return cls([rows[step] for step in sorted(rows)], replicas)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -97,12 +101,14 @@ class Curve:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all replicas: tokens of all steps over their seconds."""
+        """Of all replicas: tokens of all steps over their seconds. All replicas make the same number of steps, and the
+        first one waits for the others where they meet."""
         seconds = sum(_number(row.get("step_seconds"), 0.0) for row in self._warm)
-        tokens = sum(
-            _number(row.get("tokens_per_second"), 0.0) * _number(row.get("step_seconds"), 0.0) for row in self._warm
-        )
+        tokens = sum(_number(row.get("tokens"), 0.0) * self._counted_by(row) for row in self._warm)
         return tokens / seconds if seconds else None
+
+    def _counted_by(self, row: Mapping[str, Any]) -> int:
+        return 1 if row.get("replica") is None else self.replicas
 
     @property
     def step_seconds(self) -> float | None:
@@ -131,10 +137,9 @@ class Curve:
 
     @property
     def consensus_distance(self) -> float | None:
-        """The last that was measured."""
-        return next(
-            (_number(row["consensus_distance"]) for row in reversed(self.rows) if "consensus_distance" in row), None
-        )
+        """Of the replicas from their average, relative to its norm; the last that was measured."""
+        key = "consensus_distance_relative"
+        return next((_number(row[key]) for row in reversed(self.rows) if key in row), None)
 
     def mean(self, key: str) -> float | None:
         """Of the rows that have it."""

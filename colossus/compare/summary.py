@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
 from colossus.compare.curves import Curve
 from colossus.compare.jobs import Job
 from colossus.compare.runs import Ended
-from colossus.launch import run_folder
+from colossus.launch import deaths, run_folder
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Row:
 
     Attributes:
         problems: one line for each of its runs that is not done; then there are no numbers.
+        losses: one line for each replica that a run has gone on without.
         loss: training, after equal steps.
         validation_loss: after equal steps; of what the strategy evaluates, by default the average of the replicas.
         loss_at_time: training, after equal time; ``steps_at_time`` of them were done then.
@@ -47,6 +48,7 @@ class Row:
 
     label: str
     problems: Sequence[str] = ()
+    losses: Sequence[str] = ()
     loss: Mean | None = None
     validation_loss: Mean | None = None
     loss_at_time: Mean | None = None
@@ -92,11 +94,13 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
     """
     curves: dict[str, list[Curve]] = {}
     problems: dict[str, list[str]] = {}
+    losses: dict[str, list[str]] = {}
     for job in jobs:
         mine, lines = curves.setdefault(job.label, []), problems.setdefault(job.label, [])
         how = ended.get(job.name, Ended("not run"))
         if how.state == "done":
-            mine.append(Curve.read(job.folder / run_folder.METRICS))
+            losses.setdefault(job.label, []).extend(str(row.get("reason")) for row in deaths.read(job.folder))
+            mine.append(Curve.read(job.folder / run_folder.METRICS, job.config.parallel.data or 1))
         else:
             seed = "" if job.seed is None else f"seed {job.seed} "
             lines.append(f"{seed}{how.state}{f': {how.reason}' if how.reason else ''}")
@@ -107,7 +111,7 @@ def compare(jobs: Sequence[Job], ended: Mapping[str, Ended]) -> Comparison:
     rows: list[Row] = []
     for label in curves:
         row = _row(label, finished[label], steps, seconds) if label in finished else Row(label, problems[label])
-        rows.append(row)
+        rows.append(replace(row, losses=losses.get(label, [])))
     return Comparison([_with_ratios(row, rows[0]) for row in rows], steps, seconds, finished)
 
 
@@ -141,7 +145,7 @@ def _row(label: str, curves: Sequence[Curve], steps: int, seconds: float) -> Row
 def _with_ratios(row: Row, first: Row) -> Row:
     loss = ("validation_loss" if first.validation_loss else "loss"), "tokens_per_second"
     ratios = [_ratio(getattr(row, name), getattr(first, name)) for name in loss]
-    return Row(**{**vars(row), "loss_ratio": ratios[0], "tokens_ratio": ratios[1]})
+    return replace(row, loss_ratio=ratios[0], tokens_ratio=ratios[1])
 
 
 def _ratio(value: Mean | None, first: Mean | None) -> float | None:

@@ -37,8 +37,8 @@ def print_table(comparison: Comparison, console: Console, counted: str = "tokens
     if comparison.equal_steps:
         console.print(table)
     for row in rows:
-        for problem in row.problems:
-            console.print(f"{row.label}: {problem}", markup=False, highlight=False, soft_wrap=True)
+        for line in (*row.problems, *(f"went on: {loss}" for loss in row.losses)):
+            console.print(f"{row.label}: {line}", markup=False, highlight=False, soft_wrap=True)
     for line in _notes(comparison, has_validation):
         console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
 

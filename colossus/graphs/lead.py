@@ -28,7 +28,7 @@ def largest_lead(
     s - 1 + lead. So who has just completed step t can name step t + lead for all to stop after.
 
     Args:
-        matrix_of: the matrix of a step.
+        matrix_of: the matrix of a step, the same object each time.
         starts: the steps s to look at: all those after which the graph goes on differently.
         period: steps after which it repeats, or the longest of several.
 
@@ -36,6 +36,7 @@ def largest_lead(
         ValueError: for a graph in which some replica hears nothing of another.
     """
     largest = 0
+    known: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
     for start in starts:
         #: [replica, origin]: the first step from which the replica's messages are held up by the origin
         first = np.full((replicas, replicas), _NEVER)
@@ -43,16 +44,31 @@ def largest_lead(
         step, quiet = start, 0
         while (first == _NEVER).any():
             matrix = matrix_of(step)
-            reached = False
-            for to, source in np.argwhere(matrix != 0):
-                if to == source:
-                    continue
-                new = (first[source] <= step) & (first[to] > step + overlap + 1)
+            if id(matrix) not in known:
+                known[id(matrix)] = _edges(matrix)
+            reached, held_up = False, step + overlap + 1
+            sends_not = first <= step
+            for targets, sources in known[id(matrix)]:
+                new = sends_not[sources] & (first[targets] > held_up)
                 if new.any():
-                    first[to][new] = step + overlap + 1
-                    largest = max(largest, step + overlap - (start - 1))
+                    first[targets] = np.where(new, held_up, first[targets])
+                    largest = max(largest, held_up - start)
                     reached = True
             step, quiet = step + 1, 0 if reached else quiet + 1
             if quiet > 2 * period + overlap:
                 raise ValueError("some replica never hears of another: the graph is not connected")
     return largest
+
+
+def _edges(matrix: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Targets and their sources, in arrays in which no target is twice."""
+    groups: list[tuple[list[int], list[int]]] = []
+    count = [0] * len(matrix)
+    for target, source in np.argwhere(matrix != 0).tolist():
+        if target != source:
+            if count[target] == len(groups):
+                groups.append(([], []))
+            groups[count[target]][0].append(target)
+            groups[count[target]][1].append(source)
+            count[target] += 1
+    return [(np.array(targets), np.array(sources)) for targets, sources in groups]

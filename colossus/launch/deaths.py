@@ -205,6 +205,15 @@ def write(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     (folder / FILE).write_text(json.dumps(list(rows), indent=2) + "\n")
 
 
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What `write` has written, nothing where no replica has died."""
+    try:
+        rows = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return rows if isinstance(rows, list) else []
+
+
 def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: int | None) -> str:
     """What the user reads at the end.
 

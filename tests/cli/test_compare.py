@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.launching import TINY, environment, finish, start
+from helpers.launching import TINY, environment, finish, start, wait_for
 from rich.console import Console
 
 from colossus.cli.main import main
-from colossus.compare import picture
+from colossus.compare import picture, progress
 from colossus.compare.curves import Curve
 from colossus.compare.jobs import Job, make_jobs
 from colossus.compare.progress import Progress
@@ -26,6 +28,7 @@ from colossus.compare.summary import Comparison, Mean, compare
 from colossus.compare.table import print_table
 from colossus.config import ConfigError, load_config
 from colossus.config.overrides import apply_overrides, plan_overrides, strategy_overrides
+from colossus.launch import deaths
 
 FILE = """
 parallel = dict(data=2, tensor=dict(size=2, mode="2d"), strategy=dict(type="sgp", peers=1))
@@ -120,8 +123,12 @@ def test_text_that_is_neither(overrides: Callable[[str], list[str]], text: str, 
         (["--plans", "data=3", "data=8"], ["small.py: data=3: train.global_batch_size = 8 is not a multiple of"]),
         (["--plans", "data=2", "--nproc", "3"], ["small.py: parallel: data 2 = 2, but 3 processes"]),
         (
-            ["parallel.strategy.peers=2", "checkpoint.resume=x", "--strategies", "sgp"],
-            ["write it into the text of each that it is for, 'sgp peers=..'", "begin at the first step"],
+            ["parallel.strategy.peers=2", "--strategies", "sgp"],
+            ["write it into the text of each that it is for, 'sgp peers=..'"],
+        ),
+        (
+            ["checkpoint.resume=x", "--plans", "data=2"],
+            ["small.py: checkpoint.resume = 'x': the runs of a comparison begin at the first step"],
         ),
         (["--plans", "data=2", "--resume"], ["--resume: there is no comparison in runs/compare-small-*"]),
         (["--plans", "data=2", "--plot", "out.gif"], ["--plot: out.gif: the picture ends with .svg, .png, .pdf"]),
@@ -192,7 +199,7 @@ def test_every_strategy_under_every_plan_with_every_seed(file: str, tmp_path: Pa
 
 
 def test_folders_of_unlike_labels_are_unlike(file: str, tmp_path: Path) -> None:
-    texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp graph={'x' * 300}"]
+    texts = ["sgp graph=ring", "sgp graph='ring'", "sgp graph=dict(type='ring')", f"sgp {'log_every=1 ' * 30}"]
     folders = [job.folder.name for job in jobs_of(file, tmp_path, texts)]
     assert len(set(folders)) == len(texts)
     assert max(map(len, folders)) < 150
@@ -241,6 +248,24 @@ def test_a_failed_run_is_told_and_the_others_go_on_until_a_signal(file: str, tmp
     assert again == {"all_reduce": Ended("failed", "disk", 1)}
 
 
+def test_what_is_said_while_a_run_goes_on(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    job, said, steps = jobs_of(file, tmp_path)[1], io.StringIO(), itertools.count(1)
+
+    def says(words: str) -> bool:
+        step = next(steps)
+        write_rows(job, [row_of(step, more="." * step)])
+        return words in said.getvalue()
+
+    with Progress(3, said).of(2, job, num_left=1):
+        wait_for(lambda: says(", of all runs "))
+    assert re.fullmatch(
+        r"run 2 of 3: sgp overlap=1  step \d+/40  \d+:\d\d, left \d+:\d\d, of all runs \d+:\d\d",
+        said.getvalue().splitlines()[-1],
+    )
+
+
 # the table
 
 
@@ -256,11 +281,13 @@ def canned(file: str, root: Path) -> tuple[list[Job], dict[str, Ended]]:
         )
         seconds = 0.06 if step % 2 else 0.14
         sent = dict(data=dict(calls=1, bytes=4000.0)) if step % 2 == 0 else {}
-        row = dict(step=step, loss=loss + 0.1, tokens=100, tokens_per_second=400 / seconds, step_seconds=seconds)
+        row = dict(step=step, loss=loss + 0.1, tokens=200, tokens_per_second=200 / seconds, step_seconds=seconds)
         fast.append({**row, "comm": sent, "replica": 0, "peer_wait_seconds": 0.001 * (step % 2)})
         if step % 10 == 0:
             baseline[-1]["validation_loss"] = loss - 0.5
-            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "consensus_distance": 1 / step}
+            del fast[-1]["replica"]  # all replicas have met
+            fast[-1] |= {"validation_loss": (loss - 0.5) * 1.05, "tokens": 400}
+            fast[-1] |= {"consensus_distance": 7.0, "consensus_distance_relative": 1 / step}
     baseline[0] |= dict(step_seconds=5.0, tokens_per_second=80.0)  # warm-up
     write_rows(jobs[0], baseline)
     write_rows(jobs[1], fast)
@@ -319,6 +346,14 @@ def test_the_table_is_printed_whole(file: str, tmp_path: Path) -> None:
     assert [row["label"] for row in as_json["rows"]] == ["all_reduce", "sgp", "sgp overlap=2"]
     assert as_json["rows"][1]["validation_loss"]["mean"] == pytest.approx(2.625)
     assert as_json["rows"][2]["problems"] == ["failed: no disk"]
+
+
+def test_replicas_that_died_are_told(file: str, tmp_path: Path) -> None:
+    jobs, ended = canned(file, tmp_path)
+    deaths.write(jobs[1].folder, [{"replicas": [1], "reason": "replica 1 has died"}])
+    found = compare(jobs, ended)
+    assert "sgp: went on: replica 1 has died" in printed(found)
+    assert [row.losses for row in found.rows] == [[], ["replica 1 has died"], []]
 
 
 def test_nothing_has_come_to_its_end(file: str, tmp_path: Path) -> None:

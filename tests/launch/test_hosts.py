@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +14,15 @@ from helpers.hosts import needs_hosts, start_on
 from helpers.launching import children, finish, has_rows, launch, rows_of, wait_for
 from helpers.long import long
 
-from benchmarks.hosts import Host, make_hosts
+from benchmarks.hosts import PORT, Host, make_hosts
 
 Nodes = tuple[list[ForkedPython], Path]
 EXACT = "train.precision=fp64"
+OTHER_PLANS = (
+    "data=2 tensor=2",
+    "data=4 strategy=hierarchical",
+    "data=2 strategy=dict(type='sgp',graph='complete',log_every=1)",
+)
 
 
 @pytest.fixture
@@ -47,13 +51,10 @@ def long_run(two_hosts: list[Host], tmp_path: Path) -> Iterator[Nodes]:
 
 
 @needs_hosts
-@pytest.mark.parametrize(
-    "plan", ["data=2", *long("data=2 tensor=2", "data=2 strategy=dict(type='sgp',graph='complete',log_every=1)")]
-)
+@pytest.mark.parametrize("plan", ["data=2", *long(*OTHER_PLANS)])
 def test_a_run_on_two_hosts_is_that_of_one(two_hosts: list[Host], tmp_path: Path, plan: str) -> None:
     overrides = [f"parallel.{part}" for part in plan.split()]
-    before = [host.bytes_moved() for host in two_hosts]
-    launchers = start_on(two_hosts, tmp_path, "--run-dir", "run", EXACT, "comm.accounting=True", *overrides)
+    launchers = start_on(two_hosts, tmp_path, "--run-dir", "run", EXACT, *overrides)
     ended = [finish(launcher) for launcher in launchers]
     assert [(code, err) for code, _, err in ended] == [(0, "")] * 2
     assert sum("done: 5 steps" in out for _, out, _ in ended) == 1
@@ -65,12 +66,20 @@ def test_a_run_on_two_hosts_is_that_of_one(two_hosts: list[Host], tmp_path: Path
     for name in ("loss", "validation_loss"):
         wanted = [row[name] for row in alone if name in row and "loss" in row]
         assert [row[name] for row in rows if name in row] == pytest.approx(wanted, rel=1e-12)
-    counted = sum(row["comm"]["data"]["bytes"] for row in rows)
-    assert counted > 0
-    for host, (received, sent) in zip(two_hosts, before, strict=True):
-        now_received, now_sent = host.bytes_moved()
-        assert now_sent - sent > counted, "it did not go through the network"
-        assert now_received - received > counted
+
+
+@needs_hosts
+@pytest.mark.long
+def test_of_several_networks_the_endpoint_s_is_taken(tmp_path: Path) -> None:
+    """A host's own name means an address that others cannot reach, though it is not the loopback's."""
+    made = "ip link add office type veth peer name plug; ip link set plug up; ip link set office up"
+    with make_hosts(2, own_name_is="10.99.0.1") as hosts:
+        for host in hosts:
+            host.run(["sh", "-c", f"{made}; ip address add 10.99.0.1/24 dev office"])
+        endpoint = ("--rdzv-endpoint", f"{hosts[0].address}:{PORT}")
+        launchers = start_on(hosts, tmp_path, "parallel.strategy=sgp", "comm.timeout_seconds=20", *endpoint)
+        ended = [finish(launcher) for launcher in launchers]
+    assert [(code, err) for code, _, err in ended] == [(0, "")] * 2
 
 
 @needs_hosts
@@ -78,9 +87,7 @@ def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
     launchers, folder = long_run
     of_host = {str(index): children(launcher.pid)[0] for index, launcher in enumerate(launchers)}
     os.kill(of_host["1"], signal.SIGKILL)
-    began = time.monotonic()
     ended = [finish(launcher) for launcher in launchers]
-    assert time.monotonic() - began < 60.0
     assert [code for code, _, _ in ended] == [1, 1]
     both = "".join(err for _, _, err in ended)
     (killed,) = set(re.findall(r"rank (\d) \(data \d\) was killed by SIGKILL", both))

@@ -51,9 +51,9 @@ class TwoLevelSum:
         self._inner, self._outer = inner, outer
 
     def start(self, flat: Tensor) -> Pending:
-        return Staged(self._stages(flat))
+        return Staged(self.stages(flat))
 
-    def _stages(self, flat: Tensor) -> Stages:
+    def stages(self, flat: Tensor) -> Stages:
         num_inner = self._inner.size
         share = yield collectives.reduce_scatter(padded(flat, num_inner), self._inner)
         total = yield collectives.all_reduce(share, self._outer, owned=True)

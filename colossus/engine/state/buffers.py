@@ -26,19 +26,26 @@ def checksums(buffers: Mapping[str, Entry]) -> dict[str, int]:
 
 
 def held_buffers(
-    buffers: Mapping[str, Entry], rank: int, of_ranks: Sequence[Mapping[str, int]], means: Mapping[int, Tensor]
+    buffers: Mapping[str, Entry],
+    rank: int,
+    of_ranks: Sequence[Mapping[str, int]],
+    means: Mapping[int, Tensor],
+    prefix: str,
 ) -> Iterator[HeldTensor]:
     """The buffers under their names as the first rank has them; those of ranks that differ under names of their own.
 
     Args:
         of_ranks: checksums.
-        means: over replicas, by id of the buffer: it takes the place of the first rank's.
+        means: over replicas, by id of the buffer.
+        prefix: before the names of these; none: they take the place of the first rank's.
     """
     for name, entry in buffers.items():
         first = next(each for each, theirs in enumerate(of_ranks) if name in theirs)
         mean = means.get(id(entry.held))
-        if rank == first:
-            yield HeldTensor.whole(f"model/{name}", entry.held if mean is None else mean)  # type: ignore[arg-type]
+        if rank == first and mean is not None:
+            yield HeldTensor.whole(f"{prefix}model/{name}", mean)
+        if rank == first and (mean is None or prefix):
+            yield HeldTensor.whole(f"model/{name}", entry.held)  # type: ignore[arg-type]
         if mean is not None or of_ranks[rank][name] != of_ranks[first][name]:
             yield HeldTensor.whole(own_key(rank, name), entry.held)  # type: ignore[arg-type]
 

@@ -38,7 +38,7 @@ from colossus.engine.state.optimizer import (
 )
 from colossus.engine.state.parameters import add_parameters, boxes_of
 from colossus.engine.state.per_parameter import read_state, require_state_fits
-from colossus.engine.state.replicas import Source, has_own_parameters, source_of
+from colossus.engine.state.replicas import AVERAGE, Source, has_own_parameters, source_of
 from colossus.engine.state.run_state import restore_run, run_values, written_for
 from colossus.engine.state.weights import (
     known_weights,
@@ -136,8 +136,9 @@ class EngineState:
 
         sums = gather_on_all_ranks(self._world, prepare)
         with as_shards(), torch.no_grad():
-            means = self._buffer_means()
-            state.tensors += held_buffers(buffers, rank, [of_buffers for of_buffers, _ in sums], means)
+            prefix = AVERAGE if engine.strategy.evaluates == "own" else ""
+            of_ranks = [of_buffers for of_buffers, _ in sums]
+            state.tensors += held_buffers(buffers, rank, of_ranks, self._buffer_means(), prefix)
             for box in add_parameters(state, engine):
                 state.aliases.update(dict.fromkeys(box.aliases, box.name))
             for name, entry in buffers.items():
@@ -160,9 +161,9 @@ class EngineState:
         return boxes_of(self._engine)
 
     def _buffer_means(self) -> dict[int, Tensor]:
-        """Of buffers that differ between replicas, by id, their mean, where the plain keys hold the average."""
+        """Of buffers that differ between replicas, by id, their mean."""
         strategy = self._engine.strategy
-        if not has_own_parameters(strategy, self._engine.context) or strategy.evaluates == "own":
+        if not has_own_parameters(strategy, self._engine.context):
             return {}
         average = ReplicaAverage(strategy.parts, strategy.trained)
         return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}
@@ -273,6 +274,9 @@ class EngineState:
             reader.verify(self._world, on_progress)
             beside = self._beside(reader) if only is None else self._loaded  # a part may know other tokens
             on_all_ranks(self._world, lambda: load_matched(reader, match, engine.model, boxes, None), _MIXED)
+            if not engine.strategy.exact:  # what is on its way, or an anchor, is of other weights
+                engine.strategy.load_parameter_state({})
+                engine.strategy.load_state_dict({})
             self._loaded = beside
         differ = other_functions(reader.manifest.config.get("model"), as_dict(engine.config).get("model"))
         if differ and engine.context.is_logging_rank:

@@ -84,7 +84,7 @@ def load_matched(
 
     Args:
         rank: under the plan that the checkpoint was saved with, whose own buffers are read; else None.
-        prefix: before the keys of parameters; one that is not there is read without.
+        prefix: before the keys; one that is not there is read without.
     """
     for box in boxes:
         if box.name in match.sources:
@@ -97,6 +97,7 @@ def load_matched(
             assert isinstance(entry.held, Tensor)
             source = match.sources[name]
             key = f"model/{source}"
+            key = prefix + key if prefix + key in reader.manifest.tensors else key
             held = _saved_rows(HeldTensor.whole(key, entry.held.detach()), reader.manifest.tensors[key].shape)
             read_buffer(reader, source, held, rank)
 

@@ -49,7 +49,8 @@ class ADPSGD(PerReplica):
         self._followers: PeerLinks | None = None
         self._replica_group = context.group(context.replica_axes)
         self._timeout = context.timeout.total_seconds()
-        self._numbers: dict[str, float] = {}
+        #: of each exchange applied in this step, the steps since it was begun
+        self._applied: list[int] = []
         self._reported = (0.0, 0)
         if data.size == 1:
             return
@@ -79,7 +80,7 @@ class ADPSGD(PerReplica):
     def after_step(self, step: int) -> None:
         if self.links is None:
             return
-        self._completed, self._numbers = step + 1, {}
+        self._completed, self._applied = step + 1, []
         self._require_alive()
         self._note("step", self._completed)
         if self.answers is not None:
@@ -95,7 +96,7 @@ class ADPSGD(PerReplica):
             self._told(count)
         else:
             _, applied = self.answers.pass_boundary(self._told(0), self._timeout)
-        self._numbers = {"exchanges": float(applied), **({"staleness": 1.0} if applied else {})}
+        self._applied += [1] * applied
 
     def _exchange(self) -> None:
         """Of an active replica: apply the answer if it has come, and begin another exchange."""
@@ -122,7 +123,7 @@ class ADPSGD(PerReplica):
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
         self._note("apply", exchange.passive, exchange.number)
-        self._numbers = {"exchanges": 1.0, "staleness": float(self._completed - exchange.step)}
+        self._applied.append(self._completed - exchange.step)
 
     @property
     def _is_leader(self) -> bool:
@@ -152,7 +153,7 @@ class ADPSGD(PerReplica):
             self._apply_answer()  # which comes without anybody having to meet: threads answer
         self._arrivals.wait()
         if self.answers is not None:
-            self.answers.pass_boundary()
+            self._applied += [0] * self.answers.pass_boundary()[1]
             self.answers.shut()
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,9 +168,10 @@ class ADPSGD(PerReplica):
             return {}
         waited, sent = self._reported
         self._reported = self.links.waited_seconds + self._arrivals.waited_seconds, self.links.bytes_sent
+        count = len(self._applied)
         return {
-            "exchanges": 0.0,
-            **self._numbers,
+            "exchanges": float(count),
+            **({"staleness": sum(self._applied) / count} if count else {}),
             "peer_wait_seconds": self._reported[0] - waited,
             "peer_bytes_sent": float(self._reported[1] - sent),
         }

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from colossus.context.groups import AxisGroup
+from colossus.context.precision import DTYPES
 from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum
 from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.compression import CompressionMemory
+from colossus.engine.gradients.low_sum import LowSum
+from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.strategies.options.exact import AllReduceOptions
 from colossus.engine.strategies.strategy import Strategy
 
 
@@ -19,11 +26,24 @@ class AllReduce(Strategy):
     """Sums gradients over data ranks in the collectives that sum them over the other ranks, too.
 
     Exact; a subclass that is not sums them inside of the replica only.
+
+    With ``compress`` what goes along data is rounded to 16 bits, or to matrices of low rank (1905.13727): replicas stay
+    equal, but the sums are not those of one process. What is left out of a step's gradients is added to the next one's
+    (error feedback). Sums inside of a replica are exact.
     """
+
+    _compress: AllReduceOptions = AllReduceOptions()
+    _memory: CompressionMemory | None = None
+
+    def __init__(self, **options: Any) -> None:
+        self._compress = AllReduceOptions(**options)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
+        if self._compress.compress is not None:
+            self.state_per_replica = True
+            self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
 
     def make_reduction(self) -> GradientReduction:
@@ -32,7 +52,26 @@ class AllReduce(Strategy):
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
         """How the gradients of a bucket are summed over these axes."""
-        return FlatSum(self.parts.context.group(axes))
+        options, context = self._compress, self.parts.context
+        if self._memory is None or "data" not in axes:
+            return FlatSum(context.group(axes))
+        whole = context.group(tuple(axis for axis in axes if axis != "data"))
+        inner, outer = self.levels()
+        if options.compress == "powersgd":
+            power = PowerSGD(options.rank, options.start_step, options.warm_start, options.min_compression_rate)
+            return PowerSum(params, whole, inner, outer, power, self._memory)
+        assert options.compress is not None
+        return LowSum(params, whole, inner, outer, DTYPES[options.compress], self._memory)
+
+    def levels(self) -> tuple[AxisGroup, AxisGroup]:
+        """The data ranks between which nothing is compressed, and those between which all is."""
+        return self.parts.context.group(()), self._data_group
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        if self._memory is not None:
+            self._memory.step = step
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
@@ -49,3 +88,12 @@ class AllReduce(Strategy):
 
     def abandon(self) -> None:
         self._reduction.abandon()
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        return {} if self._memory is None else self._memory.state()
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        if self._memory is not None:
+            self._memory.load(state)

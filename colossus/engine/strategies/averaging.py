@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.replica_average import Distance
 from colossus.engine.strategies.fragments import Fragment, fragment_numbers
 from colossus.engine.strategies.options.averaging import AveragingOptions
 from colossus.engine.strategies.per_replica import PerReplica
@@ -45,8 +46,10 @@ class Averaging(PerReplica):
         for param in store.trainable():
             held[numbers[spec_of(param).name]].append(param)
         self.fragments = [Fragment(params, tied, parts.context.device) for params in held]
+        self._number_of = {param: number for number, param in enumerate(self.trained)}
         self._tokens: Tensor | None = None
-        self._stops = 0.0
+        #: how far replicas were apart before the average of the step that runs
+        self._apart: Distance | None = None
 
     def make_reduction(self) -> GradientReduction:
         return GradientReduction(self.parts, self.summed_axes if self._is_local else self.parts.context.grid.names)
@@ -66,6 +69,7 @@ class Averaging(PerReplica):
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
+        super().begin_step(step)
         is_local = step >= self.options.post_local
         if is_local != self._is_local:
             self._reduction.close()
@@ -105,10 +109,16 @@ class Averaging(PerReplica):
 
     @torch.no_grad()
     def after_step(self, step: int) -> None:
-        for fragment in self.due(step):
+        due = self.due(step)
+        if due and self.stop_agreement is not None:
+            self.stop_agreement.enter(step + 1)  # all wait for all here; `reduce_scalars` is the end of it
+        for fragment in due:
             weight = self._weight(fragment)
             average = fragment.packed()
             sum_of_shares(fragment.chunks(average), weight, self._data_group)
+            if self._data_group.size > 1:
+                means = zip(fragment.params, fragment.vector.views(average), strict=True)
+                self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
             self.end_round(fragment, average, weight)
             fragment.vector.unpack(average)
             fragment.forget_tokens()
@@ -133,16 +143,17 @@ class Averaging(PerReplica):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         if step < self.options.post_local:  # summed already; norms of groups are shares of a mean over replicas
+            self._distance = None
             return torch.cat((numbers[:4], numbers[4:] * self._data_group.size))
         numbers = super().reduce_scalars(step, numbers)
-        if self.is_summed(step):
-            self._stops = float(numbers[3])
+        self._distance, self._apart = self._apart or self._distance, None
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         if step < self.options.post_local:
+            self._completed = step + 1
             return requests
-        return self._stops if self.is_summed(step) else 0.0
+        return super().agree_on_stop(step, requests)
 
     # -- state ------------------------------------------------------------------------------------------------
 
@@ -150,8 +161,10 @@ class Averaging(PerReplica):
         return {"tokens": [float(fragment.tokens) for fragment in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for fragment, tokens in zip(self.fragments, state.get("tokens", ()), strict=False):
-            fragment.tokens.fill_(tokens)
+        tokens = state.get("tokens", ())
+        for number, fragment in enumerate(self.fragments):
+            fragment.forget_tokens()
+            fragment.tokens += tokens[number] if len(tokens) == len(self.fragments) else 0.0
 
     def parameter_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         found: dict[nn.Parameter, dict[str, Any]] = {}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossus.engine.gradients.bucket_sum import BucketSum, TwoLevelSum
+from colossus.context.groups import AxisGroup
+from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
@@ -21,13 +22,11 @@ class Hierarchical(AllReduce):
     the ranks of a host; else as all-reduce: in buckets, while backward runs.
 
     Hosts are given (``hosts`` or ``per_host``: neighbours along data share one), or found by what ranks know of the
-    machines they are on.
+    machines they are on. ``compress`` is of what goes between hosts.
     """
 
-    options: HierarchicalOptions
-
     def __init__(self, **options: Any) -> None:
-        self.options = HierarchicalOptions(**options)
+        self.options = self._compress = HierarchicalOptions(**options)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         context, per_host = parts.context, self.options.ranks_per_host(parts.context.size("data"))
@@ -35,6 +34,11 @@ class Hierarchical(AllReduce):
         super().setup(store, parts)
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
-        if self.hosts.is_flat or "data" not in axes:
+        if "data" not in axes or len(self.hosts.sets) == 1:
+            return FlatSum(self.parts.context.group(axes))
+        if self._memory is not None or self.hosts.per_host == 1:
             return super().sum_of(params, axes, dtype)
         return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())
+
+    def levels(self) -> tuple[AxisGroup, AxisGroup]:
+        return self.hosts.inside(("data",)), self.hosts.between()

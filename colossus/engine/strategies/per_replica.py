@@ -56,8 +56,7 @@ class PerReplica(AllReduce):
         self.stop_agreement = StopAgreement(parts.context) if has_others and self.stops_by_store else None
         if not has_others and parts.context.rank == 0:
             log.warning(
-                "%s: parallel.data is 1, so there is one replica and nothing to mix or average; it trains as it would "
-                "with all_reduce",
+                "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
                 type(self).__name__,
             )
 

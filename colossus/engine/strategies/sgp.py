@@ -24,6 +24,6 @@ class SGP(Gossip):
 
     def after_step(self, step: int) -> None:
         if self.links is not None:
-            self.take_update()
+            self.push_sum.take_update()
             self.send(step)
             self.mix(step)

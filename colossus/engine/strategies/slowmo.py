@@ -14,6 +14,7 @@ from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.averaging import Averaging, sum_of_shares
 from colossus.engine.strategies.fragments import Fragment, chunks_of
+from colossus.engine.strategies.optimizer_state import entries_of
 from colossus.engine.strategies.options.averaging import SlowMoOptions
 from colossus.engine.strategies.outer_step import outer_step
 
@@ -37,10 +38,11 @@ class SlowMo(Averaging):
         #: of each parameter the sum of the learning rates of the round's steps
         self._lr_sums: dict[nn.Parameter, float] = {}
         self._num_steps = 0
-        self._optimizer: torch.optim.Optimizer | None = None
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
         self._num_steps += 1
         for group in optimizer.param_groups:
             lr = float(group["lr"])
@@ -73,7 +75,6 @@ class SlowMo(Averaging):
 
     def _reset_buffers(self) -> None:
         """The optimizer's state as it was before the first step: zeros, the count of its steps, too."""
-        assert self._optimizer is not None
         for of_param in self._optimizer.state.values():
             for name, value in of_param.items():
                 if isinstance(value, Tensor):
@@ -84,12 +85,10 @@ class SlowMo(Averaging):
     def _average_buffers(self, fragment: Fragment, weight: Tensor) -> None:
         """All replicas' state of the parameters' shape. One that has none of a parameter, since it has not updated it
         so far, adds nothing and takes nothing."""
-        assert self._optimizer is not None
         own = {
             (index, name): value
-            for index, param in enumerate(fragment.params)
-            for name, value in sorted(self._optimizer.state.get(param, {}).items())
-            if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+            for index, of_param in enumerate(entries_of(self._optimizer, fragment.params))
+            for name, value in of_param.items()
         }
         known: dict[tuple[int, str], torch.dtype] = {}
         for of_rank in all_gather_object({key: value.dtype for key, value in own.items()}, self._data_group):

@@ -1,0 +1,23 @@
+"""docs/strategies.md names what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from colossus.registry import GRAPHS, STRATEGIES, STRATEGY_OPTIONS
+
+PAGE = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+
+
+@pytest.mark.parametrize("strategy", STRATEGY_OPTIONS.names())
+def test_every_option_of_a_strategy_has_a_row_with_its_default(strategy: str) -> None:
+    for name, field in STRATEGY_OPTIONS.get(strategy).model_fields.items():
+        rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
+        assert any(f"`{field.default!r}`" in row for row in rows), f"{name} = {field.default!r} of {strategy}"
+
+
+def test_every_strategy_and_graph_has_a_row() -> None:
+    for name in [*STRATEGIES.names(), *GRAPHS.names()]:
+        assert f"\n| `{name}` |" in PAGE, name
