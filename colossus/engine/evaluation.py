@@ -81,7 +81,6 @@ class Evaluation:
     @contextmanager
     def _eval_mode(self) -> Iterator[None]:
         was_training = [(module, module.training) for module in self._model.modules()]
-        self._strategy.meet()
         self._model.eval()
         try:
             with self._context, self._strategy.evaluation():

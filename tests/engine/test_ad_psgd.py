@@ -14,42 +14,16 @@ import pytest
 import torch
 from helpers.gossip import ADAMW, SGD, Net, _flat, _unflat, classify, loss_of, part_of, settings_of, start
 from helpers.ranks import run_ranks
+from helpers.split_net import Plain, Split
 from torch import Tensor, nn
 
 import colossus
-from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
 from colossus.engine.parameter_vector import ParameterVector
 
 STEPS = 15
 Record = list[tuple[Any, ...]]
-
-
-class Split(nn.Module):
-    """Split over tensor ranks; beside them a plain parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = layers.Linear(5, 6, split="column")
-        self.down = layers.Linear(6, 3, split="row")
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gain * self.down(self.up(x))
-
-
-class Plain(nn.Module):
-    """The same in plain torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(5, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)
-        self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.gain * self.down(self.up(x))
-        return result
 
 
 @dataclass

@@ -108,3 +108,26 @@ def test_all_ranks_stop_after_the_same_step_for_the_same_reason() -> None:
     assert found["while another waits outside"][0] == 11
     assert found["one has finished"][0] == found["nobody"][0] == STEPS
     assert found["two with other reasons"][0] < STEPS
+
+
+def test_a_replica_that_makes_no_step_is_named() -> None:
+    def body(context: ParallelContext) -> str | None:
+        agreement = StopAgreement(context)
+        agreement._timeout = 0.3
+        if context.index("data"):
+            for _ in range(4):  # as long as it makes steps it is waited for
+                agreement.heard()
+                time.sleep(0.21)
+            context.store().set("silent", "")
+            return None
+        agreement.watch([])
+        try:
+            while True:
+                agreement.watch([1])
+                is_silent = context.store().check(["silent"])
+        except RuntimeError as error:
+            assert is_silent
+            return str(error)
+
+    told, _ = run_ranks(2, body, plan=grid(data=2))
+    assert "waits for replica 1, of which none has made a step for 0.3 s" in told

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from colossus.comm import collectives
-from colossus.comm.peers import PeerGone, PeerLinks
+from colossus.comm.peers import PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
-from colossus.engine.strategies.arrivals import Arrivals
+from colossus.engine.strategies.arrivals import Arrivals, require_alive
 from colossus.engine.strategies.options.gossip import ADPSGDOptions
 from colossus.engine.strategies.pair_answers import ANSWER, REQUEST, PairAnswers
 from colossus.engine.strategies.pair_protocol import ActiveSide
@@ -56,9 +57,9 @@ class ADPSGD(PerReplica):
             return
         graph = make_graph(self.options.graph, data.size, self.options.peers)
         self.links = PeerLinks(data, self.vector.nbytes, self._timeout)
-        self._arrivals = Arrivals(self.links, self._require_alive)
         assert self.stop_agreement is not None
-        self.stop_agreement.while_waiting = self._require_alive
+        self._arrivals = Arrivals(self.links, self.stop_agreement.watch)
+        self.stop_agreement.while_waiting = partial(require_alive, self.links)
         weights = _weights(graph)
         sides = two_sides(weights > 0)
         assert sides is not None
@@ -81,7 +82,7 @@ class ADPSGD(PerReplica):
         if self.links is None:
             return
         self._completed, self._applied = step + 1, []
-        self._require_alive()
+        require_alive(self.links)
         self._note("step", self._completed)
         if self.answers is not None:
             self._pass_boundary()
@@ -140,11 +141,6 @@ class ADPSGD(PerReplica):
         if self.record is not None:
             self.record.append(what)
 
-    def _require_alive(self) -> None:
-        assert self.links is not None
-        for index, reason in self.links.gone.items():
-            raise PeerGone(index, f"{self.links.name(index)} has gone: {reason}")
-
     # -- besides ------------------------------------------------------------------------------------------
 
     def come_together(self) -> None:
@@ -167,7 +163,7 @@ class ADPSGD(PerReplica):
         if self.links is None:
             return {}
         waited, sent = self._reported
-        self._reported = self.links.waited_seconds + self._arrivals.waited_seconds, self.links.bytes_sent
+        self._reported = self.links.waited_seconds, self.links.bytes_sent
         count = len(self._applied)
         return {
             "exchanges": float(count),

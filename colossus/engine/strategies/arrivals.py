@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from colossus.comm.peers import PeerGone, PeerLinks
+from colossus.comm.peers import PeerLinks
 
 #: kind of the messages that say that a rank has arrived
 ARRIVED = 0x0100
@@ -19,31 +19,37 @@ class Arrivals:
     What was sent to a rank before it was told of an arrival is with it then.
 
     Args:
-        while_waiting: called every now and then; raises when it is in vain.
+        watch: told again and again who is missing, nobody at first; raises when it is in vain.
     """
 
-    def __init__(self, links: PeerLinks, while_waiting: Callable[[], None] = lambda: None) -> None:
-        self._links, self._while_waiting, self._number = links, while_waiting, 0
+    def __init__(self, links: PeerLinks, watch: Callable[[Sequence[int]], None]) -> None:
+        self._links, self._watch, self._number = links, watch, 0
         self._came: set[tuple[int, int]] = set()
-        #: that this rank has waited here so far
-        self.waited_seconds = 0.0
 
     def wait(self) -> None:
         """All ranks call this as many times.
 
         Raises:
-            PeerGone: one of them has died.
+            RuntimeError: one of them has died.
         """
         links, number, began = self._links, self._number, time.monotonic()
         self._number += 1
         others = [index for index in range(links.group.size) if index != links.group.index]
         links.send(others, ARRIVED, number)
+        self._watch([])
         while missing := [index for index in others if (index, number) not in self._came]:
-            for index in missing:
-                if index in links.gone:
-                    raise PeerGone(index, f"{links.name(index)} has gone: {links.gone[index]}")
+            require_alive(links)
+            self._watch(missing)
             links.wait(_LOOK_EVERY, lambda: links.has_come(ARRIVED))
             self._came |= {(message.source, message.number) for message in links.take(ARRIVED)}
-            self._while_waiting()
         self._came = {(index, at) for index, at in self._came if at > number}
-        self.waited_seconds += time.monotonic() - began
+        links.waited_seconds += time.monotonic() - began
+
+
+def require_alive(links: PeerLinks) -> None:
+    """Raises a `RuntimeError` if a peer has died."""
+    for index, reason in links.gone.items():
+        raise RuntimeError(
+            f"replica {index} has died: {links.name(index)} has gone: {reason}. Start the run again from its last "
+            f"checkpoint"
+        )

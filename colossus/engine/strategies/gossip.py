@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,52 +14,14 @@ from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies import optimizer_state
+from colossus.engine.strategies.in_flight import MIX, InFlight, meta_of
 from colossus.engine.strategies.living import Living, Survivors
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
-from colossus.engine.strategies.push_sum import Addend, PushSum
-from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
+from colossus.engine.strategies.push_sum import PushSum
+from colossus.engine.strategies.stop_wave import StopWave
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.spec import name_of_graph
-
-#: kind of the messages that carry parameters
-MIX = 1
-_WEIGHT = struct.Struct("<d")
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A message that was received or is still awaited: the whole x of its sender, and its push-sum weight.
-
-    Attributes:
-        sent, due: numbers of the steps after which it is sent, and taken in.
-        share: what the graph gives of it to this replica.
-        weight: of the sender; 0 while it travels.
-        data: uint8, on the host; None while it travels.
-    """
-
-    source: int
-    sent: int
-    due: int
-    share: float
-    weight: float = 0.0
-    data: Tensor | None = None
-    stop: bytes = b""
-
-    @property
-    def name(self) -> str:
-        """In checkpoints."""
-        return f"in_flight.{self.source}.{self.sent}"
-
-    @property
-    def received(self) -> Tensor:
-        """The data, once it is here."""
-        assert self.data is not None
-        return self.data
-
-    @property
-    def addend(self) -> Addend:
-        return Addend(self.share, self.weight, self.received)
 
 
 class Gossip(PerReplica):
@@ -148,19 +109,25 @@ class Gossip(PerReplica):
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
         graph, me = self.living.graph_at(step), self.living.me
-        targets = [to for to, _ in graph.targets(me)]
+        self.post(step, [to for to, _ in graph.targets(me)])
+        self.in_flight += [
+            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
+            for source in graph.sources(me)
+        ]
+
+    @torch.no_grad()
+    def post(self, step: int, targets: Sequence[int]) -> None:
+        """Send x to these."""
+        assert self.links is not None
         if targets:
             state, size = self._optimizer_state(), self._size
             data = self.links.buffer(size + (optimizer_state.num_bytes(state) if state else 0))
             self.push_sum.write(data[:size])
             if state:
                 optimizer_state.pack(state, data[size:])
-            meta = _WEIGHT.pack(self.weight) + self.stop_wave.pack()
-            self.links.send(targets, MIX, step, data, meta, dtype=self.push_sum.vector.dtype, owned=True)
-        self.in_flight += [
-            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
-            for source in graph.sources(me)
-        ]
+            meta = meta_of(self.weight, self.stop_wave)
+            vector = self.push_sum.vector
+            self.links.send(list(targets), MIX, step, data, meta, dtype=vector.dtype, owned=True)
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
@@ -168,14 +135,20 @@ class Gossip(PerReplica):
         self.in_flight = self.living.settle(step, self.in_flight)
         kept = self.living.graph_at(step).keeps(self.living.me)
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
+        for message in due:
+            self.stop_wave.hear(message.stop, step)
+        self.combine(kept, due)
+        self.in_flight = [message for message in self.in_flight if message not in due]
+
+    @torch.no_grad()
+    def combine(self, kept: float, due: Sequence[InFlight]) -> None:
+        """What is kept of x and w, and messages that have come."""
         if state := self._optimizer_state():
             others = [(each.share * each.weight, each.received[self._size :]) for each in due]
             optimizer_state.mix(state, kept * self.weight, others)
         self.push_sum.mix(kept, [each.addend for each in due])
         for message in due:
-            self.stop_wave.hear(message.stop, step)
             self._release(message)
-        self.in_flight = [message for message in self.in_flight if message not in due]
 
     def _optimizer_state(self) -> list[dict[str, Tensor]]:
         """Of each parameter, where it is mixed."""
@@ -204,9 +177,7 @@ class Gossip(PerReplica):
                     f"has on_death = 'stop', this ends the run: start it again from its last checkpoint"
                 ) from error
             entry.done = True
-            message.data = received.data
-            (message.weight,) = _WEIGHT.unpack(received.meta[: _WEIGHT.size])
-            message.stop = received.meta[_WEIGHT.size :][:STOP_BYTES]
+            message.fill(received)
         return message
 
     def _release(self, message: InFlight) -> None:
@@ -239,8 +210,8 @@ class Gossip(PerReplica):
         return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
-        if self.links is None:
-            return requests
+        if self.links is None or self.stop_agreement is not None:
+            return super().agree_on_stop(step, requests)
         self.stop_wave.wish(step, requests)
         return self.stop_wave.due(step)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +39,7 @@ class PerReplica(AllReduce):
     """
 
     exact = False
-    stops_by_store: ClassVar[bool] = True
+    stops_by_store: bool = True
 
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
+from colossus.engine.strategies.arrivals import require_alive
+from colossus.engine.strategies.eager import Eager
 from colossus.engine.strategies.gossip import Gossip
 from colossus.engine.strategies.options.gossip import SGPOptions
 
@@ -15,15 +20,42 @@ class SGP(Gossip):
 
     With ``overlap`` k, what is sent after step t is taken in after step t + k, and travels while steps compute:
     x_i <- P_ii(t) x_i + sum_j P_ij(t - k) x_j(t - k), and so with w, which counts what is in flight.
+
+    With ``eager``, messages are taken in as they come; see `Eager`.
     """
 
     options: SGPOptions
 
     def __init__(self, **options: Any) -> None:
         super().__init__(SGPOptions(**options))
+        self.stops_by_store = self.options.eager
+        self._eager: Eager | None = None
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        if self.options.eager and self.links is not None:
+            assert self.stop_agreement is not None
+            self.stop_agreement.while_waiting = partial(require_alive, self.links)
+            self._eager = Eager(self)
 
     def after_step(self, step: int) -> None:
-        if self.links is not None:
-            self.push_sum.take_update()
-            self.send(step)
-            self.mix(step)
+        if self.links is None:
+            return
+        self._completed = step + 1
+        self.push_sum.take_update()
+        if self._eager is not None:
+            self._eager.exchange(step)
+            return
+        self.send(step)
+        self.mix(step)
+
+    def come_together(self) -> None:
+        super().come_together()
+        if self._eager is not None:
+            self._eager.drain(self._completed - 1)
+
+    def report(self) -> dict[str, float]:
+        report = super().report()
+        if self._eager is not None:
+            report |= self._eager.report()
+        return report

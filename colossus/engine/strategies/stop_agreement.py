@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,6 +40,9 @@ class StopAgreement:
         #: (step, requests) that all have agreed on
         self._agreed: tuple[int, float] | None = None
         self._seen, self._next_look = 0.0, 0.0
+        self._num_steps = 0
+        #: what was seen last of those that are waited for, and since when it is so
+        self._progress: tuple[tuple[bytes, ...], float] = (), 0.0
 
     @property
     def _is_leader(self) -> bool:
@@ -51,11 +54,12 @@ class StopAgreement:
         """A wish of another replica, for the leader to add to what its replica sums; costs nothing on most calls."""
         if not self._is_leader or self._data.size == 1:
             return 0.0
-        now = time.monotonic()
-        if not self._seen and now >= self._next_look:
+        now, self._num_steps = time.monotonic(), self._num_steps + 1
+        if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
+            self._store.set(f"progress/{self._data.index}", str(self._num_steps))
             wish = self._key("wish")
-            if self._store.check([wish]):
+            if not self._seen and self._store.check([wish]):
                 self._seen = float(self._store.get(wish))
         return self._seen
 
@@ -106,6 +110,25 @@ class StopAgreement:
             is_wished = self._is_leader and self._store.check([self._key("wish")])
             self._agreed = self._told(self._largest_post() if is_wished else None)
         self._meetings, self._rounds, self._seen = self._meetings + 1, 0, 0.0
+
+    def watch(self, replicas: Sequence[int]) -> None:
+        """These are waited for, however far behind they are, as long as one of them makes steps.
+
+        Raises:
+            RuntimeError: none has made one for the time that a collective may take.
+        """
+        if not self._is_leader:
+            return
+        keys, now = [f"progress/{replica}" for replica in replicas], time.monotonic()
+        progress = tuple(self._store.get(key) if self._store.check([key]) else b"" for key in keys)
+        if not replicas or progress != self._progress[0]:
+            self._progress = progress, now
+        elif now - self._progress[1] > self._timeout:
+            silent = ", ".join(map(str, replicas))
+            raise RuntimeError(
+                f"timeout: this replica waits for replica {silent}, of which none has made a step for "
+                f"{self._timeout:g} s (comm.timeout_seconds)"
+            )
 
     # -- the store ----------------------------------------------------------------------------------------
 

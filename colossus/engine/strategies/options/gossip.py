@@ -112,7 +112,16 @@ class SGPOptions(GossipOptions):
 
     @property
     def travels(self) -> int:
-        return self.overlap
+        return max(self.overlap, int(self.eager))
+
+    def check(self, config: Config) -> list[str]:
+        found = super().check(config)
+        if self.eager and self.overlap:
+            found.append(
+                f"parallel.strategy.overlap = {self.overlap}: with eager=True messages are taken in as they come, "
+                f"whenever that is; leave one of the two out"
+            )
+        return found
 
     @property
     def late(self) -> str:
@@ -135,9 +144,14 @@ class ADPSGDOptions(GossipOptions):
 
     def check(self, config: Config) -> list[str]:
         found = super().check(config)
+        if self.peers != 1:
+            found.append(
+                f"parallel.strategy.peers = {self.peers}: ad-psgd averages with one other at a time, which it picks "
+                f"among its neighbours in the graph; leave peers out"
+            )
         if self.mix_optimizer_state:
             found.append(
-                "parallel.strategy.mix_optimizer_state: ad-psgd exchanges parameters only, as its paper does; sgp and "
-                "d-psgd mix the optimizer's state, too"
+                "parallel.strategy.mix_optimizer_state: ad-psgd averages parameters alone; leave it out, or use sgp or "
+                "d-psgd"
             )
         return found

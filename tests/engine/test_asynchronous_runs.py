@@ -1,0 +1,121 @@
+"""Whole runs of strategies whose replicas do not wait for each other: they stop together, and are saved with nothing
+under way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.gossip import SGD, Net, _flat, _state, classify, part_of, settings_of
+from helpers.ranks import run_ranks
+
+import colossus
+from colossus.engine.engine import Engine
+from colossus.engine.fit import FitSummary, fit
+from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
+
+STRATEGIES: dict[str, dict[str, Any]] = {"ad-psgd": dict(type="ad-psgd"), "eager": dict(type="sgp", eager=True)}
+STEPS = 40
+
+
+class Stream:
+    """A replica's samples, without end."""
+
+    def __init__(self, replica: int) -> None:
+        self.replica = replica
+
+    def __iter__(self) -> Any:
+        step = 0
+        while True:
+            yield part_of(step, self.replica)
+            step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+class Pace(Hook):
+    """Replicas are not as fast as each other, and some wish to stop."""
+
+    def __init__(self, seconds: float, stops_at: int | None) -> None:
+        self.seconds, self.stops_at = seconds, stops_at
+
+    def on_step_end(self, engine: Engine, result: StepResult) -> None:
+        time.sleep(self.seconds)
+        if result.step == self.stops_at:
+            engine.request_stop()
+
+
+#: seconds of a replica's step, and after which it wishes to stop
+STOPS: dict[str, dict[int, int]] = {"nobody": {}, "the slow one": {1: 3}, "two": {0: 9, 1: 2}}
+
+
+def _fit(rank: int, name: str, stops: dict[int, int]) -> tuple[FitSummary, int]:
+    settings = settings_of({**STRATEGIES[name], "log_every": 30}, 3 if name == "eager" else 2, SGD, steps=STEPS)
+    engine = colossus.initialize(settings, model=Net, loss_fn=classify, data=Stream(rank))
+    summary = fit(engine, [Pace(0.02 if rank == 1 else 0.002, stops.get(rank))])
+    completed = engine.completed_steps
+    engine.close()
+    return summary, completed
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_replicas_end_together(name: str) -> None:
+    world = 3 if name == "eager" else 2
+    by_rank = run_ranks(world, lambda rank: [_fit(rank, name, stops) for stops in STOPS.values()], with_context=False)
+    for number, (case, stops) in enumerate(STOPS.items()):
+        found = [of_rank[number] for of_rank in by_rank]
+        assert {completed for _, completed in found} == {found[0][0].steps}, case
+        assert {summary.reason for summary, _ in found} == {"stopped" if stops else "finished"}, case
+        assert min(stops.values(), default=STEPS) <= found[0][0].steps <= (30 if stops else STEPS), case
+        assert len({summary.loss for summary, _ in found}) == 1, case  # of all replicas
+
+
+def _state_of(engine: Engine) -> list[Any]:
+    strategy, params = engine.strategy, [param for param in engine.model.parameters() if param.requires_grad]
+    share, weight = strategy.share()
+    return [_flat(params), _flat(share), weight, strategy.state_dict(), _state(engine.optimizer, params)]
+
+
+def _save_and_load(rank: int, name: str, folder: Path) -> tuple[list[Any], list[Any], list[Any], int]:
+    settings = settings_of(STRATEGIES[name], 3 if name == "eager" else 2, SGD)
+    settings["checkpoint"] = dict(dir=str(folder / name))
+    engine = colossus.initialize(settings, model=Net, loss_fn=classify)
+    for step in range(6):
+        time.sleep(0.01 * rank)
+        engine.train_step(part_of(step, rank))
+    saved = engine.checkpoints.save(background=True)
+    state = _state_of(engine)
+    for step in range(6, 9):
+        time.sleep(0.01 * rank)
+        engine.train_step(part_of(step, rank))
+    later = _state_of(engine)
+    engine.checkpoints.load(saved.wait().path)
+    loaded, completed = _state_of(engine), engine.completed_steps
+    for step in range(6, 9):
+        engine.train_step(part_of(step, rank))
+    engine.strategy.meet()
+    engine.close()
+    return state, later, loaded, completed
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_saved_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    world = 3 if name == "eager" else 2
+    for state, later, loaded, completed in run_ranks(world, _save_and_load, name, tmp_path, with_context=False):
+        assert completed == 6
+        for mine, wanted in zip(loaded[:2], state[:2], strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+        assert loaded[2:4] == state[2:4]
+        assert loaded[4].keys() == state[4].keys()
+        for key, value in state[4].items():
+            np.testing.assert_array_equal(loaded[4][key], value)
+        assert not np.array_equal(later[0], state[0])
+        assert torch.isfinite(torch.from_numpy(loaded[0])).all()
