@@ -70,6 +70,12 @@ def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
     assert held["parallel"]["strategy"] == dict(type="other", period=3)
 
 
+def test_a_strategy_may_have_a_learning_rate_of_its_own(file: str) -> None:
+    config = load_config(file, strategy_overrides("sgp optimizer.lr=4e-3 overlap=1 lr_schedule.warmup_steps=7"))
+    assert config.parallel.strategy.spec() == dict(type="sgp", overlap=1)
+    assert (config.optimizer.lr, config.lr_schedule.warmup_steps) == (4e-3, 7)
+
+
 def test_a_plan_is_whole(file: str) -> None:
     parallel = load_config(file, plan_overrides("data=4")).parallel
     assert (parallel.data, parallel.tensor.size, parallel.pipeline.size, parallel.sequence.size) == (4, 1, 1, 1)
