@@ -71,7 +71,8 @@ def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
 
 
 def test_a_strategy_may_have_a_learning_rate_of_its_own(file: str) -> None:
-    config = load_config(file, strategy_overrides("sgp optimizer.lr=4e-3 overlap=1 lr_schedule.warmup_steps=7"))
+    words = strategy_overrides("sgp optimizer.lr=4e-3 overlap=1 lr_schedule.warmup_steps=7")
+    config = load_config(file, ["parallel.tensor.size=1", *words])
     assert config.parallel.strategy.spec() == dict(type="sgp", overlap=1)
     assert (config.optimizer.lr, config.lr_schedule.warmup_steps) == (4e-3, 7)
 
