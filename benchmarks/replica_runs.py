@@ -93,7 +93,10 @@ def train(config: Mapping[str, Any], on_step: Callable[[int], None] | None = Non
 
 def strategy_of(text: str) -> dict[str, Any]:
     """``"sgp overlap=1"`` -> what ``parallel.strategy`` is."""
-    found = apply_overrides({}, strategy_overrides(text))["parallel"]["strategy"]
+    sections = apply_overrides({}, strategy_overrides(text))
+    if len(sections) > 1:
+        raise ValueError(f"{text!r}: only options of the strategy can be given here")
+    found = sections["parallel"]["strategy"]
     return found if isinstance(found, dict) else dict(type=found)
 
 
