@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.hosts import INTERFACE, PORT, Host
+from colossus.context.local_ranks import RanksFailed
 
 # before the first operation: a parent that has run threads leaves forked children without them, and they hang
 torch.set_num_threads(1)
@@ -28,7 +29,7 @@ def run_on_hosts(hosts: Sequence[Host], body: Callable[[int], Any]) -> list[Any]
         What each has returned.
 
     Raises:
-        RuntimeError: with the traceback of a rank that failed, all others ended.
+        RanksFailed: with the traceback of the first rank that failed; all others are ended.
     """
     pids: list[int] = []
     pipes: dict[Connection, int] = {}
@@ -51,7 +52,7 @@ def run_on_hosts(hosts: Sequence[Host], body: Callable[[int], Any]) -> list[Any]
                 except EOFError:
                     is_done, value = False, "it ended without an answer"
                 if not is_done:
-                    raise RuntimeError(f"rank {rank} on {hosts[rank].name} failed: {value}")
+                    raise RanksFailed({rank: value}, {}, [])
                 results[rank] = value
     finally:
         for pid in pids:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 
 from benchmarks import common, ranks  # noqa: F401  ranks: one thread before the first operation
 from benchmarks.replica_runs import RankRun, strategy_of, train
+from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import run_local_ranks
 from colossus.graphs.graph import make_graph
 
@@ -122,8 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=common.Path, metavar="FILE", help="write all numbers to a file as well")
     parser.add_argument("--smoke", action="store_true", help="a few seconds: does it run?")
     arguments = parser.parse_args(argv)
+    if arguments.replicas < 2 or arguments.steps < 1:
+        parser.error("there are at least two replicas, and one step is timed")
     if arguments.smoke:
         arguments.steps, arguments.base = 4, 0.01
+    try:
+        for strategy in arguments.strategies:
+            load_config(config(strategy, arguments.replicas, _WARM_UP + arguments.steps + 1))
+    except ConfigError as error:
+        print(f"stragglers: {error}", file=sys.stderr)
+        return 2
     began = time.monotonic()
     measured: dict[str, dict[str, list[float]]] = {}
     for strategy in arguments.strategies:

@@ -28,11 +28,13 @@ from benchmarks import common
 from benchmarks.host_ranks import run_on_hosts
 from benchmarks.hosts import USAGE, Host, make_hosts
 from benchmarks.replica_runs import RankRun, rate, strategy_of, train
+from colossus.config import ConfigError, load_config
+from colossus.context.local_ranks import RanksFailed
 
 STRATEGIES = (
     "all_reduce",
     "all_reduce compress=bf16",
-    "all_reduce compress=powersgd",
+    "all_reduce compress=powersgd start_step=1",
     "sgp",
     "sgp overlap=1",
     "d-psgd",
@@ -103,6 +105,11 @@ def period(strategy: str) -> int:
     return int(found.get("period", _PERIODS.get(found["type"], 1)))
 
 
+def _timed(strategy: str, steps: int) -> int:
+    """Whole rounds, of at least so many steps."""
+    return math.ceil(steps / period(strategy)) * period(strategy)
+
+
 def expected_bytes(strategy: str, replicas: int, parameters: int) -> float | None:
     """That a rank sends in a step by the algorithm, its scalars left out; None where it depends on the run."""
     found = strategy_of(strategy)
@@ -118,7 +125,7 @@ def expected_bytes(strategy: str, replicas: int, parameters: int) -> float | Non
 
 def measure(hosts: Sequence[Host], strategy: str, steps: int, model: dict[str, Any], seconds: float) -> Row:
     """Run a strategy on the hosts; where ``seconds`` is not 0, run it again for as many steps as it makes in them."""
-    steps = math.ceil(steps / period(strategy)) * period(strategy)
+    steps = _timed(strategy, steps)
     # one more behind those that are timed: after the last all replicas wait for each other
     plan = config(strategy, len(hosts), _WARM_UP + steps + 1, model, evaluates=False)
     runs: list[RankRun] = run_on_hosts(hosts, partial(_body, plan))
@@ -183,18 +190,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=common.Path, metavar="FILE", help="write all numbers to a file as well")
     parser.add_argument("--smoke", action="store_true", help="a small model: does it run?")
     arguments = parser.parse_args(argv)
+    if arguments.hosts < 2 or arguments.steps < 1:
+        parser.error("there are at least two hosts, and one step is timed")
     model = SMOKE_MODEL if arguments.smoke else MODEL
     rows: list[Row] = []
     began = time.monotonic()
+    failed = False
     try:
+        for strategy in arguments.strategies:
+            steps = _timed(strategy, arguments.steps)
+            load_config(config(strategy, arguments.hosts, _WARM_UP + steps + 1, model, evaluates=False))
         with make_hosts(arguments.hosts, arguments.rate) as hosts:
             for strategy in arguments.strategies:
                 common.progress(f"{time.monotonic() - began:4.0f} s  {strategy}")
-                rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
-    except (ValueError, RuntimeError, OSError) as error:
+                try:
+                    rows.append(measure(hosts, strategy, arguments.steps, model, arguments.seconds))
+                except RanksFailed as error:  # the others are measured
+                    failed = True
+                    print(f"strategies_on_hosts: {strategy}: {error}", file=sys.stderr)
+    except (ConfigError, ValueError, RuntimeError, OSError) as error:
         print(f"strategies_on_hosts: {error}", file=sys.stderr)
-        if not rows:
-            return USAGE
+        return USAGE
+    if not rows:
+        return 1
     common.progress("")
     report(rows, arguments.hosts, arguments.rate, arguments.seconds)
     print(f"{time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -207,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [asdict(row) for row in rows],
         },
     )
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -425,17 +425,18 @@ def test_expected_bytes_of_strategies() -> None:
 @pytest.mark.long
 @needs_hosts
 def test_strategies_on_hosts(tmp_path: Path) -> None:
-    arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "3", "--seconds", "0.5"]
+    arguments = ["--hosts", "2", "--rate", "1gbit", "--steps", "16", "--seconds", "0.5"]
     names = ["all_reduce", "sgp", "sgp overlap=1", "local_sgd period=4"]
     text, payload = smoke("strategies_on_hosts", tmp_path, *arguments, "--strategies", *names)
     assert all(name in text for name in names)
     rows = {row["strategy"]: row for row in payload["rows"]}
-    assert [row["steps"] for row in rows.values()] == [3, 3, 3, 4]
+    assert [row["steps"] for row in rows.values()] == [16, 16, 16, 16]
     for name, row in rows.items():
         expected = strategies_on_hosts.expected_bytes(name, 2, row["parameters"])
         assert expected is not None
         assert row["counted"] == pytest.approx(expected / 1e6, rel=0.02), name
-        assert row["counted"] < row["wire"] < 1.3 * row["counted"] + 0.01, name
+        # a message may leave in the step after its own; headers, scalars
+        assert 0.85 * row["counted"] < row["wire"] < 1.3 * row["counted"] + 0.01, name
         assert 1.0 < row["equal_time_loss"] < 6.0, name
 
 

@@ -47,7 +47,7 @@ class Messages:
 
     def __init__(self, context: ParallelContext, on_sign: Callable[[], None] = lambda: None, writer: str = "") -> None:
         self._on_sign, self._writer = on_sign, writer
-        self._rank, self._world_size = context.rank, context.world_size
+        self._rank, self._context, self._ranks = context.rank, context, context.ranks
         # of its own: one in which another thread waits answers nobody until it has what it waits for
         self._store = _connection(context) if context.world_size > 1 else None
         self.patience = context.timeout.total_seconds()
@@ -59,6 +59,7 @@ class Messages:
     def begin(self) -> None:
         """A save begins on this rank; `end` or `share_outcome` ends it."""
         self._number += 1
+        self._ranks = self._context.ranks
         self.note_progress()
         if self._store is not None:
             self._ended = threading.Event()
@@ -74,7 +75,7 @@ class Messages:
 
     def hear_parts(self, is_awaited: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """On rank 0: what the others told of their parts, rank by rank."""
-        for rank in range(1, self._world_size):
+        for rank in self._others:
             yield self._hear(self._key("part", rank), rank, is_awaited)
 
     def share_outcome(self, outcome: dict[str, Any] | None, is_awaited: Callable[[], bool]) -> dict[str, Any]:
@@ -82,13 +83,13 @@ class Messages:
 
         Rank 0 waits for the others to have read it: its process may be the one that keeps the store.
         """
-        if self._rank == 0:
+        if self.is_first:
             assert outcome is not None
             self._set(self._key("outcome"), outcome)
             self.end()
             self._clean_up()
             return outcome
-        heard: dict[str, Any] = self._hear(self._key("outcome"), 0, is_awaited)
+        heard: dict[str, Any] = self._hear(self._key("outcome"), self._ranks[0], is_awaited)
         self.end()
         self._set(self._key("heard", self._rank), {})
         return heard
@@ -99,6 +100,16 @@ class Messages:
         if self._signs is not None and self._signs.is_alive():
             self._signs.join()
         self._signs = None
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        """All that lived when the save began, but the first."""
+        return self._ranks[1:]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that completes the save; "rank 0" where nobody has died."""
+        return self._rank == self._ranks[0]
 
     # -- the store ----------------------------------------------------------------------------------------
 
@@ -137,6 +148,8 @@ class Messages:
                     raise RankProblem(
                         f"rank {rank} has not been heard of for {now - heard_at:.0f} s: its process has ended or hangs"
                     )
+            if rank not in self._context.ranks:
+                raise RankProblem(f"rank {rank} has died before its part was complete")
             self.note_progress()
             time.sleep(look)
             look = min(2 * look, _SHORT_LOOK if is_awaited() else _LONGEST_LOOK)
@@ -155,7 +168,7 @@ class Messages:
         """Delete the keys of a save once all ranks have read them: the store must not grow with every save."""
         if self._store is None:
             return
-        others = range(1, self._world_size)
+        others = self._others
         heard = [self._key("heard", rank) for rank in others]
         look, until = _FIRST_LOOK, time.monotonic() + min(_LAST_WORD, self.patience)
         while not self._store.check(heard) and time.monotonic() < until:

@@ -71,7 +71,7 @@ def stream_state_dict(
     try:
         for first, of_stage in shards:
             whole = _whole(own.get(first), of_stage, context)
-            if context.rank == 0:
+            if context.is_logging_rank:
                 for name in of_stage.names if aliases else (first,):
                     yield name, whole
             del whole

@@ -163,7 +163,7 @@ class CheckpointWriter:
         try:
             mine = self._outcome(lambda: {"part": self._write_part(target, snapshot)})
             outcome = None
-            if self._context.rank == 0:
+            if self._messages.is_first:
                 outcome = self._outcome(lambda: {"num_bytes": self._complete(target, about, mine, is_awaited)})
                 if "problem" in outcome:
                     shutil.rmtree(target, ignore_errors=True)
@@ -224,7 +224,7 @@ class CheckpointWriter:
                 f"{self.root} has vanished since the last checkpoint: when it is there again, the next one is saved"
             )
         target.mkdir(exist_ok=True)
-        if self._context.rank == 0:
+        if self._messages.is_first:
             self._sweep(target)
 
     def _note_progress(self) -> None:

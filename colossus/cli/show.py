@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from colossus.arithmetic import factors
 from colossus.config import Config, ConfigError, model_options
-from colossus.config.plans import name_of
+from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
 from colossus.schedule.actions import placement
@@ -101,6 +101,9 @@ def _head(config: Config, grid: RankGrid) -> str:
         f"batch       {batch} {samples} = data {parallel.data} x microbatches {microbatches} x {each}",
         f"model       {_model(config)}",
     ]
+    of_strategy = strategy_options(config)
+    if of_strategy is not None and (promise := of_strategy.describe(parallel.data)):
+        lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")
     if config.train.activation_checkpoint.type != "none":
         lines.append(f"recomputed  {config.train.activation_checkpoint}")
     return "\n".join([str(config.name), *lines])

@@ -98,6 +98,7 @@ class PeerLinks:
         group: peers are named by index in it.
         most_bytes: of the data of one message; what claims more is not ours.
         timeout_seconds: of silence of a peer that is waited for.
+        pinned: memory is page-locked, for copies to and from an accelerator.
 
     Attributes:
         waited_seconds: that `receive` has waited so far.
@@ -105,7 +106,8 @@ class PeerLinks:
         on_arrival: called by the thread of the links when a message has come or a peer is gone; returns at once.
     """
 
-    def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         # of a copy: its indices are those of all, also when some of them have died
         self.group, self._most_bytes, self._timeout = replace(group), most_bytes, timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
@@ -148,7 +150,7 @@ class PeerLinks:
             free = self._pool.get(size)
             if free:
                 return free.pop()
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
     def release(self, data: Tensor) -> None:
         """Give back the memory of `buffer` or of a message."""

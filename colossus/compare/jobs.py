@@ -15,9 +15,10 @@ from colossus.config.overrides import plan_overrides, strategy_overrides
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.model_check import check_model
+from colossus.launch.origin import AUTO
 
 #: the run folders are the places of checkpoints; rows tell what was sent; a run that was stopped goes on
-_OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", "checkpoint.resume=auto")
+_OWN_OVERRIDES = ("comm.accounting=True", "checkpoint.dir=None", f"checkpoint.resume={AUTO}")
 _LONGEST_FOLDER = 100
 
 
@@ -86,13 +87,14 @@ def make_jobs(
                 given = list(overrides)
                 given += plan_overrides(plan) if plan else []
                 given += strategy_overrides(strategy) if strategy else []
-                config = load_config(file, [*given, *_OWN_OVERRIDES], nproc)
+                config = load_config(file, given, nproc)
                 check_given(config)
+                _check_start(config)
                 root = root or root_of(str(config.name))
                 first = config.train.seed
                 for seed in range(first, first + num_seeds) if num_seeds > 1 else [None]:
                     own = [*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES]
-                    config = load_config(file, own, nproc) if seed is not None else config
+                    config = load_config(file, own, nproc)
                     folder = root / _folder_name(label, seed)
                     jobs.append(
                         Job(label, strategy or None, plan or None, seed, file, tuple(own), nproc, config, folder)
@@ -157,7 +159,7 @@ class _Problems:
 
 
 def _misplaced(overrides: Sequence[str], strategies: Sequence[str], plans: Sequence[str]) -> list[str]:
-    """What is said twice, or where it does not belong."""
+    """What is said twice, or in the wrong place."""
     problems = []
     for option, texts in (("--strategies", strategies), ("--plans", plans)):
         problems += [f"{option}: {text!r} is named twice" for text in dict.fromkeys(texts) if texts.count(text) > 1]
@@ -167,11 +169,16 @@ def _misplaced(overrides: Sequence[str], strategies: Sequence[str], plans: Seque
             option = key.removeprefix("parallel.strategy").lstrip(".")
             hint = f"into the text of each that it is for, '{strategies[-1]} {option}=..'" if option else "among them"
             problems.append(f"{text}: --strategies says what the strategies are: write it {hint}")
-        if key == "checkpoint.resume":
-            problems.append(
-                f"{text}: the runs of a comparison begin at the first step; checkpoint.weights=.. gives them weights"
-            )
     return problems
+
+
+def _check_start(config: Config) -> None:
+    if config.checkpoint.resume not in (None, AUTO):
+        raise ConfigError(
+            f"checkpoint.resume = {config.checkpoint.resume!r}: the runs of a comparison begin at the first step; "
+            f"checkpoint.weights=.. gives them weights",
+            config.source,
+        )
 
 
 def _check_folder(job: Job) -> None:

@@ -50,15 +50,15 @@ class Progress:
         self._line(f"{self._head(number, job)}  {state} after {clock(seconds)}{told}{more}")
 
     @contextlib.contextmanager
-    def of(self, number: int, job: Job) -> Iterator[None]:
-        """Around one run."""
+    def of(self, number: int, job: Job, num_left: int) -> Iterator[None]:
+        """Around one run, behind which so many are left."""
         self._began = time.monotonic()
         if self._stream is None:
             yield
             return
         over = threading.Event()
         live = self._make_live() if self._is_live else None
-        watcher = threading.Thread(target=self._watch, args=(number, job, over, live), daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(number, job, num_left, over, live), daemon=True)
         watcher.start()
         try:
             yield
@@ -71,33 +71,39 @@ class Progress:
         console = Console(file=self._stream)
         return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
-    def _watch(self, number: int, job: Job, over: threading.Event, live: Live | None) -> None:
+    def _watch(self, number: int, job: Job, num_left: int, over: threading.Event, live: Live | None) -> None:
         """Until the run is over; nothing but the file's size is looked at before its ranks have begun."""
         path, steps = job.folder / run_folder.METRICS, job.config.train.steps
         before, first, last_line = size_of(path), 0, time.monotonic()
         if before:
             first = last_step(job)
+        began: tuple[float, int] | None = None  # what comes before the first steps are seen is no step's
         with live or contextlib.nullcontext():
             while not over.wait(_LOOK_SECONDS):
-                if live is None and time.monotonic() - last_line < _LINE_SECONDS:
-                    continue
                 step = last_step(job) if size_of(path) != before else first
-                text = f"{self._head(number, job)}  step {step}/{steps}{self._left(number, step - first, steps - step)}"
+                if began is None and step > first:
+                    began = time.monotonic(), step
+                left = self._left(began, step, steps, num_left)
+                text = f"{self._head(number, job)}  step {step}/{steps}{left}"
                 if live is not None:
                     live.update(Text(text), refresh=True)
-                elif step > first:
+                elif step > first and time.monotonic() - last_line >= _LINE_SECONDS:
                     last_line = time.monotonic()
                     self._line(text)
 
-    def _left(self, number: int, done: int, left: int) -> str:
-        """Of this run, and of all."""
-        spent = time.monotonic() - self._began
-        if done < 1:
+    def _left(self, began: tuple[float, int] | None, step: int, steps: int, num_left: int) -> str:
+        """Of this run and of all, once two looks have seen steps.
+
+        Args:
+            began: when steps were seen first, and how many had been done then.
+        """
+        now = time.monotonic()
+        spent = now - self._began
+        if began is None or step <= began[1]:
             return f"  {clock(spent)}"
-        of_run = spent / done * left
+        of_run = (now - began[0]) / (step - began[1]) * (steps - step)
         whole = sum(self._durations) / len(self._durations) if self._durations else spent + of_run
-        of_all = of_run + whole * (self._total - number)
-        return f"  {clock(spent)}, left {clock(of_run)}, of all runs {clock(of_all)}"
+        return f"  {clock(spent)}, left {clock(of_run)}, of all runs {clock(of_run + whole * num_left)}"
 
     def _head(self, number: int, job: Job) -> str:
         return f"run {number:>{self._width}} of {self._total}: {job.name}"

@@ -52,7 +52,7 @@ def run_all(
             known = earlier.get(job.name, Ended("done"))
             yield job, known if known.state in ("done", "failed") else Ended("done")
             continue
-        with progress.of(number, job):
+        with progress.of(number, job, sum(not is_complete(other) for other in jobs[number:])):
             code = (launch or launched)(job)
         ended = _ended(job, code)
         progress.ended(number, job, ended.state, ended.reason)

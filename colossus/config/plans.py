@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from colossus.config.errors import ConfigError, explain
 from colossus.config.nearest import ModelOptions, suggestions
 from colossus.config.ranges import range_problems, vocabulary_problems
-from colossus.config.schema import Config, Parallel
+from colossus.config.schema import Config, Parallel, ZeroSection
 from colossus.config.section import Named
 from colossus.config.signatures import option_problems
 from colossus.config.sizes import (
@@ -41,6 +41,10 @@ class StrategyOptions(Protocol):
     """What the options of a data-parallel strategy answer."""
 
     def check(self, config: Config) -> list[str]: ...
+
+    def describe(self, data: int) -> str: ...
+
+    def zero_of(self, parallel: Parallel) -> ZeroSection: ...
 
 
 def check_names(config: Config) -> None:
@@ -154,6 +158,8 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
         if not fits:
             problems.append(f"parallel: {describe_sizes(parallel)} = {total}, but {describe_processes(nproc)}")
     if fits:  # otherwise the number of replicas is still open
+        if resolved.zero.stage and of_strategy is not None:
+            resolved = resolved.model_copy(update={"zero": of_strategy.zero_of(resolved)})
         problems += shard_problems(resolved)
     if options is not None:
         problems += options.check(resolved)

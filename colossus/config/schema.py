@@ -172,10 +172,11 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Parallel:
-        if self.zero.stage and "strategy" in self.model_fields_set:
+        if self.zero.stage and "strategy" in self.model_fields_set and self.strategy.type != "hierarchical":
             raise ValueError(
                 f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
-                f"of them"
+                f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
+                f"'hierarchical' it shards inside of each host, and sums between hosts"
             )
         return self
 

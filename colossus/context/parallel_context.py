@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
-from colossus.context.grid import Axes, RankGrid, build_grid
+from colossus.context.grid import Axes, Place, RankGrid, build_grid
 from colossus.context.groups import AxisGroup, agree_on_context, fresh_store, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
 from colossus.context.precision import Precision
@@ -162,6 +162,15 @@ class ParallelContext:
     def index(self, axes: Axes) -> int:
         """Position of this rank along an axis, a public name, or a tuple of them."""
         return self.grid.index(self.rank, axes)
+
+    @property
+    def living(self) -> Place:
+        """Where this rank is, as if those that died had never been: a grid of the others, numbered anew."""
+        if len(self.ranks) == self.world_size:
+            return Place(self.grid, self.rank)
+        (axis,) = self.grid.axes("data")  # whole replicas died
+        size = len({self.grid.index(rank, axis) for rank in self.ranks})
+        return Place(RankGrid({**self.grid.sizes, axis: size}, self.grid.public), self.ranks.index(self.rank))
 
     @property
     def replica_axes(self) -> tuple[str, ...]:

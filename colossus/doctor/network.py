@@ -79,9 +79,9 @@ def advise_name(host: HostName) -> list[str]:
         )
     elif host.is_loopback:
         advice.append(
-            f"the host name {host.name!r} resolves to {host.address}, the loopback, where others cannot reach it: fine "
-            f"on one machine, and with several under `colossus launch`; for torchrun and srun set MASTER_ADDR to its "
-            f"network address and GLOO_SOCKET_IFNAME to the network card's name"
+            f"the host name {host.name!r} resolves to {host.address}, the loopback: fine on one machine, and with "
+            f"several under `colossus launch`; torchrun and srun need MASTER_ADDR to be a network address, and "
+            f"GLOO_SOCKET_IFNAME the network card's name"
         )
     if host.seconds > 1.0:
         advice.append(f"resolving {host.name!r} took {host.seconds:.1f} s, at every start: add it to /etc/hosts")

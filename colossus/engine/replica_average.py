@@ -124,10 +124,11 @@ class ReplicaAverage:
 
     def measure(self, share: Share) -> Distance:
         """Of the parameters as they are. Collective over all ranks."""
-        return self._distance(self.parameters(share))
+        return self.distance(self.parameters(share))
 
     @torch.no_grad()
-    def _distance(self, averages: Iterable[tuple[int, Tensor]]) -> Distance:
+    def distance(self, averages: Iterable[tuple[int, Tensor]]) -> Distance:
+        """Of the parameters as they are from these averages, by their numbers. Collective over all ranks."""
         context = self._parts.context
         squares = torch.zeros(2, dtype=torch.float64, device=context.device)
         for number, mean in averages:
@@ -159,7 +160,7 @@ class ReplicaAverage:
                 means = self.buffers() if share is not None else list(self._of_first())
                 buffers = [(buffer, buffer.clone()) for buffer, _ in means]
                 if share is not None:
-                    tell(self._distance(self._taking(self.parameters(share))))
+                    tell(self.distance(self._taking(self.parameters(share))))
                 for buffer, mean in means:
                     buffer.copy_(mean)
             torch.clear_autocast_cache()

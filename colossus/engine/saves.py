@@ -77,7 +77,7 @@ class Saves:
             root = self.root
             world = self._engine.context.group(self._engine.context.grid.names)
             on_all_ranks(
-                world, lambda: _try_to_write(root) if self._engine.context.rank == 0 else None, tells_ranks=False
+                world, lambda: _try_to_write(root) if self._engine.context.is_logging_rank else None, tells_ranks=False
             )
             self._is_root_known = True
 
@@ -244,7 +244,7 @@ class Saves:
     def name_latest(self) -> None:
         """Training goes on: let ``latest`` name the checkpoint it goes on from, which may be an older one."""
         origin, self._origin = self._origin, None
-        if origin is None or self._engine.context.rank:
+        if origin is None or not self._engine.context.is_logging_rank:
             return
         try:
             folder.name_latest(origin)

@@ -72,7 +72,7 @@ def _plain(model: nn.Module, context: ParallelContext, *, everywhere: bool) -> n
     if everywhere:
         _fill(copied, full_state_dict(model, context).items(), told)
         return copied
-    if context.rank:
+    if not context.is_logging_rank:
         for _ in stream_state_dict(model, context):
             pass
         return None

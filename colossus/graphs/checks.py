@@ -10,9 +10,7 @@ from colossus.graphs.graph import Graph, Phase
 _TOLERANCE = 1e-12
 
 
-def problems_of(
-    graph: Graph, *, doubly_stochastic: bool = False, bipartite: bool = False, overlap: int = 0
-) -> list[str]:
+def problems_of(graph: Graph, *, doubly_stochastic: bool = False, bipartite: bool = False, late: str = "") -> list[str]:
     """What is wrong with a graph; nothing where it is right.
 
     Always: no negative weight, columns that sum to 1 (the mass is conserved), every replica gets something, everybody
@@ -21,29 +19,29 @@ def problems_of(
     Args:
         doubly_stochastic: rows sum to 1, too, so that the mean stays without push-sum weights.
         bipartite: replicas are of two sides, and exchange with the other one only.
-        overlap: steps for which messages travel: then everybody keeps something.
+        late: why messages may be taken in later than they are sent, in words: then everybody keeps something.
     """
     if graph.replicas == 1:
         return []
     for phase in graph.phases:
         where = f"from step {phase.start} on (peers {phase.peers}): " if len(graph.phases) > 1 else ""
-        found = _of_weights(phase, doubly_stochastic, overlap) or _of_paths(phase, bipartite)
+        found = _of_weights(phase, doubly_stochastic, late) or _of_paths(phase, bipartite)
         if found:
             return [where + problem for problem in found]
     return []
 
 
-def _of_weights(phase: Phase, doubly_stochastic: bool, overlap: int) -> list[str]:
+def _of_weights(phase: Phase, doubly_stochastic: bool, late: str) -> list[str]:
     found = []
     for step, matrix in enumerate(phase.matrices):
-        problem = _of_matrix(matrix, doubly_stochastic, overlap)
+        problem = _of_matrix(matrix, doubly_stochastic, late)
         if problem:
             found.append((f"matrix of step {step}: " if phase.period > 1 else "") + problem)
     more = f" (and so in {len(found) - 1} more of its {phase.period} steps)" if len(found) > 1 else ""
     return [found[0] + more] if found else []
 
 
-def _of_matrix(matrix: np.ndarray, doubly_stochastic: bool, overlap: int) -> str | None:
+def _of_matrix(matrix: np.ndarray, doubly_stochastic: bool, late: str) -> str | None:
     """The first thing that is wrong with it. Row i is what comes to i, column j what j gives."""
     odd = np.argwhere(~np.isfinite(matrix))
     if len(odd):
@@ -70,10 +68,10 @@ def _of_matrix(matrix: np.ndarray, doubly_stochastic: bool, overlap: int) -> str
             f"mean stays only where rows sum to 1, too (sgp takes this graph)"
         )
     idle = np.flatnonzero(np.diag(matrix) == 0)
-    if overlap and len(idle):
+    if late and len(idle):
         return (
-            f"row {idle[0]}, column {idle[0]}: replica {idle[0]} keeps nothing, so with overlap = {overlap} it has no "
-            f"parameters while all is on its way"
+            f"row {idle[0]}, column {idle[0]}: replica {idle[0]} keeps nothing, so with {late} it has no parameters "
+            f"while all is on its way"
         )
     return None
 

@@ -114,7 +114,7 @@ def _save(
     known = whole_tensors(engine.model, context)
     options = getattr(engine.model, "options", None)
     kind = next((name for name in MODEL_OPTIONS.names() if MODEL_OPTIONS.get(name) is type(options)), None)
-    is_writer = context.rank == 0
+    is_writer = context.is_logging_rank
 
     def beside() -> Companions:
         if like is not None:

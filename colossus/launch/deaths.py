@@ -169,6 +169,7 @@ class Deaths:
         mine = [replica for replica in replicas if self._board.claim(replica)]
         if mine:
             self._board.post(mine, reason)
+        self._suspected = None
 
     def _hear(self) -> None:
         for number in range(len(self.losses) + 1, self._board.num_deaths() + 1):

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.plain_replicas import Replica, assert_is_replica, share_of
+from helpers.ranks import run_ranks
 from helpers.training import Trace, config_of, flat, is_key_bias, run_cases
 from torch import Tensor
+
+import colossus
 
 STEPS, BATCH, LR = 7, 12, 0.05
 SGD: dict[str, Any] = dict(type="SGD", lr=LR, momentum=0.9, weight_decay=0.01)
@@ -266,3 +269,30 @@ def same(mine: Trace, wanted: Trace) -> None:
     ends = [{name: value for name, value in trace.end.items() if not is_key_bias(name)} for trace in (mine, wanted)]
     assert ends[0].keys() == ends[1].keys()
     assert (flat(ends[0]) - flat(ends[1])).abs().max() < 1e-12
+
+
+def _stopped(rank: int, wishes: list[tuple[str, int, int]]) -> list[int]:
+    """Of each (strategy, replica, step): the step after which this rank stops, where one replica wishes to."""
+    found = []
+    for kind, replica, step in wishes:
+        options = dict(post_local=2) if kind == "local_sgd" else {}
+        config = settings(dict(type=kind, period=4, **options), dict(data=2), PLAIN_SGD)
+        engine = colossus.initialize({**config, "train": {**config["train"], "steps": 60}})
+        result = None
+        while result is None or not (result.stop_requested or result.step == 60):
+            if rank == replica and engine.completed_steps == step:
+                engine.request_stop()
+            result = engine.train_step(share_of(engine.completed_steps % STEPS, rank, 2, BATCH))
+        found.append(result.step)
+        engine.close()
+    return found
+
+
+def test_all_stop_after_the_same_step() -> None:
+    """In the exact steps, in the last step of a round, and in the midst of one."""
+    wishes = [("local_sgd", 1, 1), ("local_sgd", 0, 5), ("diloco", 1, 3), ("diloco", 0, 5), ("slowmo", 1, 0)]
+    ranks = run_ranks(2, _stopped, wishes, with_context=False)
+    assert ranks[0] == ranks[1]
+    assert all(step + 1 <= stopped < 60 for stopped, (_, _, step) in zip(ranks[0], wishes, strict=True))
+    assert ranks[0][0] == 2
+    assert ranks[0][2] == 4

@@ -53,13 +53,13 @@ def train(settings: dict[str, Any], model: Any, sleeps: bool) -> Run:
     assert strategy._eager is not None
     eager, params = strategy._eager, [param for param in engine.model.parameters() if param.requires_grad]
     z, run.begun = _flat(params), _flat(params)
-    took = strategy.take_update
+    took = strategy.push_sum.take_update
 
     def take_update() -> None:
         run.updates.append(_flat(params) - z)
         took()
 
-    strategy.take_update = take_update  # type: ignore[method-assign]
+    strategy.push_sum.take_update = take_update  # type: ignore[method-assign]
     for step in range(STEPS):
         z = _flat(params)
         if sleeps:

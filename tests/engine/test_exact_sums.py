@@ -46,6 +46,7 @@ def test_two_levels_are_one(plan: str) -> None:
             "two levels": settings(dict(type="hierarchical", **options), parallel),
             "small buckets": settings(dict(type="hierarchical", **options), parallel, comm=dict(bucket_mb=0.01)),
             "found": settings(dict(type="hierarchical"), parallel),
+            "zero inside": settings(dict(type="hierarchical", **options), {**parallel, "zero": 2}),
         },
         STEPS,
     )

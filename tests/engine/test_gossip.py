@@ -120,7 +120,7 @@ FACTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "d-psgd": (dict(type="d-psgd", graph="ring"), PLAIN, 8, dict(model=Quadratic, totals=True)),
     "adapted": (dict(type="d-psgd", order="adapt_then_combine"), PLAIN, 8, dict(model=Quadratic, totals=True)),
     "exponential": (dict(type="sgp"), SLOW, 2, MIXES),
-    "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR))), SLOW, 36, MIXES),
+    "irregular": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), log_every=5), SLOW, 36, MIXES),
     "in flight": (dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(FOUR)), overlap=2), SLOW, 60, MIXES),
     "schedule": (dict(type="sgp", peers={0: 1, 5: 3, 9: 2}, overlap=2), SLOW, 36, MIXES),
 }
@@ -164,3 +164,20 @@ def test_mixing_alone_finds_the_mean(name: str) -> None:
         np.testing.assert_allclose(run.z[-1], mean, rtol=1e-14, atol=2e-3 if is_biased else 0.0)
         assert (np.abs(run.z[-1] * run.weights[-1] - mean).max() > 0.05) == is_biased
         assert (run.weights[-1] != 1.0) == is_biased
+
+
+def test_a_step_reports_weights_bytes_and_staleness() -> None:
+    """After steps 5, 10, .. of "irregular" all replicas meet, and hear of all weights; else each knows its own."""
+    of_all, graph = facts()["irregular"], make_graph(FACTS["irregular"][0]["graph"], FOUR)
+    nbytes = 64  # 6 numbers of 8 bytes, aligned
+    for index, run in enumerate(of_all):
+        for step, report in enumerate(run.reports):
+            meets = (step + 1) % 5 == 0
+            weights = [each.weights[step] for each in (of_all if meets else [run])]
+            assert report["push_sum_min"] == min(weights)
+            assert report["push_sum_max"] == max(weights)
+            assert report["staleness"] == 0
+            assert report["peer_bytes_sent"] == nbytes * len(graph.at(step).targets(index))
+            assert report["peer_wait_seconds"] >= 0
+        assert sum(report["peer_wait_seconds"] for report in run.reports) > 0
+    assert {report["staleness"] for report in facts()["in flight"][0].reports} == {2}

@@ -55,7 +55,7 @@ def test_all_are_right(spec: Any) -> None:
     for fits, replicas, peers in FITTING:
         if fits is spec:
             graph = make_graph(spec, replicas, peers)
-            assert problems_of(graph, doubly_stochastic=True, overlap=1) == [], (replicas, peers)
+            assert problems_of(graph, doubly_stochastic=True, late="overlap") == [], (replicas, peers)
             for step in range(2 * graph.phases[0].period):
                 assert (graph.at(step).matrix >= 0).all()
                 sent = [len(graph.at(step).targets(index)) for index in range(replicas)]

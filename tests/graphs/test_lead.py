@@ -75,6 +75,7 @@ CASES: list[tuple[Any, int, Any]] = [
     ([[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], [[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]]], 3, 1),
     ("exponential", 8, ((0, 1), (9, 7))),
     ("exponential", 8, ((0, 7), (9, 1))),
+    ("exponential", 8, ((0, 1), (4, 1))),  # which begins anew in the midst: hops 1, 1, 2, 4
 ]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +73,7 @@ def test_a_death_on_one_host_is_reported_on_both(long_run: Nodes) -> None:
     launchers, folder = long_run
     of_host = {str(index): children(launcher.pid)[0] for index, launcher in enumerate(launchers)}
     os.kill(of_host["1"], signal.SIGKILL)
-    began = time.monotonic()
     ended = [finish(launcher) for launcher in launchers]
-    assert time.monotonic() - began < 60.0
     assert [code for code, _, _ in ended] == [1, 1]
     both = "".join(err for _, _, err in ended)
     (killed,) = set(re.findall(r"rank (\d) \(data \d\) was killed by SIGKILL", both))

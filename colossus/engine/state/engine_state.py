@@ -78,7 +78,7 @@ class EngineState:
 
     def about(self) -> About:
         engine = self._engine
-        grid, zero = engine.context.grid, describe_zero(engine.config.parallel)
+        grid, zero = engine.context.living.grid, describe_zero(engine.config.parallel)
         text = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "one process"
         beside = self.companions
         tokenizer = getattr(engine.loaders, "tokenizer", None)
@@ -103,7 +103,7 @@ class EngineState:
 
     def _beside(self, reader: CheckpointReader) -> Companions:
         """What lies beside the weights of a checkpoint. Collective; the first rank writes it."""
-        first = self._engine.context.rank == 0
+        first = self._engine.context.is_logging_rank
         return on_all_ranks(
             self._world,
             lambda: read_companions(reader.folder, reader.manifest.config) if first else Companions(),
@@ -118,7 +118,7 @@ class EngineState:
         Raises:
             CheckpointError: for state that a checkpoint cannot hold; on all ranks where a hook gave it, or a buffer.
         """
-        engine, state, rank = self._engine, RankState(), self._engine.context.rank
+        engine, state, rank = self._engine, RankState(), self._engine.context.living.rank
         engine.strategy.meet()
         is_alone = self._world.size == 1
         buffers: dict[str, Entry] = {}

@@ -42,6 +42,7 @@ class AllReduce(Strategy):
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
         if self._compress.compress is not None:
+            self.state_per_replica = True
             self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
 

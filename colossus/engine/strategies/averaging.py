@@ -15,6 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.replica_average import Distance
 from colossus.engine.strategies.fragments import Fragment, fragment_numbers
 from colossus.engine.strategies.options.averaging import AveragingOptions
 from colossus.engine.strategies.per_replica import PerReplica
@@ -45,7 +46,10 @@ class Averaging(PerReplica):
         for param in store.trainable():
             held[numbers[spec_of(param).name]].append(param)
         self.fragments = [Fragment(params, tied, parts.context.device) for params in held]
+        self._number_of = {param: number for number, param in enumerate(self.trained)}
         self._tokens: Tensor | None = None
+        #: how far replicas were apart before the average of the step that runs
+        self._apart: Distance | None = None
 
     def make_reduction(self) -> GradientReduction:
         return GradientReduction(self.parts, self.summed_axes if self._is_local else self.parts.context.grid.names)
@@ -112,6 +116,9 @@ class Averaging(PerReplica):
             weight = self._weight(fragment)
             average = fragment.packed()
             sum_of_shares(fragment.chunks(average), weight, self._data_group)
+            if self._data_group.size > 1:
+                means = zip(fragment.params, fragment.vector.views(average), strict=True)
+                self._apart = self._average.distance((self._number_of[param], mean) for param, mean in means)
             self.end_round(fragment, average, weight)
             fragment.vector.unpack(average)
             fragment.forget_tokens()
@@ -136,8 +143,11 @@ class Averaging(PerReplica):
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         if step < self.options.post_local:  # summed already; norms of groups are shares of a mean over replicas
+            self._distance = None
             return torch.cat((numbers[:4], numbers[4:] * self._data_group.size))
-        return super().reduce_scalars(step, numbers)
+        numbers = super().reduce_scalars(step, numbers)
+        self._distance, self._apart = self._apart or self._distance, None
+        return numbers
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         if step < self.options.post_local:

@@ -53,8 +53,8 @@ class DPSGD(Gossip):
 
     def after_step(self, step: int) -> None:
         if self._combines_first:
-            self.take_update()
-            self._debias()
+            self.push_sum.take_update()
+            self.push_sum.debias()
         elif self.links is not None:
             self.send(step)
             self.mix(step)

@@ -61,6 +61,12 @@ class Living:
         """How many live."""
         return len(self.replicas)
 
+    def number_of(self, replica: int) -> int:
+        """Its number among those that live; of one that died, a number that none of these has."""
+        if replica in self.replicas:
+            return self.replicas.index(replica)
+        return self.size + replica
+
     def settle(self, step: int, messages: Sequence[Any]) -> list[Any]:
         """Before what is due after step ``step`` is taken in, once this replica has sent its own: the messages that
         count, of which those that are due have come or are to be waited for."""
@@ -133,6 +139,8 @@ class Survivors(Living):
 
     def settle(self, step: int, messages: Sequence[Any]) -> list[Any]:
         self._next_step = step + 1
+        if self._untold and self.size == 1 and all(map(self._is_here, messages)):  # it meets nobody any more
+            self._tell_mass(self._mass())
         if not self._has_begun:
             self._has_begun = True
             self._board.begin()
@@ -218,13 +226,8 @@ class Survivors(Living):
         if context.is_logging_rank:
             board.tell("start", number, {"step": start + 1, "replicas": self.size})
             name = why or self._name
-            log.warning(
-                "%s; from step %d on the %s go on without it (graph: %s)",
-                death.reason,
-                start + 1,
-                f"other {self.size} replicas" if self.size > 1 else "last replica",
-                name,
-            )
+            others = f"the other {self.size} replicas go on" if self.size > 1 else "the last replica goes on"
+            log.warning("%s; from step %d on %s without it (graph: %s)", death.reason, start + 1, others, name)
         board.settle(number)
 
     def _await(self, look: Callable[[], Any], what: str) -> Any:
@@ -274,14 +277,14 @@ class Survivors(Living):
                 )
             self._links.wait(_ANSWER_SECONDS)
         if decision == OPEN and self._untold:
-            self._tell_mass(meeting)
+            arrivals = board.arrivals(meeting, self.replicas)
+            assert arrivals is not None
+            self._tell_mass(sum(each["mass"] for each in arrivals))
         return decision
 
-    def _tell_mass(self, meeting: str) -> None:
+    def _tell_mass(self, left: float) -> None:
         """Of a death before: how much push-sum weight is left of all that there was."""
-        arrivals = self._board.arrivals(meeting, self.replicas)
-        assert arrivals is not None
-        left, total = sum(each["mass"] for each in arrivals), self._graph.replicas
+        total = self._graph.replicas
         renounced, self._renounced = total - left - self._renounced, total - left
         if self._context.is_logging_rank:
             self._board.tell("mass", self._untold[-1], {"mass": renounced})

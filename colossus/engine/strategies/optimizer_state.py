@@ -60,6 +60,26 @@ def unpack(raw: Tensor, entries: Entries) -> list[dict[str, Tensor]]:
     return found
 
 
+@torch.no_grad()
+def mix(entries: Entries, kept: float, others: Sequence[tuple[float, Tensor]]) -> None:
+    """Each becomes the mean of itself and of what others have packed, by weights: what is positive stays so.
+
+    Who has no state of a parameter yet, since its first update was skipped, gives none, and takes none.
+
+    Args:
+        kept: the weight of what there is.
+        others: (weight, bytes of `pack`).
+    """
+    unpacked = [(weight, unpack(raw, entries)) for weight, raw in others]
+    for number, of_param in enumerate(entries):
+        came = [(weight, each[number]) for weight, each in unpacked if each[number]]
+        total = kept + sum(weight for weight, _ in came)
+        for name, value in of_param.items() if came else ():
+            value.mul_(kept / total)
+            for weight, theirs in came:
+                value.add_(theirs[name].to(value.device), alpha=weight / total)
+
+
 def _views(raw: Tensor, entries: Entries) -> Iterator[Tensor]:
     return _cut(raw, _aligned(8 * len(entries)), _values(entries))
 

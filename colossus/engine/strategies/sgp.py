@@ -42,7 +42,7 @@ class SGP(Gossip):
         if self.links is None:
             return
         self._completed = step + 1
-        self.take_update()
+        self.push_sum.take_update()
         if self._eager is not None:
             self._eager.exchange(step)
             return

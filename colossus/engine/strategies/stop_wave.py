@@ -24,15 +24,17 @@ class StopWave:
         self._step: int | None = None
         self._requests = 0.0
         self._earliest = -1
+        #: stops up to this step are of wishes before the last stop, which messages may still carry
+        self._settled = -1
 
     def pack(self) -> bytes:
         """For a message, `STOP_BYTES` long."""
         return _STOP.pack(-1 if self._step is None else self._step, self._requests)
 
     def hear(self, raw: bytes, step: int) -> None:
-        """What came with a message that is taken in after step ``step``. Stops of steps that are over are no news."""
+        """What came with a message that is taken in after step ``step``. Wishes before the last stop are no news."""
         stop, requests = _STOP.unpack(raw)
-        if stop >= step:
+        if stop >= step and stop > self._settled:
             self._note(stop, requests)
 
     def wish(self, step: int, requests: float, *, is_known_to_all: bool = False) -> None:
@@ -44,12 +46,18 @@ class StopWave:
         """The requests by which all stop after step ``step``, 0 where they do not; then they are forgotten."""
         if self._step is None or self._step > step:
             return 0.0
-        requests = self._requests
+        requests, self._settled = self._requests, step + self._lead
         self.forget()
         return requests
 
     def forget(self) -> None:
+        """That there was any wish."""
         self._step, self._requests = None, 0.0
+
+    def restart(self) -> None:
+        """Steps are made again, with messages that carry no wishes."""
+        self.forget()
+        self._settled = -1
 
     @property
     def known(self) -> tuple[int, float] | None:

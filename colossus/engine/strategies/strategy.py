@@ -47,7 +47,7 @@ class Strategy:
     """
 
     exact: ClassVar[bool] = True
-    state_per_replica: ClassVar[bool] = False
+    state_per_replica: bool = False
     evaluates: Literal["average", "own"] = "own"
     is_averaged = False
 

@@ -19,6 +19,11 @@ class AveragingOptions(PerReplicaOptions):
     #: steps from the first on in which gradients are summed over all replicas instead (post-local SGD)
     post_local: CountOrZero = 0
 
+    def describe(self, data: int) -> str:
+        exact = f" from step {self.post_local} on" if self.post_local else ""
+        text = super().describe(data)
+        return text and f"{text}{exact}, averaged every {self.period} steps"
+
 
 class LocalSGDOptions(AveragingOptions):
     pass

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from colossus.config import Config
+from colossus.config.schema import Parallel, ZeroSection
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -23,6 +24,14 @@ class StrategyOptions(BaseModel):
         """One line, that begins with the key, for each thing that does not fit the plan; ``parallel.data`` is known."""
         return []
 
+    def describe(self, data: int) -> str:
+        """In a few words what it promises, for ``data`` replicas; nothing where all is as in one process."""
+        return ""
+
+    def zero_of(self, parallel: Parallel) -> ZeroSection:
+        """ZeRO beside this strategy."""
+        return parallel.zero
+
 
 class PerReplicaOptions(StrategyOptions):
     """Of the strategies whose replicas have parameters of their own."""
@@ -31,3 +40,6 @@ class PerReplicaOptions(StrategyOptions):
     evaluate: Literal["average", "own"] = "average"
     #: steps after which the loss of all replicas is logged, beside those of evaluations and checkpoints; 0: none
     log_every: CountOrZero = 0
+
+    def describe(self, data: int) -> str:
+        return "inexact: each replica has parameters of its own" if data > 1 else ""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from colossus.arithmetic import either
 from colossus.config import Config
+from colossus.config.schema import Parallel, ZeroSection
 from colossus.engine.strategies.options.base import Count, CountOrZero, StrategyOptions
 
 _POWERSGD = ("rank", "start_step", "warm_start", "min_compression_rate")
@@ -24,6 +25,12 @@ class AllReduceOptions(StrategyOptions):
     warm_start: bool = True
     #: of PowerSGD: matrices travel as factors where these have fewer than one in so many of their elements
     min_compression_rate: Annotated[float, Field(ge=0)] = 2.0
+
+    def describe(self, data: int) -> str:
+        if self.compress is None or data == 1:
+            return ""
+        way = f"matrices of rank {self.rank}" if self.compress == "powersgd" else self.compress
+        return f"inexact: gradients travel as {way}; replicas stay equal"
 
     def check(self, config: Config) -> list[str]:
         problems = super().check(config)
@@ -59,7 +66,19 @@ class HierarchicalOptions(AllReduceOptions):
 
     def ranks_per_host(self, data: int) -> int | None:
         """Data ranks on each host, None where neither number is given."""
-        return self.per_host if self.hosts is None else data // self.hosts
+        return self.per_host if self.hosts is None else max(1, data // self.hosts)
+
+    def describe(self, data: int) -> str:
+        per_host = self.ranks_per_host(data)
+        where = "hosts are found" if per_host is None else f"hosts of {per_host} data rank{'s' if per_host > 1 else ''}"
+        return "; ".join(part for part in (where, super().describe(data)) if part)
+
+    def zero_of(self, parallel: Parallel) -> ZeroSection:
+        """ZeRO over the data ranks of a host, replicated over hosts."""
+        assert parallel.data is not None
+        if parallel.zero.shard is not None:
+            return parallel.zero
+        return parallel.zero.model_copy(update={"shard": self.ranks_per_host(parallel.data)})
 
     def check(self, config: Config) -> list[str]:
         problems = super().check(config)
@@ -77,5 +96,16 @@ class HierarchicalOptions(AllReduceOptions):
             problems.append(
                 f"parallel.strategy: hosts {self.hosts} x per_host {self.per_host} = {self.hosts * self.per_host}, but "
                 f"data = {data}: give one of the two"
+            )
+        zero, per_host = config.parallel.zero, self.ranks_per_host(data)
+        if zero.stage and zero.shard is None:
+            problems.append(
+                f"parallel.strategy: zero = {zero.stage} is over the data ranks of each host, whose number has to be "
+                f"known: give hosts= (as --nnodes) or per_host="
+            )
+        elif zero.stage and per_host not in (None, zero.shard) and not problems:
+            problems.append(
+                f"parallel.zero.shard = {zero.shard}, but parallel.strategy says that {per_host} data ranks are on "
+                f"each host, and ZeRO is over these: give one of the two"
             )
         return problems

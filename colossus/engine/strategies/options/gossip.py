@@ -46,6 +46,11 @@ class GossipOptions(PerReplicaOptions):
         """Steps for which what is sent travels."""
         return 0
 
+    @property
+    def late(self) -> str:
+        """Why a replica may have to go on with what it keeps, in words; empty where it waits for the messages."""
+        return f"overlap = {self.travels}" if self.travels else ""
+
     def check(self, config: Config) -> list[str]:
         replicas = config.parallel.data
         assert replicas is not None
@@ -78,7 +83,7 @@ class GossipOptions(PerReplicaOptions):
             graph,
             doubly_stochastic=self.needs_doubly_stochastic,
             bipartite=self.needs_bipartite,
-            overlap=self.travels,
+            late=self.late,
         )
 
     def _peers_problems(self, replicas: int) -> list[str]:
@@ -118,6 +123,10 @@ class SGPOptions(GossipOptions):
             )
         return found
 
+    @property
+    def late(self) -> str:
+        return "eager = True" if self.eager else super().late
+
 
 class DPSGDOptions(GossipOptions):
     needs_doubly_stochastic: ClassVar[bool] = True
@@ -142,7 +151,7 @@ class ADPSGDOptions(GossipOptions):
             )
         if self.mix_optimizer_state:
             found.append(
-                "parallel.strategy.mix_optimizer_state: ad-psgd averages parameters alone; leave it out, or use sgp or "
-                "d-psgd"
+                "parallel.strategy.mix_optimizer_state: ad-psgd exchanges parameters only, as its paper does; sgp and "
+                "d-psgd mix the optimizer's state, too"
             )
         return found

@@ -1,0 +1,99 @@
+"""A stop that travels with the messages of gossip: all ranks of all replicas leave after the same step."""
+
+from __future__ import annotations
+
+import signal
+from functools import cache
+from typing import Any
+
+import pytest
+from helpers.gossip import SGD, Flat, Matrices, irregular, part_of, settings_of, squares
+from helpers.ranks import run_ranks
+
+import colossus
+from colossus.graphs.graph import make_graph
+from colossus.graphs.peers import parse_peers
+
+REPLICAS = 3
+STEPS = 40
+#: strategy; then of each stop its wishes: (steps since the stop before, replica, signal)
+CASES: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]] = {
+    "exponential": (dict(type="sgp"), [[(0, 1, signal.SIGTERM)], [(3, 0, None)], [(2, 2, signal.SIGINT)]]),
+    "ring, overlap 2": (
+        dict(
+            type="sgp", graph=dict(type=Matrices, matrices=[[[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]]]), overlap=2
+        ),
+        # one after the other, and two at once, of which all learn the larger
+        [[(0, 0, None)], [(1, 2, None), (2, 0, signal.SIGTERM)], [(1, 1, signal.SIGINT), (1, 0, signal.SIGTERM)]],
+    ),
+    "irregular, overlap 1": (
+        dict(type="sgp", graph=dict(type=Matrices, matrices=irregular(REPLICAS)), overlap=1, peers=1),
+        [[(4, 2, None)], [(0, 1, signal.SIGTERM)]],
+    ),
+    "d-psgd": (dict(type="d-psgd"), [[(0, 2, signal.SIGTERM)], [(2, 1, None)]]),
+    "schedule": (dict(type="sgp", peers={0: 1, 4: 2}), [[(1, 0, None)], [(0, 1, None)], [(1, 2, None)]]),
+    # a meeting step is one at which all hear of it
+    "meets": (dict(type="sgp", log_every=5), [[(0, 0, signal.SIGTERM), (4, 2, None)], [(4, 1, signal.SIGINT)]]),
+}
+
+
+def _lead(strategy: dict[str, Any]) -> int:
+    graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
+    return 1 + graph.largest_lead(strategy.get("overlap", 0))
+
+
+def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:
+    """Of each case the steps after which it stopped and the signals that were told; the steps of a run whose end is
+    nearer than the stop."""
+    told: dict[str, tuple[list[tuple[int, int | None]], int]] = {}
+    for name, (strategy, stops) in CASES.items():
+        engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD), model=Flat, loss_fn=squares)
+        found: list[tuple[int, int | None]] = []
+        for wishes in stops:
+            begun = engine.completed_steps
+            while engine.completed_steps < begun + STEPS:
+                step = engine.completed_steps
+                for after, replica, signum in wishes:
+                    if (step - begun, rank) == (after, replica):
+                        engine.request_stop(signum)
+                result = engine.train_step(part_of(step, rank))
+                if result.stop_requested:
+                    found.append((result.step - 1 - begun, result.stop_signal))
+                    break
+            engine.withdraw_stop()
+        engine.close()
+        engine = colossus.initialize(settings_of(strategy, REPLICAS, SGD, steps=4), model=Flat, loss_fn=squares)
+        while engine.completed_steps < 4:
+            if engine.completed_steps == 3 - rank % 2 and rank:
+                engine.request_stop()
+            if engine.train_step(part_of(0, rank)).stop_requested:
+                break
+        told[name] = found, engine.completed_steps
+        engine.close()
+    return told
+
+
+@cache
+def told() -> list[dict[str, tuple[list[tuple[int, int | None]], int]]]:
+    return run_ranks(REPLICAS, _stops, with_context=False, timeout=10.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_replicas_stop_after_the_same_step(name: str) -> None:
+    strategy, stops = CASES[name]
+    of_ranks = [of_rank[name] for of_rank in told()]
+    assert all(of_rank == of_ranks[0] for of_rank in of_ranks)
+    found, last = of_ranks[0]
+    assert last <= 4
+    lead, begun = _lead(strategy), 0
+    wanted = []
+    for wishes in stops:
+        first = min(after for after, _, _ in wishes)
+        signals = [signum for after, _, signum in wishes if after == first]
+        signum = max(signals, key=lambda each: (each is not None, each == signal.SIGTERM))
+        step = first + lead
+        if "log_every" in strategy:
+            step = min(step, first + (-(begun + first + 1)) % 5)
+        wanted.append((step, signum))
+        begun += step + 1
+    assert found == wanted
