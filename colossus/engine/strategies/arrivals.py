@@ -48,8 +48,10 @@ class Arrivals:
 
 def require_alive(links: PeerLinks) -> None:
     """Raises a `RuntimeError` if a peer has died."""
-    for index, reason in links.gone.items():
-        raise RuntimeError(
-            f"replica {index} has died: {links.name(index)} has gone: {reason}. Start the run again from its last "
-            f"checkpoint"
-        )
+    for index in range(links.group.size):
+        if index != links.group.index and (reason := links.lost(index)) is not None:
+            raise death_of(index, f"{links.name(index)} has gone: {reason}")
+
+
+def death_of(replica: int, reason: object) -> RuntimeError:
+    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
