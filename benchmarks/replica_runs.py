@@ -11,7 +11,7 @@ from typing import Any
 import colossus
 from benchmarks.hosts import INTERFACE
 from colossus.comm import accounting
-from colossus.config.overrides import parse_override
+from colossus.config.overrides import apply_overrides, strategy_overrides
 from colossus.engine.engine import Engine
 from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
@@ -93,8 +93,8 @@ def train(config: Mapping[str, Any], on_step: Callable[[int], None] | None = Non
 
 def strategy_of(text: str) -> dict[str, Any]:
     """``"sgp overlap=1"`` -> what ``parallel.strategy`` is."""
-    name, *options = text.split()
-    return dict(type=name, **{key: value for (key,), value in map(parse_override, options)})
+    found = apply_overrides({}, strategy_overrides(text))["parallel"]["strategy"]
+    return found if isinstance(found, dict) else dict(type=found)
 
 
 def rate(runs: Sequence[RankRun], first: int, last: int) -> float:

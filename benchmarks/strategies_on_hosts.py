@@ -167,14 +167,12 @@ def report(rows: Sequence[Row], replicas: int, rate_of_links: str, seconds: floa
                 f"{row.wire:.2f}",
                 f"{row.wire / reference.wire:.3f}" if reference else "",
                 f"{row.waited:.3f}" if row.waited else "",
-                "" if row.equal_time_steps is None else row.equal_time_steps,
-                "" if row.equal_time_loss is None else f"{row.equal_time_loss:.4f}",
+                *([row.equal_time_steps, f"{row.equal_time_loss or math.nan:.4f}"] if seconds else []),
             )
         )
-    after = f"after {seconds:g} s" if seconds else ""
     header = (
         *("strategy", "s/step", "tokens/s", "/ all_reduce", "MB/step", "expected", "MB on the wire", "/ all_reduce"),
-        *("waited s", f"steps {after}".strip(), f"loss {after}".strip()),
+        *("waited s", *([f"steps in {seconds:g} s", "loss then"] if seconds else [])),
     )
     title = f"{replicas} hosts, {rate_of_links} per link, {rows[0].parameters / 1e6:.1f} M parameters"
     common.print_table(title, header, cells)

@@ -240,6 +240,8 @@ def test_light_modules_load_no_torch() -> None:
     assert len(modes) >= 4
     builtin = [f"colossus.schedule.builtin.{path.stem}" for path in (PACKAGE / "schedule" / "builtin").glob("[!_]*.py")]
     assert len(builtin) >= 5
+    graphs = [f"colossus.graphs.builtin.{path.stem}" for path in (PACKAGE / "graphs" / "builtin").glob("[!_]*.py")]
+    assert len(graphs) >= 8
     families = [f"colossus.hf.families.{path.stem}" for path in (PACKAGE / "hf" / "families").glob("[!_]*.py")]
     assert len(families) >= 2
     light = [
@@ -279,7 +281,12 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.inference.plan",
         "colossus.inference.source",
         "colossus.inference.sampling_options",
+        "colossus.graphs.analysis",
+        "colossus.graphs.checks",
+        *graphs,
+        "colossus.engine.strategies.options.gossip",
         "colossus.cli.show",
+        "colossus.cli.show_graph",
         "colossus.cli.main",
     ]
     code = f"""

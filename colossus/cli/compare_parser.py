@@ -17,7 +17,8 @@ examples:
   colossus compare config.py --strategies all_reduce sgp --seeds 3 --out runs/seeds   # again: what is left of them
 
 A strategy is its name, and its options as they are written on the command line: "sgp overlap=1 graph=ring",
-"local_sgd period=8". It replaces the strategy of the file. A plan is the keys of parallel, "data=2 tensor=4
+"local_sgd period=8". It replaces the strategy of the file. Keys of optimizer, lr_schedule and train may be given
+with it: "sgp optimizer.lr=4e-3". A plan is the keys of parallel, "data=2 tensor=4
 tensor.mode=2d"; an axis that it does not name has size 1. Keys of the schedule may be given with it: "pipeline=2
 schedule.microbatches=4". Both options: every strategy under every plan. Overrides come before these options, and count
 for all runs.

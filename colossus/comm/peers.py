@@ -117,6 +117,8 @@ class PeerLinks:
         self._gone: dict[int, str] = {}
         #: peers that take nothing any more, why, and since when: they may have ended well
         self._deaf: dict[int, tuple[str, float]] = {}
+        #: peers that said goodbye
+        self._left: set[int] = set()
         #: from whom there is or was a connection
         self._heard: set[int] = set()
         self._pool: dict[int, list[Tensor]] = {}
@@ -209,7 +211,7 @@ class PeerLinks:
         """Wait for a message.
 
         Raises:
-            PeerGone: its sender died before it had sent it.
+            PeerGone: its sender died or closed its links before it had sent it.
             RuntimeError: it was silent for too long.
         """
         key, began = (source, kind, number), time.monotonic()
@@ -236,6 +238,8 @@ class PeerLinks:
         """Why nothing can come from a peer any more, None where something can."""
         if source in self._gone:
             return self._gone[source]
+        if source in self._left:
+            return "it has closed its links"
         if source in self._heard or source not in self._deaf:
             return None
         reason, since = self._deaf[source]
@@ -484,8 +488,14 @@ class PeerLinks:
         self._selector.unregister(incoming.stream)
         self._incoming.remove(incoming)
         incoming.stream.close()
-        if incoming.source is not None and not incoming.said_bye:
+        if incoming.source is None:
+            return
+        if not incoming.said_bye:
             self._lose(incoming.source, reason)
+            return
+        with self._changed:
+            self._left.add(incoming.source)
+            self._changed.notify_all()
 
 
 _open: WeakSet[PeerLinks] = WeakSet()

@@ -101,7 +101,7 @@ class Progress:
         spent = now - self._began
         if began is None or step <= began[1]:
             return f"  {clock(spent)}"
-        of_run = (now - began[0]) / (step - began[1]) * (steps - step)
+        of_run = (now - began[0]) / (step - began[1]) * max(0, steps - step)
         whole = sum(self._durations) / len(self._durations) if self._durations else spent + of_run
         return f"  {clock(spent)}, left {clock(of_run)}, of all runs {clock(of_run + whole * num_left)}"
 

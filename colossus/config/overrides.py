@@ -17,6 +17,8 @@ from colossus.config.section import Named, ShortSection, is_number
 
 SYNTAX = "an override is section.key=value, for example train.steps=50 or parallel.tensor.mode=2d"
 STRATEGY_SYNTAX = "a strategy is its name and its options, for example sgp, or 'sgp overlap=1 graph=ring'"
+#: sections whose keys may be given with a strategy, which may want a learning rate of its own
+_WITH_STRATEGY = ("optimizer", "lr_schedule", "train")
 PLAN_SYNTAX = "a plan is keys of parallel, for example 'data=4', or 'data=2 tensor=4 tensor.mode=2d'"
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -45,7 +47,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 def strategy_overrides(text: str) -> list[str]:
     """``"sgp overlap=1"`` -> ``["parallel.strategy=sgp", "parallel.strategy.overlap=1"]``.
 
-    Whatever strategy the file has is replaced, its options too.
+    Whatever strategy the file has is replaced, its options too. Keys of ``optimizer``, ``lr_schedule`` and ``train``
+    may be given, too: ``"sgp optimizer.lr=4e-3"``.
 
     Raises:
         ConfigError: when it does not begin with a name, or what follows is no override.
@@ -58,7 +61,9 @@ def strategy_overrides(text: str) -> list[str]:
     for option in options:
         if not _KEY.fullmatch(option.partition("=")[0]) or "=" not in option:
             raise ConfigError(f"{text!r}: {option!r} is no option=value: {STRATEGY_SYNTAX}")
-    return [f"parallel.strategy={name}", *(f"parallel.strategy.{option}" for option in options)]
+    is_own = [option.partition(".")[0] not in _WITH_STRATEGY for option in options]
+    named = [f"parallel.strategy.{option}" if own else option for option, own in zip(options, is_own, strict=True)]
+    return [f"parallel.strategy={name}", *named]
 
 
 def plan_overrides(text: str) -> list[str]:

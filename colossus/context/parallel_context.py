@@ -206,17 +206,23 @@ class ParallelContext:
                 process_group = self._connect(names, ranks)
         return AxisGroup(names, ranks, ranks.index(self.rank), process_group)
 
-    def subgroup(self, axes: Axes, indices: Sequence[int]) -> AxisGroup:
+    def subgroup(self, axes: Axes, indices: Sequence[int], label: str | None = None) -> AxisGroup:
         """A group of some ranks along an axis or several, by their indices in the group over these, this rank among
-        them. All of them must ask."""
+        them. All of them must ask.
+
+        Args:
+            label: what its bytes are counted under, by default the axes.
+        """
         names = self.grid.axes(axes)
-        key: tuple[str | int, ...] = (*names, *indices)
+        key: tuple[str | int, ...] = (label or "", *names, *indices)
         group = self._groups.get(key)
         if group is None:
             along_axes = self.grid.group(self.rank, names)
             ranks = tuple(along_axes[index] for index in indices if along_axes[index] in self.ranks)
-            process_group = self._connect(names, ranks) if len(ranks) > 1 else None
-            group = self._groups[key] = AxisGroup(names, ranks, ranks.index(self.rank), process_group)
+            process_group = self._connect((*names, label) if label else names, ranks) if len(ranks) > 1 else None
+            group = self._groups[key] = AxisGroup(
+                (label,) if label else names, ranks, ranks.index(self.rank), process_group
+            )
         return group
 
     def leave_out(self, dead: Collection[int]) -> list[AxisGroup]:

@@ -56,12 +56,14 @@ class StepReduction:
         self._world = self._group_over(all_axes)
         self._counts_loss = all(coordinates[axis] == 0 for axis in summed_axes - loss_axes)
         self._counts_norm = all(coordinates[axis] == 0 for axis in summed_axes - set(norm.axes))
-        #: norms of groups are summed over the replicas of an inexact strategy to be their mean, as the norm is
-        self._share = 1.0 if strategy.exact else 1.0 / context.size("data")
         self.batch_check = BatchCheck(context, self._group_over(summed_axes))
 
     def _group_over(self, axes: set[str]) -> AxisGroup:
         return self._context.group(tuple(axis for axis in self._context.grid.names if axis in axes))
+
+    def _share(self) -> float:
+        """Norms of groups are summed over the replicas of an inexact strategy to be their mean, as the norm is."""
+        return 1.0 if self._strategy.exact else 1.0 / self._context.living.size("data")
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -125,7 +127,7 @@ class StepReduction:
         singles = torch.stack([numbers[0], numbers[1], norm, *numbers[3:num_single]])
         if self._groups is None:
             return singles, scale
-        return torch.cat((singles, numbers[num_single:].sqrt() * (self._share / divisor))), scale
+        return torch.cat((singles, numbers[num_single:].sqrt() * (self._share() / divisor))), scale
 
     def evaluation(self, totals: EvalTotals, metrics: Sequence[str], has_ended: bool = False) -> EvalResult:
         """Sums over all ranks.

@@ -196,7 +196,8 @@ class Deaths:
         for loss in self.losses:
             row: dict[str, Any] = {"replicas": list(loss.replicas), "ranks": list(loss.ranks), "reason": loss.reason}
             told = self._board.settlement(loss.number) or {}
-            rows.append({**row, "first_step_without": told.get("step"), "push_sum_weight": told.get("mass")})
+            told_of = {"first_step_without": told.get("step"), "graph": told.get("graph")}
+            rows.append({**row, **told_of, "push_sum_weight": told.get("mass")})
         return rows
 
 
@@ -227,7 +228,7 @@ def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: 
         if start is None:
             lines.append(f"{line}; the others had nothing left to do together")
             continue
-        line += f"; the others went on without it from step {start}"
+        line += f"; the others went on without it from step {start} (graph: {row['graph']})"
         if last_step is not None:
             num_samples = max(0, last_step - start + 1) * samples_per_step * len(row["replicas"])
             line += f", {num_samples} samples of its share were not trained on"

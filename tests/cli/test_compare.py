@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.launching import TINY, environment, finish, start
+from helpers.launching import TINY, environment, finish, start, wait_for
 from rich.console import Console
 
 from colossus.cli.main import main
-from colossus.compare import picture
+from colossus.compare import picture, progress
 from colossus.compare.curves import Curve
 from colossus.compare.jobs import Job, make_jobs
 from colossus.compare.progress import Progress
@@ -66,6 +68,13 @@ def test_a_strategy_as_text(text: str, spec: dict[str, Any]) -> None:
     got = apply_overrides(held, strategy_overrides(text))["parallel"]["strategy"]
     assert (got if isinstance(got, dict) else dict(type=got)) == spec
     assert held["parallel"]["strategy"] == dict(type="other", period=3)
+
+
+def test_a_strategy_may_have_a_learning_rate_of_its_own(file: str) -> None:
+    words = strategy_overrides("sgp optimizer.lr=4e-3 overlap=1 lr_schedule.warmup_steps=7")
+    config = load_config(file, ["parallel.tensor.size=1", *words])
+    assert config.parallel.strategy.spec() == dict(type="sgp", overlap=1)
+    assert (config.optimizer.lr, config.lr_schedule.warmup_steps) == (4e-3, 7)
 
 
 def test_a_plan_is_whole(file: str) -> None:
@@ -244,6 +253,24 @@ def test_a_failed_run_is_told_and_the_others_go_on_until_a_signal(file: str, tmp
         job.name: how for job, how in run_all(jobs[:1], {"all_reduce": Ended("failed", "disk", 1)}, Progress(1, None))
     }
     assert again == {"all_reduce": Ended("failed", "disk", 1)}
+
+
+def test_what_is_said_while_a_run_goes_on(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    job, said, steps = jobs_of(file, tmp_path)[1], io.StringIO(), itertools.count(1)
+
+    def says(words: str) -> bool:
+        step = next(steps)
+        write_rows(job, [row_of(step, more="." * step)])
+        return words in said.getvalue()
+
+    with Progress(3, said).of(2, job, num_left=1):
+        wait_for(lambda: says(", of all runs "))
+    assert re.fullmatch(
+        r"run 2 of 3: sgp overlap=1  step \d+/40  \d+:\d\d, left \d+:\d\d, of all runs \d+:\d\d",
+        said.getvalue().splitlines()[-1],
+    )
 
 
 # the table

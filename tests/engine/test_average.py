@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from helpers.ranks import grid, run_ranks
 from torch import Tensor
 from torch import distributed as dist
 
 import colossus
 from colossus.context.parallel_context import ParallelContext
 from colossus.graphs.graph import make_graph
-from tests.helpers.ranks import grid, run_ranks
 
 IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
 
@@ -120,6 +121,31 @@ def test_started_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"4 processes were started \(WORLD_SIZE\), but they are not joined yet"):
         colossus.average(torch.ones(1))
+
+
+def one_fails(rank: int) -> str:
+    """In the midst of it a rank raises, and says goodbye to the others, which wait for it."""
+    links = importlib.import_module("colossus.engine.average").PeerLinks
+    send = links.send
+
+    def once(self: Any, to: Any, kind: int, number: int, *arguments: Any, **more: Any) -> None:
+        send(self, to, kind, number, *arguments, **more)
+        if number == 1:
+            raise ZeroDivisionError("rank 2 fails")
+
+    if rank == 2:
+        links.send = once
+    try:
+        colossus.average(torch.ones(5), graph="complete", iterations=3)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_fails_is_told_at_once() -> None:
+    told = run_ranks(3, one_fails, with_context=False)
+    assert told[2] == "rank 2 fails"
+    assert all(line.endswith("has gone: it has closed its links") for line in told[:2]), told
 
 
 def test_one_process() -> None:

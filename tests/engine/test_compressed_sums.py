@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -27,7 +28,6 @@ SIZES = [math.prod(shape) for shape in SHAPES]
 #: of a bucket: gradients, and a flag of each
 NUMEL, NUM_FLAGS = sum(SIZES), len(SHAPES)
 FORCED = PowerSGD(rank=1, start_step=0, warm_start=True, min_compression_rate=0.0)
-LEVELS = {"flat": 1, "two levels": 2}
 KINDS = ("bf16", "fp16", "powersgd")
 
 
@@ -55,56 +55,60 @@ def gradients(step: int, rank: int) -> Tensor:
     return torch.cat((numbers, torch.tensor([1, rank == 1, 0, 1, 1], dtype=torch.float64)))
 
 
-def _many_steps(context: ParallelContext, kind: str, num_inner: int, steps: int) -> tuple[list[Tensor], Tensor]:
-    """What comes out in each step, and the errors that are left."""
-    summed, memory = made(kind, context, num_inner, FORCED)
-    found = []
-    for memory.step in range(steps):
-        found.append(summed.start(gradients(memory.step, context.rank)).wait().clone())
-    return found, torch.cat([view.flatten() for view in memory.errors.values()])
+def _many_steps(context: ParallelContext, steps: int) -> dict[tuple[str, int], tuple[list[Tensor], Tensor]]:
+    """Of each kind and number of ranks on a host: what comes out in each step, and the errors that are left."""
+    all_found = {}
+    for kind, num_inner in itertools.product(KINDS, (1, 2)):
+        summed, memory = made(kind, context, num_inner, FORCED)
+        found = []
+        for memory.step in range(steps):
+            found.append(summed.start(gradients(memory.step, context.rank)).wait().clone())
+        all_found[kind, num_inner] = found, torch.cat([view.flatten() for view in memory.errors.values()])
+    return all_found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("levels", LEVELS)
-def test_what_is_left_out_of_a_sum_is_added_to_the_next(kind: str, levels: str) -> None:
+def test_what_is_left_out_of_a_sum_is_added_to_the_next() -> None:
     steps = 6
-    ranks = run_ranks(4, _many_steps, kind, LEVELS[levels], steps, plan=grid(data=4))
-    for step in range(steps):
-        for found, _ in ranks:
-            assert torch.equal(found[step], ranks[0][0][step]), "replicas differ"
+    of_ranks = run_ranks(4, _many_steps, steps, plan=grid(data=4))
     given = [sum(gradients(step, rank) for rank in range(4)) for step in range(steps)]
-    for found, wanted in zip(ranks[0][0], given, strict=True):
-        assert ((found[-NUM_FLAGS:] > 0) == (wanted[-NUM_FLAGS:] > 0)).all()
-    out = sum(found[:-NUM_FLAGS] for found in ranks[0][0])
-    left = sum(errors for _, errors in ranks)
-    total = sum(given)[:-NUM_FLAGS]
-    assert left.abs().max() > 1e-6 * total.abs().max()
-    torch.testing.assert_close(out + left, total, rtol=0, atol=1e-10 * float(total.abs().max()))
-    if kind != "powersgd":  # every step by itself is right to the precision of the way
+    for kind, num_inner in of_ranks[0]:
+        ranks = [found[kind, num_inner] for found in of_ranks]
+        for step in range(steps):
+            for found, _ in ranks:
+                assert torch.equal(found[step], ranks[0][0][step]), "replicas differ"
         for found, wanted in zip(ranks[0][0], given, strict=True):
+            assert ((found[-NUM_FLAGS:] > 0) == (wanted[-NUM_FLAGS:] > 0)).all()
+        out = sum(found[:-NUM_FLAGS] for found in ranks[0][0])
+        left = sum(errors for _, errors in ranks)
+        total = sum(given)[:-NUM_FLAGS]
+        assert left.abs().max() > 1e-6 * total.abs().max()
+        torch.testing.assert_close(out + left, total, rtol=0, atol=1e-10 * float(total.abs().max()))
+        for found, wanted in zip(ranks[0][0], given, strict=True) if kind != "powersgd" else ():
+            # every step by itself is right to the precision of the way
             gap = (found - wanted)[:-NUM_FLAGS].abs().max() / wanted[:-NUM_FLAGS].abs().max()
             assert gap < (2**-7 if kind == "bf16" else 2**-9)
 
 
-def _not_finite(context: ParallelContext, kind: str) -> list[bool]:
-    summed, memory = made(kind, context, 1, FORCED)
-    finite = []
-    for memory.step in range(3):
-        flat = gradients(memory.step, context.rank)
-        if memory.step == 1 and context.rank == 1:
-            flat[3] = math.inf
-        finite.append(bool(summed.start(flat).wait()[:-NUM_FLAGS].isfinite().all()))
-    return finite
+def _not_finite(context: ParallelContext) -> dict[str, list[bool]]:
+    found: dict[str, list[bool]] = {}
+    for kind in KINDS:
+        summed, memory = made(kind, context, 1, FORCED)
+        for memory.step in range(3):
+            flat = gradients(memory.step, context.rank)
+            if memory.step == 1 and context.rank == 1:
+                flat[3] = math.inf
+            is_finite = bool(summed.start(flat).wait()[:-NUM_FLAGS].isfinite().all())
+            found.setdefault(kind, []).append(is_finite)
+    return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_that_is_not_finite_is_seen_once(kind: str) -> None:
-    assert run_ranks(2, _not_finite, kind, plan=grid(data=2)) == [[True, False, True]] * 2
+def test_a_gradient_that_is_not_finite_is_seen_once() -> None:
+    assert run_ranks(2, _not_finite, plan=grid(data=2)) == [{kind: [True, False, True] for kind in KINDS}] * 2
 
 
 # -- runs -----------------------------------------------------------------------------------------------------
 
-STEPS = 5
+STEPS = 3
 
 
 def settings(strategy: dict[str, Any], parallel: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -132,7 +136,8 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("plan", ["data", *(pytest.param(name, marks=pytest.mark.long) for name in list(PLANS)[1:])])
 def test_full_rank_is_no_compression_and_less_is_close(plan: str) -> None:
     world, parallel = PLANS[plan]
-    configs = {name: settings(run, parallel, comm=dict(bucket_mb=0.02)) for name, run in RUNS.items()}
+    names = [name for name in RUNS if plan != "data" or name not in ("full rank", "fp16 between hosts")]
+    configs = {name: settings(RUNS[name], parallel, comm=dict(bucket_mb=0.02)) for name in names}
     found = run_cases(world, configs, STEPS)
     for name, traces in found.items():
         for rank, (mine, wanted) in enumerate(zip(traces, found["exact"], strict=True)):

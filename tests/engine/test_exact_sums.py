@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import Trace, config_of, flat, is_key_bias, run_cases
+from helpers.ranks import run_ranks
+from helpers.training import Trace, batch_of, config_of, flat, is_key_bias, run_cases
+
+import colossus
+from colossus.comm import accounting
 
 STEPS = 4
 
@@ -39,17 +43,16 @@ HIERARCHICAL: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 )
 def test_two_levels_are_one(plan: str) -> None:
     world, parallel, options = HIERARCHICAL[plan]
-    found = run_cases(
-        world,
-        {
-            "flat": settings(None, parallel),
-            "two levels": settings(dict(type="hierarchical", **options), parallel),
-            "small buckets": settings(dict(type="hierarchical", **options), parallel, comm=dict(bucket_mb=0.01)),
-            "found": settings(dict(type="hierarchical"), parallel),
-            "zero inside": settings(dict(type="hierarchical", **options), {**parallel, "zero": 2}),
-        },
-        STEPS,
-    )
+    two_levels = dict(type="hierarchical", **options)
+    configs = {
+        "flat": settings(None, parallel),
+        "two levels": settings(two_levels, parallel, comm=dict(bucket_mb=0.01)),
+        "zero inside": settings(two_levels, {**parallel, "zero": 2}),
+    }
+    if plan != "hosts":
+        configs["one bucket"] = settings(two_levels, parallel)
+        configs["found"] = settings(dict(type="hierarchical"), parallel)
+    found = run_cases(world, configs, STEPS)
     for name, traces in found.items():
         for mine, wanted in zip(traces, found["flat"], strict=True):
             same(mine, wanted)
@@ -58,3 +61,23 @@ def test_two_levels_are_one(plan: str) -> None:
     assert any(
         not torch.equal(flat(a.end), flat(b.end)) for a, b in zip(found["two levels"], found["flat"], strict=True)
     )
+
+
+def _bytes(rank: int) -> tuple[float, float, int]:
+    engine = colossus.initialize(settings(dict(type="hierarchical", hosts=2), dict(data=4)))
+    batch = {key: value[2 * rank : 2 * rank + 2] for key, value in batch_of(0).items()}
+    engine.train_step(batch)
+    with accounting.count() as moved:
+        engine.train_step(batch)
+    params = list(engine.model.parameters())
+    engine.close()
+    numbers = sum(param.numel() for param in params) + len(params)  # gradients, and a flag of each
+    return moved.bytes("data between hosts"), moved.bytes("data inside of hosts"), numbers
+
+
+def test_between_hosts_travels_a_part_of_each_rank() -> None:
+    """2 (H - 1) / H S / P for 2 hosts of 2 ranks; all within one bucket."""
+    for between, inside, numbers in run_ranks(4, _bytes, with_context=False):
+        whole = 8 * (numbers + numbers % 2)
+        assert between == 2 / 2 * whole / 2
+        assert inside == 2 * whole / 2

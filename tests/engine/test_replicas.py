@@ -31,6 +31,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], float]] = {
     "data": (3, dict(data=3), 0.25),
     "1d": (4, dict(data=2, tensor=dict(size=2, sequence_sharded=True)), 0.0),
     "pipeline": (4, dict(data=2, pipeline=2), 0.5),
+    "sequence": (4, dict(data=2, sequence=2), 0.0),
+    "2d": (8, dict(data=2, tensor=dict(size=4, mode="2d")), 0.25),
 }
 
 
@@ -111,7 +113,7 @@ def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
     return loss
 
 
-@pytest.mark.parametrize("plan", but(("1d",), PLANS))
+@pytest.mark.parametrize("plan", but(("1d", "sequence", "2d"), PLANS))
 def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     world, parallel, travelling = PLANS[plan]
     ranks = run_ranks(world, looks, parallel, "fp64", travelling, "average", with_context=False)

@@ -45,7 +45,7 @@ def require_went_on(folder: Path, out: str, err: str, replica: int, ranks: list[
     rows = rows_of(folder / "run")
     last = rows[-1]
     assert last["step"] == 40
-    assert last["loss"] < 0.02 * rows[0]["loss"]
+    assert last["loss"] < 0.1 * rows[0]["loss"]
     assert last["validation_loss"] < 0.01
     assert last["tokens"] == 4 * living  # of the replicas that live
     num_samples = 4 * (40 - told["first_step_without"] + 1)
@@ -96,6 +96,27 @@ def test_any_replica_may_die_after_any_step(strategy: list[str], tmp_path: Path)
 
 
 @pytest.mark.long
+def test_mass_is_conserved_among_the_living(tmp_path: Path) -> None:
+    """Of two that are left, the smallest and the largest push-sum weight are all there are."""
+    code, _, err = run(
+        tmp_path,
+        "parallel.data=3",
+        "parallel.strategy.log_every=2",
+        "train.global_batch_size=12",
+        DEATHS="2:8",
+    )
+    assert code == 0, err
+    (told,) = told_of(tmp_path)
+    left = 3.0 - told["push_sum_weight"]
+    rows = [
+        row for row in rows_of(tmp_path / "run") if row["step"] > told["first_step_without"] and "replica" not in row
+    ]
+    assert len(rows) > 5
+    for row in rows:
+        assert row["push_sum_min"] + row["push_sum_max"] == pytest.approx(left, rel=1e-12)
+
+
+@pytest.mark.long
 def test_the_other_ranks_of_the_replica_are_ended(tmp_path: Path) -> None:
     code, out, err = run(
         tmp_path, "parallel.data=3", "parallel.tensor=2", "train.global_batch_size=12", DEATHS="3:9", DEATH="raise"
@@ -112,7 +133,7 @@ def test_one_death_after_the_other_until_one_is_left(tmp_path: Path) -> None:
     assert code == 0, err
     told = told_of(tmp_path)
     assert [each["replicas"] for each in told] == [[1], [3], [0]]
-    assert sum(each["push_sum_weight"] for each in told) < 4.0
+    assert 1.0 < sum(each["push_sum_weight"] or 0.0 for each in told) < 4.0
     assert rows_of(tmp_path / "run")[-1]["validation_loss"] < 0.01
     assert "the last replica goes on" in err
 
@@ -141,7 +162,7 @@ def test_a_run_goes_on_from_what_was_saved_after_a_death(tmp_path: Path) -> None
     code, _, err = run(tmp_path, "checkpoint.every=10", DEATHS="2:12", STEP_SECONDS="0.05")
     assert code == 0, err
     saved = tmp_path / "run" / "checkpoints" / "step-00000030"
-    for data, told in (("3", ""), ("4", "3 replicas with parameters of their own")):
+    for data in ("3", "4"):  # as many as were left, and from the average
         folder = tmp_path / data
         folder.mkdir()
         batch = f"train.global_batch_size={4 * int(data)}"
@@ -149,8 +170,7 @@ def test_a_run_goes_on_from_what_was_saved_after_a_death(tmp_path: Path) -> None
             folder, f"parallel.data={data}", batch, f"checkpoint.resume={saved}", "checkpoint.every=20", DEATHS=""
         )
         assert code == 0, err
-        assert "at step 30" in out
-        assert told in err
+        assert "at step 30, saved under data 3" in out
         assert rows_of(folder / "run")[-1]["loss"] < 0.05
 
 
@@ -331,10 +351,10 @@ def test_a_node_that_is_gone_takes_its_replicas_along(launcher: Launcher) -> Non
 
 def test_the_report_has_the_numbers() -> None:
     row = {"replicas": [1], "ranks": [1], "reason": "replica 1 died: rank 1 was killed"}
-    full = {**row, "first_step_without": 12, "push_sum_weight": 1.25}
+    full = {**row, "first_step_without": 12, "graph": "ring", "push_sum_weight": 1.25}
     assert deaths.report([full], 8, 20) == (
-        "colossus: replica 1 died: rank 1 was killed; the others went on without it from step 12, 72 samples of its "
-        "share were not trained on, push-sum weight 1.25 was renounced"
+        "colossus: replica 1 died: rank 1 was killed; the others went on without it from step 12 (graph: ring), 72 "
+        "samples of its share were not trained on, push-sum weight 1.25 was renounced"
     )
     nothing = {**row, "first_step_without": None, "push_sum_weight": None}
     assert "had nothing left to do together" in deaths.report([nothing], 8, 20)

@@ -9,7 +9,8 @@ import torch
 
 from colossus.comm import collectives
 from colossus.engine.strategies.arrivals import Arrivals, require_alive
-from colossus.engine.strategies.gossip import MIX, Gossip, InFlight
+from colossus.engine.strategies.gossip import Gossip
+from colossus.engine.strategies.in_flight import MIX, InFlight
 
 #: kind of the messages that say how many of a sender's were taken in so far
 TAKEN = 2

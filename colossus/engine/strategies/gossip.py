@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm import log
-from colossus.comm.peers import Message, PeerGone, PeerLinks
+from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies import optimizer_state
+from colossus.engine.strategies.in_flight import MIX, InFlight, meta_of
 from colossus.engine.strategies.living import Living, Survivors
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
-from colossus.engine.strategies.push_sum import Addend, PushSum
-from colossus.engine.strategies.stop_wave import STOP_BYTES, StopWave
+from colossus.engine.strategies.push_sum import PushSum
+from colossus.engine.strategies.stop_wave import StopWave
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.spec import name_of_graph
-
-#: kind of the messages that carry parameters
-MIX = 1
-_WEIGHT = struct.Struct("<d")
-
-
-@dataclass(eq=False)
-class InFlight:
-    """A message that was received or is still awaited: the whole x of its sender, and its push-sum weight.
-
-    Attributes:
-        sent, due: numbers of the steps after which it is sent, and taken in.
-        share: what the graph gives of it to this replica.
-        weight: of the sender; 0 while it travels.
-        data: uint8, on the host; None while it travels.
-    """
-
-    source: int
-    sent: int
-    due: int
-    share: float
-    weight: float = 0.0
-    data: Tensor | None = None
-    stop: bytes = b""
-
-    def fill(self, received: Message) -> InFlight:
-        """It has come."""
-        self.data = received.data
-        (self.weight,) = _WEIGHT.unpack(received.meta[: _WEIGHT.size])
-        self.stop = received.meta[_WEIGHT.size :][:STOP_BYTES]
-        return self
-
-    @property
-    def name(self) -> str:
-        """In checkpoints."""
-        return f"in_flight.{self.source}.{self.sent}"
-
-    @property
-    def received(self) -> Tensor:
-        """The data, once it is here."""
-        assert self.data is not None
-        return self.data
-
-    @property
-    def addend(self) -> Addend:
-        return Addend(self.share, self.weight, self.received)
 
 
 class Gossip(PerReplica):
@@ -171,8 +125,9 @@ class Gossip(PerReplica):
             self.push_sum.write(data[:size])
             if state:
                 optimizer_state.pack(state, data[size:])
-            meta = _WEIGHT.pack(self.weight) + self.stop_wave.pack()
-            self.links.send(list(targets), MIX, step, data, meta, dtype=self.push_sum.vector.dtype, owned=True)
+            meta = meta_of(self.weight, self.stop_wave)
+            vector = self.push_sum.vector
+            self.links.send(list(targets), MIX, step, data, meta, dtype=vector.dtype, owned=True)
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
@@ -185,8 +140,9 @@ class Gossip(PerReplica):
         self.combine(kept, due)
         self.in_flight = [message for message in self.in_flight if message not in due]
 
+    @torch.no_grad()
     def combine(self, kept: float, due: Sequence[InFlight]) -> None:
-        """Mix what is kept of x and w, and messages that have come."""
+        """What is kept of x and w, and messages that have come."""
         if state := self._optimizer_state():
             others = [(each.share * each.weight, each.received[self._size :]) for each in due]
             optimizer_state.mix(state, kept * self.weight, others)

@@ -9,6 +9,9 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.machine import host_id
 
+#: what the bytes between hosts are counted under
+BETWEEN = "data between hosts"
+
 
 class Hosts:
     """The indices along data, in sets of those that are on one host: all sets of one size.
@@ -62,10 +65,11 @@ class Hosts:
         mine = self.sets[self._host_of[context.index("data")]]
         grid = context.grid
         ranks = grid.group(context.rank, axes)
-        return context.subgroup(axes, [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in mine])
+        indices = [at for at, rank in enumerate(ranks) if grid.index(rank, "data") in mine]
+        return context.subgroup(axes, indices, f"{'x'.join(axes)} inside of hosts")
 
     def between(self) -> AxisGroup:
         """This rank's counterparts on all hosts, itself among them."""
         index = self._context.index("data")
         position = self.sets[self._host_of[index]].index(index)
-        return self._context.subgroup("data", [each[position] for each in self.sets])
+        return self._context.subgroup("data", [each[position] for each in self.sets], BETWEEN)

@@ -9,6 +9,7 @@ the old graph: what they send to the dead is lost, and what the dead did not sen
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -158,18 +159,18 @@ class Survivors(Living):
 
     def _wait_for(self, messages: Sequence[Any]) -> None:
         """Until they are here, or cannot come any more, or there is news."""
-        began, links = time.monotonic(), self._links
-        suspected: float | None = None
+        began, suspected, links = time.monotonic(), math.inf, self._links
         while self._num_deaths <= self._num_settled:
             missing = [message for message in messages if not self._is_here(message) and not self._is_over(message)]
             if not missing:
                 break
             now = time.monotonic()
             lost = next((each for each in missing if links.lost(each.source) and each.source not in self._dead), None)
-            if lost is not None:
-                suspected = suspected or now
-            silent = now - began > self._context.timeout.total_seconds()
-            if silent or (suspected is not None and now - suspected > _VERDICT_SECONDS):
+            suspected = min(suspected, now) if lost is not None else math.inf
+            since, most = (
+                (began, self._context.timeout.total_seconds()) if lost is None else (suspected, _VERDICT_SECONDS)
+            )
+            if now - since > most:
                 first = lost or missing[0]
                 links.receive(first.source, self._kind, first.sent)  # raises what is the matter
                 raise RuntimeError(f"timeout: {links.name(first.source)} did not send its message {first.sent}")
@@ -224,10 +225,11 @@ class Survivors(Living):
         self._num_settled = number
         self._untold.append(number)
         if context.is_logging_rank:
-            board.tell("start", number, {"step": start + 1, "replicas": self.size})
-            name = why or self._name
+            board.tell("start", number, {"step": start + 1, "graph": why or self._name})
             others = f"the other {self.size} replicas go on" if self.size > 1 else "the last replica goes on"
-            log.warning("%s; from step %d on %s without it (graph: %s)", death.reason, start + 1, others, name)
+            log.warning(
+                "%s; from step %d on %s without it (graph: %s)", death.reason, start + 1, others, why or self._name
+            )
         board.settle(number)
 
     def _await(self, look: Callable[[], Any], what: str) -> Any:

@@ -151,7 +151,7 @@ class ADPSGDOptions(GossipOptions):
             )
         if self.mix_optimizer_state:
             found.append(
-                "parallel.strategy.mix_optimizer_state: ad-psgd exchanges parameters only, as its paper does; sgp and "
-                "d-psgd mix the optimizer's state, too"
+                "parallel.strategy.mix_optimizer_state: ad-psgd averages parameters alone; leave it out, or use sgp or "
+                "d-psgd"
             )
         return found
