@@ -3,6 +3,7 @@ under way."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gossip import SGD, Net, _flat, _state, classify, part_of, settings_of
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 
 import colossus
 from colossus.engine.engine import Engine
@@ -119,3 +120,41 @@ def test_what_is_saved_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None
             np.testing.assert_array_equal(loaded[4][key], value)
         assert not np.array_equal(later[0], state[0])
         assert torch.isfinite(torch.from_numpy(loaded[0])).all()
+
+
+def _change_at_a_meeting(rank: int) -> list[float]:
+    engine = colossus.initialize(settings_of(STRATEGIES["ad-psgd"], 2, dict(type="SGD", lr=1e-30)), Net, classify)
+    params, store = [param for param in engine.model.parameters() if param.requires_grad], engine.context.store()
+    engine.train_step(part_of(0, rank))
+    engine.strategy.meet()
+    with torch.no_grad():
+        for param in params:
+            param.fill_(1.0 + 2 * rank)
+    if rank == 1:  # it would answer now with what it had when all met
+        store.wait(["begun"])
+        time.sleep(0.1)
+    engine.train_step(part_of(1, rank))
+    store.set("begun", "")
+    engine.strategy.meet()
+    values = _flat(params)
+    engine.close()
+    return [values.min(), values.max()]
+
+
+def test_what_is_changed_where_all_meet_counts_in_the_next_average() -> None:
+    assert run_ranks(2, _change_at_a_meeting, with_context=False) == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def _die(rank: int, name: str) -> None:
+    engine = colossus.initialize(settings_of(STRATEGIES[name], 2, SGD), model=Net, loss_fn=classify)
+    for step in range(5):
+        engine.train_step(part_of(step, rank))
+    if rank == 1:
+        os._exit(3)
+    engine.strategy.meet()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_who_waits_for_a_dead_replica_is_told(name: str) -> None:
+    with pytest.raises(RankError, match=r"(?s)replica 1 has died: rank 1 \(replica 1\) has gone.*exit code 3"):
+        run_ranks(2, _die, name, with_context=False)

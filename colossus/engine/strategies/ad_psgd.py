@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from colossus.comm import collectives
-from colossus.comm.peers import PeerLinks
+from colossus.comm.peers import PeerGone, PeerLinks
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
-from colossus.engine.strategies.arrivals import Arrivals, require_alive
+from colossus.engine.strategies.arrivals import Arrivals, death_of, require_alive
 from colossus.engine.strategies.options.gossip import ADPSGDOptions
 from colossus.engine.strategies.pair_answers import ANSWER, REQUEST, PairAnswers
 from colossus.engine.strategies.pair_protocol import ActiveSide
@@ -120,7 +120,10 @@ class ADPSGD(PerReplica):
         if self.active.under_way is None:
             return
         exchange = self.active.complete()
-        message = self.links.receive(exchange.passive, ANSWER, exchange.number)
+        try:
+            message = self.links.receive(exchange.passive, ANSWER, exchange.number)
+        except PeerGone as error:
+            raise death_of(exchange.passive, error) from error
         self.vector.add(message.data, alpha=-1.0)
         self.links.release(message.data)
         self._note("apply", exchange.passive, exchange.number)

@@ -18,6 +18,8 @@ class Arrivals:
 
     What was sent to a rank before it was told of an arrival is with it then.
 
+    All ranks make theirs at the same time.
+
     Args:
         watch: told again and again who is missing, nobody at first; raises when it is in vain.
     """
@@ -25,6 +27,7 @@ class Arrivals:
     def __init__(self, links: PeerLinks, watch: Callable[[Sequence[int]], None]) -> None:
         self._links, self._watch, self._number = links, watch, 0
         self._came: set[tuple[int, int]] = set()
+        self.wait()  # all have connections then, by which a death is seen
 
     def wait(self) -> None:
         """All ranks call this as many times.
@@ -48,8 +51,10 @@ class Arrivals:
 
 def require_alive(links: PeerLinks) -> None:
     """Raises a `RuntimeError` if a peer has died."""
-    for index, reason in links.gone.items():
-        raise RuntimeError(
-            f"replica {index} has died: {links.name(index)} has gone: {reason}. Start the run again from its last "
-            f"checkpoint"
-        )
+    for index in range(links.group.size):
+        if index != links.group.index and (reason := links.lost(index)) is not None:
+            raise death_of(index, f"{links.name(index)} has gone: {reason}")
+
+
+def death_of(replica: int, reason: object) -> RuntimeError:
+    return RuntimeError(f"replica {replica} has died: {reason}. Start the run again from its last checkpoint")
