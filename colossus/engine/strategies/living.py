@@ -138,6 +138,17 @@ class Survivors(Living):
         self._thread = threading.Thread(target=self._watch, args=(address,), name="colossus-deaths", daemon=True)
         self._thread.start()
 
+    def graph_at(self, step: int) -> StepGraph:
+        """What would go to those that are known to be dead is kept."""
+        graph = super().graph_at(step)
+        dead = [index for index in self._dead if graph.matrix[index].any()]
+        if not dead:
+            return graph
+        matrix = graph.matrix.copy()
+        matrix[range(len(matrix)), range(len(matrix))] += matrix[dead].sum(0)
+        matrix[dead] = 0.0
+        return StepGraph(matrix)
+
     # -- in each step -------------------------------------------------------------------------------------
 
     def settle(self, step: int, messages: Sequence[Any]) -> list[Any]:
