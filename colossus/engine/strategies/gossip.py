@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,7 @@ class Gossip(PerReplica):
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
+        self._rescaled: list[tuple[float, dict[int, int]]] = []
         self.living = self._make_living()
 
     def _make_living(self) -> Living:
@@ -61,9 +63,11 @@ class Gossip(PerReplica):
             return Living(self.parts.context, self.graph)
 
         def answer() -> dict[str, Any]:
-            return {"stop": self.stop_wave.known}
+            return {"stop": self.stop_wave.known, "weight": self.weight}
 
-        def agreed(answers: Sequence[Mapping[str, Any]], start: int, graph: Graph) -> None:
+        def agreed(by_replica: Mapping[int, Mapping[str, Any]], start: int, graph: Graph, scale: float) -> None:
+            self._rescale(scale, {replica: each["step"] for replica, each in by_replica.items()})
+            answers = by_replica.values()
             known = [each["stop"] for each in answers if each["stop"] is not None]
             # wishes of steps before it travel by the graph before it
             behind = start - min(each["step"] for each in answers)
@@ -80,6 +84,24 @@ class Gossip(PerReplica):
             agreed=agreed,
             mass=lambda: self.share_weight,
         )
+
+    @torch.no_grad()
+    def _rescale(self, scale: float, begun: Mapping[int, int]) -> None:
+        """All that live multiply x and w, and what is in flight between them, by one number: their mean stays.
+
+        An update is added to x as it is, so with the weight that went with the dead steps would become larger.
+
+        Args:
+            begun: of each replica the first step whose message it sends rescaled.
+        """
+        self.push_sum.rescale(scale)
+        for message in self.in_flight:
+            message.share *= scale
+        self._rescaled.append((scale, dict(begun)))
+
+    def _scale_of(self, source: int, step: int) -> float:
+        """By what a message is to be multiplied that was sent after this step, and is not in flight yet."""
+        return math.prod(scale for scale, begun in self._rescaled if step < begun.get(source, math.inf))
 
     def come_together(self) -> None:
         self.in_flight = self.living.meet(self.in_flight)
@@ -111,7 +133,12 @@ class Gossip(PerReplica):
         graph, me = self.living.graph_at(step), self.living.me
         self.post(step, [to for to, _ in graph.targets(me)])
         self.in_flight += [
-            InFlight(source, step, step + self.options.travels, float(graph.matrix[me, source]))
+            InFlight(
+                source,
+                step,
+                step + self.options.travels,
+                float(graph.matrix[me, source]) * self._scale_of(source, step),
+            )
             for source in graph.sources(me)
         ]
 

@@ -89,7 +89,8 @@ class Survivors(Living):
         problems: what is wrong with a graph, for this strategy.
         kind: of the messages that are awaited.
         answer: what else this replica tells the others after a death.
-        agreed: called with all replicas' answers, the first step without the dead, and the graph from then on.
+        agreed: called with all replicas' answers, the first step without the dead, the graph from then on, and by what
+            push-sum weights are multiplied, so that their mean is about 1 again.
         mass: this replica's push-sum weight, with what is in flight to it; called when all of that has come.
     """
 
@@ -103,7 +104,7 @@ class Survivors(Living):
         problems: Callable[[Graph], list[str]],
         kind: int,
         answer: Callable[[], Mapping[str, Any]],
-        agreed: Callable[[Sequence[Mapping[str, Any]], int, Graph], None],
+        agreed: Callable[[Mapping[int, Mapping[str, Any]], int, Graph, float], None],
         mass: Callable[[], float],
     ) -> None:
         super().__init__(context, graph)
@@ -129,12 +130,24 @@ class Survivors(Living):
         self._next_step = 0
         self._num_meetings = 0
         self._untold: list[int] = []
-        self._renounced = 0.0
+        #: push-sum weight of all when it was last summed up, and by what it was multiplied since
+        self._total, self._scale = float(graph.replicas), 1.0
         #: what the thread has seen
         self._num_deaths = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(address,), name="colossus-deaths", daemon=True)
         self._thread.start()
+
+    def graph_at(self, step: int) -> StepGraph:
+        """What would go to those that are known to be dead is kept."""
+        graph = super().graph_at(step)
+        dead = [index for index in self._dead if graph.matrix[index].any()]
+        if not dead:
+            return graph
+        matrix = graph.matrix.copy()
+        matrix[range(len(matrix)), range(len(matrix))] += matrix[dead].sum(0)
+        matrix[dead] = 0.0
+        return StepGraph(matrix)
 
     # -- in each step -------------------------------------------------------------------------------------
 
@@ -217,7 +230,9 @@ class Survivors(Living):
         self._dead |= dict.fromkeys(death.replicas, time.monotonic())
         for index in death.replicas:
             self._links.lose(index, death.reason)
-        self._agreed(answers, start, graph)
+        scale = self.size / sum(answer["weight"] for answer in answers)
+        self._agreed(dict(zip(self.replicas, answers, strict=True)), start, graph, scale)
+        self._scale *= scale
         dead = {rank for rank in context.ranks if context.grid.index(rank, "data") in death.replicas}
         for group in context.leave_out(dead):
             shared_memory.forget(group)
@@ -286,11 +301,11 @@ class Survivors(Living):
 
     def _tell_mass(self, left: float) -> None:
         """Of a death before: how much push-sum weight is left of all that there was."""
-        total = self._graph.replicas
-        renounced, self._renounced = total - left - self._renounced, total - left
+        renounced = self._total - left / self._scale
+        self._total, self._scale = left, 1.0
         if self._context.is_logging_rank:
             self._board.tell("mass", self._untold[-1], {"mass": renounced})
-            log.warning("push-sum weight renounced with the dead: %.6g, %.6g of %d are left", renounced, left, total)
+            log.warning("push-sum weight renounced with the dead: %.6g of %d", renounced, self._graph.replicas)
         self._untold.clear()
 
     # -- besides ------------------------------------------------------------------------------------------

@@ -84,6 +84,15 @@ class PushSum:
         self.debias()
 
     @torch.no_grad()
+    @torch.no_grad()
+    def rescale(self, scale: float) -> None:
+        """Multiply x and w; z stays."""
+        if self.x is None:
+            self.x = self.vector.empty()
+            self.vector.pack(self.x)
+        torch._foreach_mul_(self.vector.parts(self.x), scale)
+        self.weight *= scale
+
     def debias(self) -> None:
         """z = x / w."""
         if self.x is None:
