@@ -68,9 +68,10 @@ def _strangers(context: ParallelContext) -> list[str]:
     links = PeerLinks(group, 1000, 10.0)
     told = []
     if group.index == 0:
-        address = tuple(links._addresses[0])
-        good = hello(links._key, 1, 0)
-        for bad in (b"GET / HTTP/1.1\r\n\r\n" * 9, hello(b"x" * 32, 1, 0), good[:-1] + b"?", hello(links._key, 0, 0)):
+        connections = links._connections
+        address, key = tuple(connections._addresses[0]), connections._key
+        good = hello(key, 1, 0)
+        for bad in (b"GET / HTTP/1.1\r\n\r\n" * 9, hello(b"x" * 32, 1, 0), good[:-1] + b"?", hello(key, 0, 0)):
             with socket.create_connection(address) as stream:
                 stream.sendall(bad)
                 stream.settimeout(5.0)
