@@ -20,7 +20,8 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from colossus.comm.peer_wire import BYE, HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
+from colossus.comm.peer_reader import FrameReader, Message
+from colossus.comm.peer_wire import BYE, Header, WireError, hello
 
 _log = logging.getLogger("colossus.comm")
 _CHUNK = 1 << 20
@@ -28,22 +29,6 @@ _CHUNK = 1 << 20
 _CLOSE_SECONDS = 10.0
 
 Done = Callable[[], None]
-
-
-@dataclass(eq=False)
-class Message:
-    """What a peer has sent.
-
-    Attributes:
-        source: its index in the group.
-        data: uint8 [bytes], on the host; give it back with `PeerLinks.release` when it is not needed any more.
-    """
-
-    source: int
-    kind: int
-    number: int
-    meta: bytes
-    data: Tensor
 
 
 class Observer(Protocol):
@@ -81,16 +66,8 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """A connection from a peer, in the midst of a greeting, a header, or a message."""
-
     stream: socket.socket
-    source: int | None = None
-    header: Header | None = None
-    into: memoryview = field(default_factory=lambda: memoryview(bytearray(HELLO_BYTES)))
-    filled: int = 0
-    meta: bytes | None = None
-    data: Tensor | None = None
-    said_bye: bool = False
+    reader: FrameReader
 
 
 class PeerConnections:
@@ -263,20 +240,25 @@ class PeerConnections:
             while True:
                 stream, _ = self._listener.accept()
                 stream.setblocking(False)
-                incoming = _Incoming(stream)
+                reader = FrameReader(self._me, self._num_ranks, self._key, self._most_bytes, self._observer.buffer)
+                incoming = _Incoming(stream, reader)
                 self._incoming.append(incoming)
                 self._selector.register(stream, selectors.EVENT_READ, lambda incoming=incoming: self._read(incoming))
 
     def _read(self, incoming: _Incoming) -> None:
+        reader = incoming.reader
         try:
             for _ in range(8):  # then others have their turn
-                size = incoming.stream.recv_into(incoming.into[incoming.filled :][:_CHUNK])
+                size = incoming.stream.recv_into(reader.missing[:_CHUNK])
                 if not size:
                     self._ended(incoming, "its connection was closed")
                     return
-                incoming.filled += size
-                if incoming.filled == len(incoming.into):
-                    self._advance(incoming)
+                is_greeting = reader.source is None
+                message = reader.advance(size)
+                if message is not None:
+                    self._observer.on_message(message)
+                elif is_greeting and reader.source is not None:
+                    self._observer.on_connection(reader.source)
         except BlockingIOError:
             return
         except WireError as error:
@@ -285,62 +267,17 @@ class PeerConnections:
         except OSError as error:
             self._ended(incoming, f"its connection broke ({error.strerror or error})")
 
-    def _advance(self, incoming: _Incoming) -> None:
-        """What was being read is complete."""
-        if incoming.source is None:
-            raw = bytes(incoming.into)
-            incoming.source = read_hello(raw, self._key, self._me, self._num_ranks)
-            self._observer.on_connection(incoming.source)
-            self._expect(incoming, bytearray(HEADER_BYTES))
-        elif incoming.header is None:
-            incoming.header = Header.unpack(bytes(incoming.into), self._most_bytes)
-            incoming.said_bye = incoming.header.kind == BYE
-            self._next_part(incoming)
-        elif incoming.meta is None:
-            incoming.meta = bytes(incoming.into)
-            self._next_part(incoming)
-        else:
-            self._complete(incoming)
-
-    def _next_part(self, incoming: _Incoming) -> None:
-        header = incoming.header
-        assert header is not None
-        if incoming.meta is None and header.meta_bytes:
-            self._expect(incoming, bytearray(header.meta_bytes))
-            return
-        incoming.meta = incoming.meta or b""
-        incoming.data = self._observer.buffer(header.data_bytes)
-        if header.data_bytes:
-            self._expect(incoming, incoming.data.numpy())
-        else:
-            self._complete(incoming)
-
-    def _complete(self, incoming: _Incoming) -> None:
-        header, source = incoming.header, incoming.source
-        assert header is not None
-        assert source is not None
-        assert incoming.meta is not None
-        assert incoming.data is not None
-        if not incoming.said_bye:
-            message = Message(source, header.kind, header.number, incoming.meta, incoming.data)
-            self._observer.on_message(message)
-        incoming.header = incoming.meta = incoming.data = None
-        self._expect(incoming, bytearray(HEADER_BYTES))
-
-    @staticmethod
-    def _expect(incoming: _Incoming, memory: object) -> None:
-        incoming.into, incoming.filled = memoryview(memory), 0  # type: ignore[arg-type]
-
     def _ended(self, incoming: _Incoming, reason: str) -> None:
         self._selector.unregister(incoming.stream)
         self._incoming.remove(incoming)
         incoming.stream.close()
-        if incoming.source is None:
+        reader = incoming.reader
+        if reader.source is None:
             return
-        if incoming.said_bye:
-            self._observer.on_farewell(incoming.source)
+        if reader.said_bye:
+            self._observer.on_farewell(reader.source)
         else:
-            self._observer.on_death(incoming.source, reason)
+            self._observer.on_death(reader.source, reason)
 
 
 _open: WeakSet[PeerConnections] = WeakSet()

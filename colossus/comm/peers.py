@@ -21,7 +21,8 @@ from torch import Tensor
 from colossus import machine
 from colossus.comm import accounting
 from colossus.comm.objects import all_gather_object
-from colossus.comm.peer_connections import Message, PeerConnections
+from colossus.comm.peer_connections import PeerConnections
+from colossus.comm.peer_reader import Message
 from colossus.comm.peer_wire import Header
 from colossus.context.groups import AxisGroup
 
