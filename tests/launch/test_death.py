@@ -46,8 +46,8 @@ def require_went_on(folder: Path, out: str, err: str, replica: int, ranks: list[
     last = rows[-1]
     assert last["step"] == 40
     assert sorted({row["step"] for row in rows}) == [row["step"] for row in rows]
-    assert last["loss"] < 0.1 * rows[0]["loss"]
-    assert last["validation_loss"] < 0.01
+    assert last["loss"] < 0.005 * rows[0]["loss"]  # 0.0005 at most where nobody dies
+    assert last["validation_loss"] < 0.002
     assert last["tokens"] == 4 * living  # of the replicas that live
     num_samples = 4 * (40 - told["first_step_without"] + 1)
     assert f"{num_samples} samples of its share were not trained on" in err
