@@ -67,8 +67,10 @@ def end_processes(
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 if process.poll() is not None:
-                    is_killed = process.returncode == -signal.SIGKILL and not was_killed_here
-                    exits[rank] = RankExit(process.returncode, after_stop=not is_killed)
+                    code, is_killed = process.returncode, process.returncode == -signal.SIGKILL and not was_killed_here
+                    announced = finished.marked_code(marks, rank) if marks is not None and was_killed_here else None
+                    # Python takes seconds to take torch apart where the processors are busy: nothing is lost with it
+                    exits[rank] = RankExit(code if announced is None else announced, after_stop=not is_killed)
                     if marks is not None and not finished.is_marked(marks, rank):
                         has_failed = True
                         finished.hurry(marks)
