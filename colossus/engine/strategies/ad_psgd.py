@@ -43,7 +43,7 @@ class ADPSGD(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data, context = self._data_group, parts.context
-        self.vector = ParameterVector(store.trainable())
+        self.vector = ParameterVector(self.trained)
         self.active: ActiveSide | None = None
         self.answers: PairAnswers | None = None
         self.links: PeerLinks | None = None
