@@ -53,7 +53,7 @@ class Gossip(PerReplica):
                 most += optimizer_state.most_bytes(self.push_sum.params)
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
-        self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
+        self.stop_wave = StopWave(self.graph.largest_lead(self.options.travels))
         self._rescaled: list[tuple[float, dict[int, int]]] = []
         self.living = self._make_living()
 
