@@ -104,6 +104,7 @@ class Gossip(PerReplica):
         return math.prod(scale for scale, begun in self._rescaled if step < begun.get(source, math.inf))
 
     def come_together(self) -> None:
+        super().come_together()
         self.in_flight = self.living.meet(self.in_flight)
 
     @property
