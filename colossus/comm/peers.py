@@ -176,6 +176,10 @@ class PeerLinks:
         reason, since = self._deaf[source]
         return reason if time.monotonic() - since > _LOOK_SECONDS else None  # its own connection may be on its way
 
+    def has_left(self, source: int) -> bool:
+        """Whether a peer has said goodbye."""
+        return source in self._left and source not in self._gone
+
     def take(self, kind: int) -> list[Message]:
         """All messages of a kind that have come and were not received, without waiting; by source and number."""
         with self._changed:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from colossus.nest import leaves, map_leaves
 _KIND = 1
 _WEIGHT = struct.Struct("<d")
 _TIMEOUT_SECONDS = 120.0
+
+log = logging.getLogger("colossus.engine")
 
 
 def average(
@@ -66,10 +70,16 @@ def average(
         found = list(_checked(tensors))
         made = _graph_of(graph, peers, group.size)
         steps = _iterations(made, iterations)
+        if not isinstance(push_sum, bool):
+            raise ValueError(f"push_sum = {push_sum!r}: True or False")
     except ValueError as error:
         problem, found = str(error), []
+    except Exception as error:  # a function of the user's own, say: the others would wait for this rank
+        problem, found = f"{type(error).__name__}: {error}", []
     _agree(group, problem, found, made, (steps, push_sum))
     assert made is not None
+    if group.size == 1:
+        _say_alone()
     if group.size == 1 or not found:
         return map_leaves(lambda tensor: tensor.detach().clone(), tensors)
     means = iter(_mix([tensor for _, tensor in found], made, steps, push_sum, group, timeout))
@@ -91,6 +101,17 @@ def _group() -> tuple[AxisGroup, float]:
             f"colossus.initialize or torch.distributed.init_process_group first"
         )
     return AxisGroup((), (0,), 0, None), _TIMEOUT_SECONDS
+
+
+@cache
+def _say_alone() -> None:
+    """Once in a process."""
+    context = current_context()
+    if context.rank == 0:
+        where = "parallel.data is 1" if context.world_size > 1 else "there is one rank"
+        log.warning(
+            "colossus.average: %s, so there is nobody to average with: tensors are given back as they are", where
+        )
 
 
 def _checked(tensors: Any) -> list[tuple[str, Tensor]]:

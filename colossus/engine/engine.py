@@ -298,7 +298,8 @@ class Engine:
         self._stop = 0.0
 
     def close(self) -> None:
-        """Wait for a save under way, close the links between stages, and destroy the process groups."""
+        """Wait for a save under way, and for replicas of an asynchronous strategy that are not through yet unless
+        something has failed; close the links between ranks, and destroy the process groups."""
         self._closed = True
         self.checkpoints.close()
         self.strategy.close()

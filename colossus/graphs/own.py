@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ class OwnMatrices(_Own):
 
     def __init__(self, matrices: Any) -> None:
         try:
-            stacked = np.array(matrices, dtype=np.float64)
+            stacked = _real(matrices)
         except (TypeError, ValueError) as error:
             raise ValueError(f"a matrix is n rows of n numbers; these are not: {error}") from None
         self._matrices = stacked[None] if stacked.ndim == 2 else stacked
@@ -149,11 +150,11 @@ class OwnFunction(_Own):
         if isinstance(value, Mapping):
             return self._from_edges(value, replicas, where)
         try:
-            matrix = np.array(value, dtype=np.float64)
-        except (TypeError, ValueError):
+            matrix = _real(value)
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{where} is to return {replicas} rows of {replicas} numbers, or {{(source, to): weight}}, but "
-                f"returned {type(value).__name__}"
+                f"returned {type(value).__name__} ({error})"
             ) from None
         if matrix.shape != (replicas, replicas):
             raise ValueError(
@@ -167,9 +168,9 @@ class OwnFunction(_Own):
         matrix = np.zeros((replicas, replicas))
         for edge, weight in edges.items():
             try:
-                source, to = (int(index) for index in edge)
+                source, to = map(operator.index, edge)
                 within = 0 <= source < replicas and 0 <= to < replicas
-                matrix[to, source] = weight if within else np.nan
+                matrix[to, source] = _real(weight) if within else np.nan
             except (TypeError, ValueError, IndexError):
                 within = False
             if not within:
@@ -177,6 +178,19 @@ class OwnFunction(_Own):
                     f"{where}: {edge!r}: {weight!r} is not (source, to): weight with replicas from 0 to {replicas - 1}"
                 )
         return matrix
+
+
+def _real(value: Any) -> np.ndarray:
+    """float64.
+
+    Raises:
+        TypeError, ValueError: these are no real numbers, or rows are not equally long.
+    """
+    array = np.array(value)
+    if array.dtype.kind not in "biufO":
+        kind = {"c": "complex numbers", "U": "text", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
+        raise ValueError(f"{kind} in the place of real numbers")
+    return array.astype(np.float64)
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

@@ -30,6 +30,9 @@ def make_family(spec: Any) -> GraphFamily:
     options = dict(spec)
     if "type" not in options:
         raise ValueError(f'a graph needs a type: dict(type="exponential", **options); known: {_known()}')
+    odd = next((name for name in options if not isinstance(name, str)), None)
+    if odd is not None:
+        raise ValueError(f"options of a graph have names, but one is {odd!r}")
     kind = options.pop("type")
     if is_matrices(kind):
         if options:
@@ -42,7 +45,12 @@ def make_family(spec: Any) -> GraphFamily:
     made = GRAPHS.get(kind) if isinstance(kind, str) else kind
     if inspect.isclass(made) and issubclass(made, GraphFamily):
         _require_options(kind, made, options)
-        return made(**options)
+        try:
+            return made(**options)
+        except ValueError:
+            raise
+        except Exception as error:  # a family of the user's own
+            raise ValueError(f"graph {name_of_graph(kind)!r} raised {type(error).__name__}: {error}") from error
     return OwnFunction(made, options)
 
 

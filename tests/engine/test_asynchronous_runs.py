@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.gossip import SGD, Net, _flat, _state, classify, part_of, settings_of
+from helpers.gossip import SGD, WIDTH, Flat, Net, _flat, _state, classify, part_of, settings_of, squares
 from helpers.ranks import RankError, run_ranks
 
 import colossus
@@ -158,3 +158,47 @@ def _die(rank: int, name: str) -> None:
 def test_who_waits_for_a_dead_replica_is_told(name: str) -> None:
     with pytest.raises(RankError, match=r"(?s)replica 1 has died: rank 1 \(replica 1\) has gone.*exit code 3"):
         run_ranks(2, _die, name, with_context=False)
+
+
+def _own_loop(rank: int) -> dict[str, Any]:
+    """The first is faster, closes first, and in the end fails: what each had after its last step and when it closed,
+    how long both took, what the slow one is told."""
+    told: dict[str, Any] = {}
+    for name, strategy in STRATEGIES.items():
+        plain = dict(type="SGD", lr=0.3)
+        engine = colossus.initialize(settings_of(strategy, 2, plain), model=Flat, loss_fn=squares)
+        params = [param for param in engine.model.parameters() if param.requires_grad]
+        with torch.no_grad():
+            params[0].add_(float(rank))
+        for step in range(4):
+            time.sleep(0.1 * rank)
+            engine.train_step(part_of(step, rank))
+        engine.close()
+        share, weight = engine.strategy.share()
+        told[name] = sum(view.sum().item() for view in share), weight
+        engine = colossus.initialize(settings_of(strategy, 2, SGD), model=Net, loss_fn=classify)
+        try:
+            for step in range(100):
+                time.sleep(0.01 * rank)
+                engine.train_step(part_of(step, rank))
+                if (rank, step) == (0, 1):
+                    raise ZeroDivisionError("replica 0 fails")
+        except (RuntimeError, ZeroDivisionError) as error:
+            told[f"{name} fails"] = str(error), step
+            engine.close()
+    return told
+
+
+def test_a_replica_that_closes_first_waits_for_the_others() -> None:
+    """But not one that fails."""
+    first, second = run_ranks(2, _own_loop, with_context=False)
+    for name in STRATEGIES:
+        (one, weight), (other, other_weight) = first[name], second[name]
+        assert weight + other_weight == pytest.approx(2.0, abs=1e-12)
+        # no gradient: what both began with, nothing lost
+        start = torch.linspace(-1, 1, WIDTH).double().sum().item() + 0.25
+        assert one + other == pytest.approx(2 * start + WIDTH, abs=1e-6)
+        assert first[f"{name} fails"] == ("replica 0 fails", 1)
+        text, step = second[f"{name} fails"]
+        assert text.startswith("replica 0 has ended before this one: rank 0 (replica 0) has closed its links")
+        assert step < 99

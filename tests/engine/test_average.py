@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from helpers.ranks import grid, run_ranks
+from helpers.small_run import Lines
 from torch import Tensor
 from torch import distributed as dist
 
 import colossus
 from colossus.context.parallel_context import ParallelContext
+from colossus.graphs.family import GraphFamily
 from colossus.graphs.graph import make_graph
 
 IRREGULAR = [[0.5, 0.2, 0.25], [0.5, 0.6, 0], [0, 0.2, 0.75]]
@@ -148,6 +150,27 @@ def test_a_rank_that_fails_is_told_at_once() -> None:
     assert all(line.endswith("has gone: it has closed its links") for line in told[:2]), told
 
 
+def alone(context: ParallelContext) -> list[str]:
+    """Data 1: told once by the first rank, and arguments are looked at."""
+    said = Lines()
+    x = torch.tensor([1.0 + context.rank])
+    for _ in range(2):
+        assert torch.equal(colossus.average(x), x)
+    for wrong in (dict(graph="rung"), dict(peers=0), dict(iterations=-1), dict(push_sum="no")):
+        with pytest.raises(ValueError, match=r"^colossus\.average: "):
+            colossus.average(x, **wrong)
+    return said.lines
+
+
+def test_nobody_to_average_with() -> None:
+    first, second = run_ranks(2, alone, plan=grid(tensor=2))
+    assert first == [
+        "WARNING colossus.average: parallel.data is 1, so there is nobody to average with: tensors are given back as "
+        "they are"
+    ]
+    assert second == []
+
+
 def test_one_process() -> None:
     x = torch.randn(3, requires_grad=True)
     out = colossus.average({"x": x}, graph="torus", peers=5)
@@ -159,6 +182,16 @@ def test_one_process() -> None:
 
 def _ones(rank: int, *shape: int) -> Tensor:
     return torch.ones(*(shape or (2, 3)))
+
+
+class Broken(GraphFamily):
+    def __init__(self) -> None:
+        raise KeyError("host")
+
+
+class Fails(dict[str, Any]):
+    def items(self) -> Any:
+        raise ZeroDivisionError("no items")
 
 
 REFUSED: list[tuple[Callable[[int], Any], str]] = [
@@ -195,6 +228,15 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
         lambda rank: colossus.average(_ones(rank), graph=np.array(IRREGULAR).T),
         "graph over 3 ranks: column 0 sums to 0.95, not 1",
     ),
+    (  # whatever a rank raises, all do
+        lambda rank: colossus.average(_ones(rank), graph={"type": Broken if rank == 1 else "ring"}),
+        "on rank 1: graph over 3 ranks: graph 'Broken' raised KeyError: 'host'",
+    ),
+    (
+        lambda rank: colossus.average(Fails() if rank == 2 else {"w": _ones(rank)}),
+        "on rank 2: ZeroDivisionError: no items",
+    ),
+    (lambda rank: colossus.average(_ones(rank), push_sum=1), "push_sum = 1: True or False"),
     (lambda rank: colossus.average(_ones(rank), iterations=-1), "iterations = -1: a whole number from 0"),
     (
         lambda rank: colossus.average(_ones(rank), iterations=2 + (rank == 2)),

@@ -61,7 +61,9 @@ def _stopped(rank: int, root: Path) -> dict[str, tuple[Rows, Rows, Rows, Rows, l
         held = len(resumed.strategy.in_flight)
         again = _walk(resumed, HALF)
         resumed.close()
-        # goes back, with messages of later steps under way
+        # goes back, with messages of later steps under way, and back to the step that it last made
+        through.checkpoints.load(root / name / name_of(HALF))
+        _walk(through, 1)
         through.checkpoints.load(root / name / name_of(HALF))
         back = _walk(through, HALF)
         through.close()
@@ -90,6 +92,34 @@ def test_stopped_and_resumed_is_the_run_through(name: str, root: Path) -> None:
         assert back == whole
     one, other = (np.frombuffer(of_rank[name][0][-1][3], np.float64) for of_rank in told(root)[:2])
     assert np.abs(one - other).max() > 1e-3
+
+
+def _frozen(rank: int, root: Path) -> list[tuple[Rows, Rows]]:
+    """A run in which a parameter is frozen on the way, and the steps after its checkpoint made again."""
+    told = []
+    cases = (dict(type="sgp", overlap=1), dict(type="d-psgd", mix_optimizer_state=True), dict(type="ad-psgd"))
+    for strategy in cases:
+        settings: dict[str, Any] = settings_of(strategy, 2, ADAMW)
+        settings["checkpoint"] = dict(dir=str(root / strategy["type"]), keep_last=0)
+        engine = colossus.initialize(settings, model=Net, loss_fn=classify)
+        for step in range(2):
+            engine.train_step(part_of(step, rank))
+        engine.model.up.weight.requires_grad_(False)
+        engine.train_step(part_of(2, rank))
+        engine.checkpoints.save(background=False).wait()
+        if strategy["type"] != "ad-psgd":
+            usual = _walk(engine, 3)
+            engine.checkpoints.load(root / strategy["type"] / name_of(3))
+            told.append((usual, _walk(engine, 3)))
+        engine.close()
+    return told
+
+
+def test_a_parameter_may_be_frozen_on_the_way(tmp_path: Path) -> None:
+    """What was trained at first is mixed to the end."""
+    for of_rank in run_ranks(2, _frozen, tmp_path, with_context=False):
+        for usual, again in of_rank:
+            assert again == usual
 
 
 # -- failures -------------------------------------------------------------------------------------------------

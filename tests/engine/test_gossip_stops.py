@@ -39,7 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], list[list[tuple[int, int, int | None]]]]]
 
 def _lead(strategy: dict[str, Any]) -> int:
     graph = make_graph(strategy.get("graph", "exponential"), REPLICAS, parse_peers(strategy.get("peers", 1)))
-    return 1 + graph.largest_lead(strategy.get("overlap", 0))
+    return graph.largest_lead(strategy.get("overlap", 0))
 
 
 def _stops(rank: int) -> dict[str, tuple[list[tuple[int, int | None]], int]]:

@@ -9,6 +9,7 @@ import pytest
 
 from colossus.config import ConfigError, as_source, load_config
 from colossus.config.plans import strategy_options
+from colossus.graphs.family import GraphFamily
 from colossus.graphs.graph import make_graph
 from colossus.graphs.peers import parse_peers
 from colossus.registry import GRAPHS
@@ -47,6 +48,19 @@ def nothing(replicas: int, step: int) -> Any:
 
 def outside(replicas: int, step: int) -> Any:
     return {(0, replicas): 1.0}
+
+
+def imaginary(replicas: int, step: int) -> Any:
+    return np.array(HALVES) + 0j
+
+
+def in_words(replicas: int, step: int) -> Any:
+    return {("0", 1): 1.0}
+
+
+class Needy(GraphFamily):
+    def __init__(self, hosts: int) -> None:
+        raise AssertionError("not reached without hosts")
 
 
 def lines(data: int, type: str = "sgp", **options: Any) -> list[str]:
@@ -145,7 +159,20 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (4, {"graph": HALVES}, "graph with data 4: its matrices are 2 x 2, but there are 4 replicas"),
     (4, {"graph": [[1, 2], [3]]}, "graph: a matrix is n rows of n numbers; these are not"),
     (4, {"graph": [[1, 2, 3], [3, 4, 5]]}, "graph: a matrix is n rows of n numbers, or there is a list of such; these"),
+    (
+        2,
+        {"graph": np.array(HALVES) + 0j},
+        "graph: a matrix is n rows of n numbers; these are not: complex numbers in the place of real numbers",
+    ),
+    (2, {"graph": [["0.5", "0.5"], ["0.5", "0.5"]]}, "graph: a matrix is n rows of n numbers; these are not: text in"),
+    # options
+    (4, {"graph": {"type": "ring", "directed": "no"}}, "graph: directed = 'no': True or False"),
+    (4, {"graph": {"type": "ring", 1: True}}, "graph: options of a graph have names, but one is 1"),
+    (4, {"graph": {"type": HALVES, 1: True}}, "graph: options of a graph have names, but one is 1"),
+    (4, {"graph": {"type": Needy}}, "graph: graph 'Needy' raised TypeError: "),
     # functions
+    (2, {"graph": imaginary}, "graph = 'imaginary' with data 2: imaginary(replicas=2, step=0) is to return 2 rows"),
+    (2, {"graph": in_words}, "graph = 'in_words' with data 2: in_words(replicas=2, step=0): ('0', 1): 1.0 is not"),
     (4, {"graph": growing}, "graph = 'growing' with data 4: growing: it does not repeat within 128 steps; a longer"),
     (
         4,

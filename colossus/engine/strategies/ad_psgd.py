@@ -43,7 +43,7 @@ class ADPSGD(PerReplica):
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         data, context = self._data_group, parts.context
-        self.vector = ParameterVector(store.trainable())
+        self.vector = ParameterVector(self.trained)
         self.active: ActiveSide | None = None
         self.answers: PairAnswers | None = None
         self.links: PeerLinks | None = None
@@ -148,6 +148,7 @@ class ADPSGD(PerReplica):
 
     def come_together(self) -> None:
         """Apply what is under way, and wait until all have: then nothing is under way on any replica."""
+        super().come_together()
         if self.active is not None:
             self._apply_answer()  # which comes without anybody having to meet: threads answer
         self._arrivals.wait()
@@ -176,6 +177,8 @@ class ADPSGD(PerReplica):
         }
 
     def close(self) -> None:
+        if self.links is not None:
+            self.part()
         if self.answers is not None:
             self.answers.close()
         for links in (self._followers, self.links):

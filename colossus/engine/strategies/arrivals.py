@@ -53,6 +53,12 @@ def require_alive(links: PeerLinks) -> None:
     """Raises a `RuntimeError` if a peer has died."""
     for index in range(links.group.size):
         if index != links.group.index and (reason := links.lost(index)) is not None:
+            if links.has_left(index):
+                raise RuntimeError(
+                    f"replica {index} has ended before this one: {links.name(index)} has closed its links. It failed, "
+                    f"or, in a loop of your own, did not come to a meeting that this one waits in or has before it: "
+                    f"all replicas evaluate, save and close as often as each other"
+                )
             raise death_of(index, f"{links.name(index)} has gone: {reason}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ class DPSGD(Gossip):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(DPSGDOptions(**options))
-        #: of adapt_while_combine: the last step of which x was sent, and the last in which it was mixed
-        self._sent = self._mixed = -1
+        #: of adapt_while_combine: the last step of which x was sent
+        self._sent = -1
 
     @property
     def _combines_first(self) -> bool:
@@ -58,3 +58,7 @@ class DPSGD(Gossip):
         elif self.links is not None:
             self.send(step)
             self.mix(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._sent = -1

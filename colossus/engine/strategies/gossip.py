@@ -41,7 +41,7 @@ class Gossip(PerReplica):
         super().setup(store, parts)
         data = self._data_group
         self.graph = make_graph(self.options.graph, data.size, self.options.peers)
-        self.push_sum = PushSum([param.detach() for param in store.trainable()])
+        self.push_sum = PushSum([param.detach() for param in self.trained])
         self.in_flight: list[InFlight] = []
         self._saved: Mapping[nn.Parameter, Mapping[str, Any]] = {}
         #: seconds waited and bytes sent before the step that runs, and the push-sum weights that are known of it
@@ -54,7 +54,7 @@ class Gossip(PerReplica):
                 most += optimizer_state.most_bytes(self.push_sum.params)
             self.links = PeerLinks(data, most, timeout, pinned=parts.context.device.type == "cuda")
         # a wish of this step is in the messages of the next
-        self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
+        self.stop_wave = StopWave(self.graph.largest_lead(self.options.travels))
         self._rescaled: list[tuple[float, dict[int, int]]] = []
         self._mass = Mass()
         self.living = self._make_living()
@@ -107,6 +107,7 @@ class Gossip(PerReplica):
         return math.prod(scale for scale, begun in self._rescaled if step < begun.get(source, math.inf))
 
     def come_together(self) -> None:
+        super().come_together()
         self.in_flight = self.living.meet(self.in_flight)
 
     @property
@@ -182,7 +183,7 @@ class Gossip(PerReplica):
         """Of each parameter, where it is mixed."""
         if not self.options.mix_optimizer_state:
             return []
-        return optimizer_state.entries_of(self._optimizer, self.store.trainable())
+        return optimizer_state.entries_of(self._optimizer, self.trained)
 
     def receive(self, message: InFlight) -> InFlight:
         """Wait for it, if it has not come yet.
@@ -259,8 +260,8 @@ class Gossip(PerReplica):
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """``x`` where w is not 1, and each message in flight, which is received for that."""
-        trainable, size, state = self.store.trainable(), self._size, self._optimizer_state()
-        pieces: list[dict[str, Tensor]] = [{} for _ in trainable]
+        trained, size, state = self.trained, self._size, self._optimizer_state()
+        pieces: list[dict[str, Tensor]] = [{} for _ in trained]
         vector = self.push_sum.vector
         if self.push_sum.x is not None:
             for piece, view in zip(pieces, vector.views(self.push_sum.x), strict=True):
@@ -271,7 +272,7 @@ class Gossip(PerReplica):
                 piece[name] = view
             for piece, theirs in zip(pieces, optimizer_state.unpack(data[size:], state) if state else (), strict=False):
                 piece.update({f"{name}.{entry}": value for entry, value in theirs.items()})
-        return dict(zip(trainable, pieces, strict=True))
+        return dict(zip(trained, pieces, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         messages = [self._as_saved(self.receive(message)) for message in self.in_flight]
@@ -301,7 +302,7 @@ class Gossip(PerReplica):
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
-        of_params = [saved[param] for param in self.store.trainable()] if saved else []
+        of_params = [saved[param] for param in self.trained] if saved else []
         weight = float(state["weight"])
         self.push_sum.restore(weight, None if weight == 1.0 else [of_param["x"] for of_param in of_params])
         for numbers in state["in_flight"]:

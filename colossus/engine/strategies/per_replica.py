@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +51,8 @@ class PerReplica(AllReduce):
         self._average = ReplicaAverage(parts, self.trained)
         self._distance: Distance | None = None
         self._completed = 0
+        #: whether steps were made since the last meeting
+        self._is_apart = False
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = StopAgreement(parts.context) if has_others and self.stops_by_store else None
@@ -71,7 +74,11 @@ class PerReplica(AllReduce):
         return self._data_group.size == 1 or self.meets_after(step)
 
     def begin_step(self, step: int) -> None:
-        self._completed = step
+        self._completed, self._is_apart = step, True
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._is_apart = False
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         if self.stop_agreement is not None and (heard := self.stop_agreement.heard()):
@@ -115,6 +122,13 @@ class PerReplica(AllReduce):
     def come_together(self) -> None:
         """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
         would, answer the others, take in what is under way."""
+        self._is_apart = False
+
+    def part(self) -> None:
+        """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or
+        a step has failed or an exception is on its way, of which they hear by the closing."""
+        if self._is_apart and sys.exception() is None:
+            self.meet()
 
     # -- evaluation and export ------------------------------------------------------------------------------
 

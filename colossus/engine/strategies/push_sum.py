@@ -52,9 +52,8 @@ class PushSum:
         """Add to x what an update has added to z since `mix`."""
         if self.x is None:
             return
-        of_old = 1.0 - 1.0 / self.weight  # x + (z - x / w)
         for x, z in zip(self.vector.views(self.x), self.params, strict=True):
-            torch.add(z, x, alpha=of_old, out=x)
+            x.add_(z - x / self.weight)  # as `debias` divides: 0 where nothing was added to z
 
     @torch.no_grad()
     def write(self, data: Tensor) -> None:
@@ -84,7 +83,6 @@ class PushSum:
         self.debias()
 
     @torch.no_grad()
-    @torch.no_grad()
     def rescale(self, scale: float) -> None:
         """Multiply x and w; z stays."""
         if self.x is None:
@@ -93,6 +91,7 @@ class PushSum:
         torch._foreach_mul_(self.vector.parts(self.x), scale)
         self.weight *= scale
 
+    @torch.no_grad()
     def debias(self) -> None:
         """z = x / w."""
         if self.x is None:

@@ -54,6 +54,11 @@ class SGP(Gossip):
         if self._eager is not None:
             self._eager.drain(self._completed - 1)
 
+    def close(self) -> None:
+        if self._eager is not None:
+            self.part()
+        super().close()
+
     def report(self) -> dict[str, float]:
         report = super().report()
         if self._eager is not None:
