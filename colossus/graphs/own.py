@@ -15,6 +15,8 @@ from colossus.graphs.family import GraphFamily, Sends
 _WINDOW = 256
 #: steps far ahead from which on a function is asked, too, whether it still repeats, and for how many steps
 _FAR_STEPS = 16
+#: steps for which a function is asked twice
+_AGAIN = 4
 _FAR = [1 << power for power in range(9, 21)]
 
 
@@ -111,6 +113,12 @@ class OwnFunction(_Own):
         declared = self._declared
         window = _WINDOW if declared is None else max(_WINDOW, 2 * declared)
         matrices = [self.matrix(replicas, step, peers) for step in range(window)]
+        for number, matrix in enumerate(matrices[:_AGAIN]):
+            if not _same(self.matrix(replicas, number, peers), matrix):
+                raise ValueError(
+                    f"{self._name}: it gives another matrix for step {number} when it is called again; every process "
+                    f"calls it, and all must get the same: seed what is random in it, with the step for example"
+                )
 
         def broken(period: int) -> int | None:
             """The first step that is not as the one ``period`` before it."""

@@ -147,7 +147,7 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
 
     run.stop.before_hard_end(metrics.flush)
     run.stop.before_hard_end(display.close)
-    engine.checkpoints.on_progress = run.stop.progress
+    engine.checkpoints.on_progress = engine.strategy.on_progress = run.stop.progress
 
     try:
         summary = fit(engine, run.hooks)

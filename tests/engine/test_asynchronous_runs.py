@@ -58,13 +58,15 @@ class Pace(Hook):
 STOPS: dict[str, dict[int, int]] = {"nobody": {}, "the slow one": {1: 3}, "two": {0: 9, 1: 2}}
 
 
-def _fit(rank: int, name: str, stops: dict[int, int]) -> tuple[FitSummary, int]:
+def _fit(rank: int, name: str, stops: dict[int, int]) -> tuple[FitSummary, int, int]:
     settings = settings_of({**STRATEGIES[name], "log_every": 30}, 3 if name == "eager" else 2, SGD, steps=STEPS)
     engine = colossus.initialize(settings, model=Net, loss_fn=classify, data=Stream(rank))
+    told: list[int] = []
+    engine.strategy.on_progress = lambda: told.append(engine.completed_steps)
     summary = fit(engine, [Pace(0.02 if rank == 1 else 0.002, stops.get(rank))])
     completed = engine.completed_steps
     engine.close()
-    return summary, completed
+    return summary, completed, len(told)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -73,10 +75,11 @@ def test_replicas_end_together(name: str) -> None:
     by_rank = run_ranks(world, lambda rank: [_fit(rank, name, stops) for stops in STOPS.values()], with_context=False)
     for number, (case, stops) in enumerate(STOPS.items()):
         found = [of_rank[number] for of_rank in by_rank]
-        assert {completed for _, completed in found} == {found[0][0].steps}, case
-        assert {summary.reason for summary, _ in found} == {"stopped" if stops else "finished"}, case
+        assert {completed for _, completed, _ in found} == {found[0][0].steps}, case
+        assert {summary.reason for summary, *_ in found} == {"stopped" if stops else "finished"}, case
         assert min(stops.values(), default=STEPS) <= found[0][0].steps <= (30 if stops else STEPS), case
-        assert len({summary.loss for summary, _ in found}) == 1, case  # of all replicas
+        assert len({summary.loss for summary, *_ in found}) == 1, case  # of all replicas
+        assert found[0][2], case  # nothing is stuck, the fast one is told while it waits for the slow one
 
 
 def _state_of(engine: Engine) -> list[Any]:

@@ -29,6 +29,10 @@ def late(replicas: int, step: int) -> np.ndarray:
     return alternating(replicas, step if step < 5000 else 0)
 
 
+def moody(replicas: int, step: int) -> np.ndarray:
+    return np.eye(replicas)[np.random.default_rng().permutation(replicas)]
+
+
 def edges(replicas: int, step: int, peers: int, shift: int = 0) -> dict[tuple[int, int], float]:
     share = 1 / (peers + 1)
     return {(i, (i + hop + shift) % replicas): share for i in range(replicas) for hop in range(peers + 1)}
@@ -79,6 +83,8 @@ PARTS = np.kron(np.eye(2), HALVES)
 REFUSED: list[tuple[int, dict[str, Any], str]] = [
     # names and options
     (4, {"graph": "expo"}, "graph: no graph of replicas named 'expo'. Did you mean 'exponential'?"),
+    (2, {"graph": "[[nan,0.5],[0.4,0.5]]"}, "graph: '[[nan,0.5],[0.4,0.5]]' is meant for matrices or a dict, but"),
+    (2, {"graph": "[[0.5, 0.5], [0.5,"}, "graph: '[[0.5, 0.5], [0.5,' is meant for matrices or a dict, but cannot be"),
     (4, {"graf": "ring"}, "graf: no such key; did you mean parallel.strategy.graph?"),
     (4, {"graph": {"type": "torus", "row": 2}}, "graph: graph 'torus' has no option 'row'; did you mean rows?"),
     (4, {"graph": {"type": "star", "hub": 2}}, "graph: graph 'star' has no option 'hub'; it takes none"),
@@ -185,6 +191,11 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
         "graph = 'alternating' with data 4: alternating: its period is said to be 3, but its matrices of steps 0 and 3",
     ),
     (4, {"graph": {"type": alternating, "period": 0}}, "graph: alternating: period = 0: a whole number of at least 1"),
+    (
+        9,
+        {"graph": moody},
+        "graph = 'moody' with data 9: moody: it gives another matrix for step 0 when it is called again; every process",
+    ),
     (4, {"graph": raising}, "graph = 'raising' with data 4: raising(replicas=4, step=0) raised KeyError: 'host'"),
     (
         4,

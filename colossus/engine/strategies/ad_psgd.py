@@ -19,6 +19,7 @@ from colossus.engine.strategies.options.gossip import ADPSGDOptions
 from colossus.engine.strategies.pair_answers import ANSWER, REQUEST, PairAnswers
 from colossus.engine.strategies.pair_protocol import ActiveSide
 from colossus.engine.strategies.per_replica import PerReplica
+from colossus.engine.strategies.same_graph import require_same_graph
 from colossus.graphs.checks import two_sides
 from colossus.graphs.graph import Graph, make_graph
 
@@ -56,6 +57,7 @@ class ADPSGD(PerReplica):
         if data.size == 1:
             return
         graph = make_graph(self.options.graph, data.size, self.options.peers)
+        require_same_graph(graph, context)
         self.links = PeerLinks(data, self.vector.nbytes, self._timeout)
         assert self.stop_agreement is not None
         self._arrivals = Arrivals(self.links, self.stop_agreement.watch)

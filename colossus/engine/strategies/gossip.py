@@ -21,6 +21,7 @@ from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.push_sum import PushSum
+from colossus.engine.strategies.same_graph import require_same_graph
 from colossus.engine.strategies.stop_wave import StopWave
 from colossus.graphs.graph import Graph, make_graph
 from colossus.graphs.spec import name_of_graph
@@ -41,6 +42,7 @@ class Gossip(PerReplica):
         super().setup(store, parts)
         data = self._data_group
         self.graph = make_graph(self.options.graph, data.size, self.options.peers)
+        require_same_graph(self.graph, parts.context)
         self.push_sum = PushSum([param.detach() for param in self.trained])
         self.in_flight: list[InFlight] = []
         self._saved: Mapping[nn.Parameter, Mapping[str, Any]] = {}

@@ -55,7 +55,9 @@ class PerReplica(AllReduce):
         self._is_apart = False
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
-        self.stop_agreement = StopAgreement(parts.context) if has_others and self.stops_by_store else None
+        self.stop_agreement = None
+        if has_others and self.stops_by_store:
+            self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
         if not has_others and parts.context.rank == 0:
             log.warning(
                 "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",

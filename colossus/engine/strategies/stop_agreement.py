@@ -26,16 +26,23 @@ class StopAgreement:
     the end. Who comes to one posts where it is, wish or not (`enter`), so that nobody waits for one that waits. Posts
     are named by the number of meetings so far, which is the same on all replicas that can see each other's.
 
-    The first rank of each replica talks to the store, and tells the others of its replica what they have to know.
+    The first rank of each replica writes to the store, and tells the others of its replica what they have to know.
 
     Args:
         while_waiting: called again and again; raises when it is in vain.
+        on_progress: called where one that is waited for has gone on: nothing is stuck.
     """
 
-    def __init__(self, context: ParallelContext, while_waiting: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        context: ParallelContext,
+        while_waiting: Callable[[], None] = lambda: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._data, self._replica = context.group("data"), context.group(context.replica_axes)
         self._store, self._device = context.store(), context.device
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
+        self._on_progress = on_progress
         self._meetings = self._rounds = 0
         #: (step, requests) that all have agreed on
         self._agreed: tuple[int, float] | None = None
@@ -112,17 +119,16 @@ class StopAgreement:
         self._meetings, self._rounds, self._seen = self._meetings + 1, 0, 0.0
 
     def watch(self, replicas: Sequence[int]) -> None:
-        """These are waited for, however far behind they are, as long as one of them makes steps.
+        """These are waited for, however far behind they are, as long as one of them makes steps. On any rank.
 
         Raises:
             RuntimeError: none has made one for the time that a collective may take.
         """
-        if not self._is_leader:
-            return
         keys, now = [f"progress/{replica}" for replica in replicas], time.monotonic()
         progress = tuple(self._store.get(key) if self._store.check([key]) else b"" for key in keys)
         if not replicas or progress != self._progress[0]:
             self._progress = progress, now
+            self._on_progress()
         elif now - self._progress[1] > self._timeout:
             silent = ", ".join(map(str, replicas))
             raise RuntimeError(
@@ -150,6 +156,7 @@ class StopAgreement:
                 if replica not in posts and (post := self._post_of(replica)) is not None:
                     posts[replica] = post
                     deadline = time.monotonic() + self._timeout
+                    self._on_progress()
             if len(posts) == self._data.size:
                 return max(step for step, _ in posts.values()), max(total for _, total in posts.values())
             if time.monotonic() > deadline:

@@ -44,6 +44,7 @@ class Strategy:
         evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
             (exported: the first's).
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
+        on_progress: called where this replica waits for others that go on: nothing is stuck.
     """
 
     exact: ClassVar[bool] = True
@@ -54,6 +55,7 @@ class Strategy:
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
         self.store, self.parts = store, parts
+        self.on_progress: Callable[[], None] = lambda: None
         #: the stored parameters that training changes: of an inexact strategy each replica has its own
         self.trained = store.trainable()
         context = parts.context
