@@ -19,6 +19,8 @@ from colossus.launch.stop import STOP_SIGNALS, exit_code
 WIDTH = 100
 CauseKind = Literal["error", "death", "stuck", "communication"]
 _ORDER: tuple[CauseKind, ...] = ("error", "death", "stuck", "communication")
+CULPRITS: tuple[CauseKind, ...] = ("error", "death")
+"""Of ranks that failed by themselves."""
 _STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for signum in STOP_SIGNALS}
 
 

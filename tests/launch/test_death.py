@@ -310,6 +310,27 @@ def test_two_at_the_same_time_end_the_run(launcher: Launcher) -> None:
     assert "replicas 0, 1 failed at the same time" in str(launcher.deaths.verdict)
 
 
+def test_a_death_that_broke_what_others_did_together_is_told_as_such(launcher: Launcher) -> None:
+    for rank in (0, 1, 4, 5):  # they are victims, and did not die
+        launcher.see(rank, RAISED, "communication")
+    launcher.see(2, KILLED)
+    launcher.see(3, RAISED, "communication")
+    launcher.look()
+    assert str(launcher.deaths.verdict) == (
+        "replica 1 died in the midst of an evaluation, a checkpoint or a sum over all replicas, and what replicas 0, 2 "
+        "did together with it broke off"
+    )
+    assert launcher.board.num_deaths() == 0
+
+
+def test_victims_that_fail_after_the_death_was_posted_are_told_as_such(launcher: Launcher) -> None:
+    launcher.see(2, KILLED)
+    launcher.look()
+    launcher.see(0, RAISED, "communication")
+    launcher.look()
+    assert "replica 1 died in the midst of an evaluation" in str(launcher.deaths.verdict)
+
+
 def test_a_victim_alone_ends_the_run(launcher: Launcher) -> None:
     launcher.see(0, RAISED, "communication")
     launcher.look()
