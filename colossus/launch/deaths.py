@@ -57,6 +57,8 @@ class Deaths:
     Attributes:
         losses: what the run goes on without.
         verdict: why the run cannot go on; None while it can.
+        has_culprit: whether a rank here has failed by itself, not of another or of a stop.
+        is_stopping: all were told to stop: to be set then.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Deaths:
         self._grid, self._here, self._board, self._records = grid, list(here), board, records
         self.losses: list[Loss] = []
         self.verdict: str | None = None
+        self.has_culprit = False
+        self.is_stopping = False
         self._suspected: float | None = None
         self._errors: set[tuple[str, str]] = set()
 
@@ -94,7 +98,7 @@ class Deaths:
             replicas = sorted({self._replica(rank) for rank in ranks} - self._lost_replicas)
             if replicas and not self._refuse(replicas):
                 self._post(replicas, f"{_named(replicas)} went with {name}, which gives no sign of life")
-        failed = [rank for rank, ended in exits.items() if rank not in self.lost and not _is_good(ended)]
+        failed = [rank for rank, ended in exits.items() if rank not in self.lost and not self._is_good(ended)]
         if failed:
             self._judge(failed, exits)
         else:
@@ -127,6 +131,7 @@ class Deaths:
             self.verdict = "a rank was told to stop"
             return
         first = found[0]
+        self.has_culprit |= first.kind in CULPRITS
         if first.kind not in CULPRITS:
             if self._open_losses:
                 self.verdict = self._in_common(self._open_losses[0].replicas, failed_replicas)
@@ -199,6 +204,11 @@ class Deaths:
         lost = {rank for loss in self.losses for rank in loss.ranks if loss.number <= number}
         return self._grid.world_size - len(lost)
 
+    def _is_good(self, ended: RankExit) -> bool:
+        if self.is_stopping and ended.is_finished and ended.code in causes.STOP_CODES:
+            return True
+        return ended.code == 0 and not ended.is_early
+
     def _replica(self, rank: int) -> int:
         return self._grid.index(rank, "data")
 
@@ -250,10 +260,6 @@ def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: 
             line += f", push-sum weight {row['push_sum_weight']:.4g} was renounced"
         lines.append(line)
     return "\n".join(f"colossus: {line}" for line in lines)
-
-
-def _is_good(ended: RankExit) -> bool:
-    return ended.code == 0 and not ended.is_early
 
 
 def _named(replicas: Sequence[int]) -> str:
