@@ -66,12 +66,8 @@ class DeathBoard:
 
     def settlement(self, number: int) -> dict[str, Any] | None:
         """What the ranks have told of how they went on after a death."""
-        found: dict[str, Any] = {}
-        for part in ("start", "mass"):
-            key = f"{part}/{number}"
-            if self._store.check([key]):
-                found |= json.loads(self._store.get(key))
-        return found or None
+        key = f"told/{number}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     # -- ranks --------------------------------------------------------------------------------------------
 
@@ -99,20 +95,19 @@ class DeathBoard:
         """This rank goes on without the replicas of a death."""
         self._store.add(f"settled/{number}", 1)
 
-    def tell(self, part: str, number: int, told: Mapping[str, Any]) -> None:
-        """For the report: ``start`` or ``mass`` of a death."""
-        self._store.set(f"{part}/{number}", json.dumps(told))
+    def tell(self, number: int, told: Mapping[str, Any]) -> None:
+        """For the report: ``step``, ``graph`` and ``mass`` of a death."""
+        self._store.set(f"told/{number}", json.dumps(told))
 
     # -- meetings -----------------------------------------------------------------------------------------
 
-    def arrive(self, meeting: str, replica: int, told: Mapping[str, Any]) -> None:
+    def arrive(self, meeting: str, replica: int) -> None:
         """A replica has come to a meeting, and begins nothing together with others before its gate is decided."""
-        self._store.set(f"arrived/{meeting}/{replica}", json.dumps(told))
+        self._store.set(f"arrived/{meeting}/{replica}", "")
 
-    def arrivals(self, meeting: str, replicas: Sequence[int]) -> list[dict[str, Any]] | None:
-        """Of these replicas, once all have come."""
-        keys = [f"arrived/{meeting}/{replica}" for replica in replicas]
-        return [json.loads(text) for text in self._store.multi_get(keys)] if self._store.check(keys) else None
+    def have_arrived(self, meeting: str, replicas: Sequence[int]) -> bool:
+        """Whether all of these have come."""
+        return bool(self._store.check([f"arrived/{meeting}/{replica}" for replica in replicas]))
 
     def decide(self, meeting: str, outcome: str) -> None:
         """`OPEN`, or the number of a death that comes first; whoever decides first is right for all."""

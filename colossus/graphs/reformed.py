@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from colossus.graphs.graph import Graph, StepGraph, make_graph
-from colossus.graphs.spec import name_of_graph
 
 #: there is one for any number of replicas, and it is doubly stochastic
 _FALLBACK = "exponential"
@@ -39,11 +38,14 @@ class LivingGraph:
         return made
 
 
-def reform(graph: Graph, replicas: int, problems: Callable[[Graph], list[str]]) -> tuple[Graph, str]:
+def reform(
+    graph: Graph, replicas: int, problems: Callable[[Graph], list[str]], name: str = "the graph"
+) -> tuple[Graph, str]:
     """The same family for fewer replicas, or, where there is none that fits, one that fits any number.
 
     Args:
         problems: what is wrong with a graph for who mixes by it.
+        name: of the graph, as the user calls it.
 
     Returns:
         The graph, and why it is of another family; nothing where it is of the same.
@@ -56,4 +58,4 @@ def reform(graph: Graph, replicas: int, problems: Callable[[Graph], list[str]]) 
     if not wrong:
         return found, ""
     other = make_graph(_FALLBACK, replicas)
-    return other, f"{name_of_graph(graph.family) or 'the graph'} does not fit {replicas}: {wrong[0]}; {_FALLBACK} does"
+    return other, f"{name} does not fit {replicas}: {wrong[0]}; {_FALLBACK} does"

@@ -77,9 +77,12 @@ def end_processes(
                 if was_killed_here:
                     kill(process)
                 if process.poll() is not None:
-                    is_killed = process.returncode == -signal.SIGKILL and not was_killed_here
+                    code, is_killed = process.returncode, process.returncode == -signal.SIGKILL and not was_killed_here
+                    announced = finished.marked_code(marks, rank) if marks is not None and was_killed_here else None
                     is_finished = marks is None or finished.is_marked(marks, rank)
-                    exits[rank] = RankExit(process.returncode, after_stop=not is_killed, is_finished=is_finished)
+                    # Python takes seconds to take torch apart where the processors are busy: nothing is lost with it
+                    code = code if announced is None else announced
+                    exits[rank] = RankExit(code, after_stop=not is_killed, is_finished=is_finished)
             is_waiting = any(beats[rank] for rank in left) and not has_failed
             if not has_spoken and is_waiting and now - began > SAY_SECONDS:
                 has_spoken = True

@@ -33,12 +33,12 @@ def expected() -> Iterator[Path]:
             os.environ.pop(_FOLDER, None)
 
 
-def mark(rank: int) -> None:
-    """This rank has come to its end. Without a launcher of ours nobody asks."""
+def mark(rank: int, code: int = 0) -> None:
+    """This rank has come to its end, and is about to exit with this code. Without a launcher of ours nobody asks."""
     folder = os.environ.get(_FOLDER)
     if folder:
         with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and another rank has removed it
-            Path(folder, str(rank)).touch()
+            Path(folder, str(rank)).write_text(f"{code}\n")
 
 
 def abandon() -> None:
@@ -50,6 +50,15 @@ def abandon() -> None:
 
 def is_marked(folder: Path, rank: int) -> bool:
     return Path(folder, str(rank)).exists()
+
+
+def marked_code(folder: Path, rank: int) -> int | None:
+    """The exit code that a rank has announced that came to its end; None of another."""
+    try:
+        text = Path(folder, str(rank)).read_text()
+    except OSError:
+        return None
+    return int(text) if text.endswith("\n") else None
 
 
 def beat() -> None:

@@ -115,7 +115,7 @@ def run_worker(
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
         run.grid = build_grid(config.parallel)
         code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
-        finished.mark(run.rank)
+        finished.mark(run.rank, code)
         if stop.is_orphaned():
             finished.abandon()
     except BaseException as error:

@@ -147,7 +147,8 @@ class Metrics(Hook):
         self._counting.close()
         if not engine.context.is_logging_rank:  # reading a result waits for an accelerator: only one rank does
             return
-        if self._file is None:  # the rank that wrote before has died
+        if self._file is None:  # the rank that wrote before has died: perhaps in a row, and perhaps ahead of this one
+            keep_rows(self._path, result.step - 1)
             self._open()
         self._row = {
             "step": result.step,

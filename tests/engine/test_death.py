@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 
+import pytest
 from torch import distributed as dist
 
 from colossus.context.death_board import connect
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.strategies.in_flight import InFlight
+from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.stop_wave import StopWave
 
 
@@ -52,3 +56,52 @@ def test_the_board_decides_once() -> None:
     board.answer(1, 2, {"step": 6})
     assert board.answers(1, [0, 2]) == [{"step": 4}, {"step": 6}]
     assert board.settlement(1) is None
+
+
+@pytest.mark.parametrize("travels", [0, 2])
+def test_the_living_know_what_push_sum_weight_is_left(travels: int) -> None:
+    """One of five after the other dies, at steps at which the others have sent what they have not mixed yet."""
+    generator = random.Random(7)
+    living, masses, weights = list(range(5)), [Mass() for _ in range(5)], [1.0] * 5
+    in_flight: dict[int, list[InFlight]] = {index: [] for index in living}
+    for step in range(60):
+        graph = {index: _shares(generator, index, living) for index in living}
+        for index, shares in graph.items():
+            masses[index].sends(weights[index], [each for each in shares.items() if each[0] != index])
+            for to, share in shares.items():
+                if to != index:
+                    in_flight[to].append(InFlight(index, step, step + travels, share, weights[index]))
+        if step % 13 == 12 and len(living) > 1:
+            dead = living.pop(generator.randrange(len(living)))
+            for index in living:  # some of what it had sent has not come
+                theirs = [each for each in in_flight[index] if each.source == dead]
+                last = [each for each in theirs if generator.random() < 0.5]
+                in_flight[index] = [each for each in in_flight[index] if each not in theirs or each in last]
+                graph[index][index] += graph[index].pop(dead, 0.0)
+                masses[index].lose([dead], last)
+            scale = len(living) / sum(masses[index].own for index in living)
+            for index in living:
+                masses[index].rescale(scale)
+                weights[index] *= scale
+                for each in in_flight[index]:
+                    each.share *= scale
+        for index in living:
+            due = [each for each in in_flight[index] if each.due <= step]
+            masses[index].mixes(due)
+            weights[index] = graph[index][index] * weights[index] + sum(each.share * each.weight for each in due)
+            in_flight[index] = [each for each in in_flight[index] if each not in due]
+        if step == 30:  # stopped and gone on
+            for index in living:
+                masses[index].restart(weights[index], in_flight[index])
+        total = sum(weights[index] + sum(each.share * each.weight for each in in_flight[index]) for index in living)
+        assert total == pytest.approx(len(living), rel=1e-13)
+    assert len(living) == 1
+
+
+def _shares(generator: random.Random, index: int, living: list[int]) -> dict[int, float]:
+    """What one keeps, and gives to some of the others; in all 1."""
+    others = [other for other in living if other != index]
+    weights = {to: generator.random() for to in generator.sample(others, generator.randint(0, len(others)))}
+    weights[index] = 0.1 + generator.random()
+    total = sum(weights.values())
+    return {to: weight / total for to, weight in weights.items()}

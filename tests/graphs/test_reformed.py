@@ -41,7 +41,8 @@ def test_the_same_family_where_it_fits(spec: str) -> None:
 )
 def test_another_one_where_there_is_none(spec: object, reason: str) -> None:
     options = DPSGDOptions(graph=spec)
-    graph, why = reform(make_graph(spec, 4), 3, options.problems_of)
+    graph, why = reform(make_graph(spec, 4), 3, options.problems_of, "what the user calls it")
+    assert why.startswith("what the user calls it does not fit 3: ")
     assert reason in why
     assert "exponential does" in why
     assert not options.problems_of(graph)

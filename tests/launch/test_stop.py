@@ -201,6 +201,19 @@ def test_where_others_go_on_without_a_rank_that_fails_nobody_hurries(tmp_path: P
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_rank_that_is_through_may_take_its_time_to_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is killed while Python takes itself apart ends as it has said: 143 after a stop, 0 at the last step."""
+    monkeypatch.setattr(ending, "KILL_SECONDS", 0.2)
+    with finished.expected() as marks:
+        slow = {number: rank(marks, number, beats=0.0, deaf=True) for number in range(3)}
+        finished.mark(0, 143)
+        finished.mark(1, 0)
+        exits = ending.end_processes(slow, signal.SIGTERM, marks)
+        assert [process.returncode for process in slow.values()] == [-signal.SIGKILL] * 3
+        assert {number: ended.code for number, ended in exits.items()} == {0: 143, 1: 0, 2: -signal.SIGKILL}
+
+
+@pytest.mark.usefixtures("quick")
 def test_what_a_terminal_sends_to_all_is_no_second_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "AGAIN_SECONDS", 5.0)
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()

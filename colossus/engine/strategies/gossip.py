@@ -17,6 +17,7 @@ from colossus.engine.parts import ModelParts
 from colossus.engine.strategies import optimizer_state
 from colossus.engine.strategies.in_flight import MIX, InFlight, meta_of
 from colossus.engine.strategies.living import Living, Survivors
+from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.options.gossip import GossipOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.push_sum import PushSum
@@ -55,6 +56,7 @@ class Gossip(PerReplica):
         # a wish of this step is in the messages of the next
         self.stop_wave = StopWave(1 + self.graph.largest_lead(self.options.travels))
         self._rescaled: list[tuple[float, dict[int, int]]] = []
+        self._mass = Mass()
         self.living = self._make_living()
 
     def _make_living(self) -> Living:
@@ -62,8 +64,9 @@ class Gossip(PerReplica):
         if self.links is None or self.options.on_death == "stop":
             return Living(self.parts.context, self.graph)
 
-        def answer() -> dict[str, Any]:
-            return {"stop": self.stop_wave.known, "weight": self.weight}
+        def answer(dead: Sequence[int], last: Sequence[InFlight]) -> dict[str, Any]:
+            weight = self._mass.lose(dead, [self.receive(message) for message in last])
+            return {"stop": self.stop_wave.known, "weight": weight}
 
         def agreed(by_replica: Mapping[int, Mapping[str, Any]], start: int, graph: Graph, scale: float) -> None:
             self._rescale(scale, {replica: each["step"] for replica, each in by_replica.items()})
@@ -77,12 +80,11 @@ class Gossip(PerReplica):
             self.parts.context,
             self.graph,
             self.links,
-            name=name_of_graph(self.options.graph) or "the same matrices",
+            name=name_of_graph(self.options.graph) or "the list of matrices",
             problems=self.options.problems_of,
             kind=MIX,
             answer=answer,
             agreed=agreed,
-            mass=lambda: self.share_weight,
         )
 
     @torch.no_grad()
@@ -95,6 +97,7 @@ class Gossip(PerReplica):
             begun: of each replica the first step whose message it sends rescaled.
         """
         self.push_sum.rescale(scale)
+        self._mass.rescale(scale)
         for message in self.in_flight:
             message.share *= scale
         self._rescaled.append((scale, dict(begun)))
@@ -105,11 +108,6 @@ class Gossip(PerReplica):
 
     def come_together(self) -> None:
         self.in_flight = self.living.meet(self.in_flight)
-
-    @property
-    def share_weight(self) -> float:
-        """Of `share`: push-sum weight here and in flight to here, all of which has come."""
-        return self.weight + sum(each.share * self.receive(each).weight for each in self.in_flight)
 
     @property
     def weight(self) -> float:
@@ -131,7 +129,9 @@ class Gossip(PerReplica):
         """Send x to the peers of step ``step``, and expect what they send."""
         assert self.links is not None
         graph, me = self.living.graph_at(step), self.living.me
-        self.post(step, [to for to, _ in graph.targets(me)])
+        targets = graph.targets(me)
+        self.post(step, [to for to, _ in targets])
+        self._mass.sends(self.weight, targets)
         self.in_flight += [
             InFlight(
                 source,
@@ -164,6 +164,7 @@ class Gossip(PerReplica):
         due = [self.receive(message) for message in self.in_flight if message.due <= step]
         for message in due:
             self.stop_wave.hear(message.stop, step)
+        self._mass.mixes(due)
         self.combine(kept, due)
         self.in_flight = [message for message in self.in_flight if message not in due]
 
@@ -296,6 +297,7 @@ class Gossip(PerReplica):
         self.in_flight = []
         self.push_sum.restore(1.0, None)
         self.stop_wave.restart()
+        self._mass.restart(1.0, ())
         saved, self._saved = self._saved, {}
         if not state or state["replicas"] != self._data_group.size or self.links is None:
             return
@@ -307,6 +309,7 @@ class Gossip(PerReplica):
             message.stop = StopWave(0).pack()
             message.data = self._data_of(of_params, message.name)
             self.in_flight.append(message)
+        self._mass.restart(weight, self.in_flight)
 
     def _data_of(self, saved: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         """The data of a message, out of what `parameter_state` gave for each parameter."""

@@ -3,7 +3,9 @@
 The launcher posts a death in its store (`DeathBoard`). Every replica that hears of it, at a step boundary or while it
 waits for a peer, answers with the first step of which it has sent nothing yet, and waits until all have answered. The
 largest of the answers is the step from which on all of them mix by a graph over the living. In steps before it they use
-the old graph: what they send to the dead is lost, and what the dead did not send any more is left out.
+the old graph without the dead: what would go to them is kept. What had gone to them is lost; what they had sent counts,
+where it has come by the answer, for steps that the receiver has begun. So each can say in its answer what it brings to
+the push-sum weight of those that live (`Mass`), and all multiply theirs by one number, so that the mean is 1.
 """
 
 from __future__ import annotations
@@ -88,10 +90,10 @@ class Survivors(Living):
         name: of the graph.
         problems: what is wrong with a graph, for this strategy.
         kind: of the messages that are awaited.
-        answer: what else this replica tells the others after a death.
+        answer: what else this replica tells the others after a death, ``weight`` among it; called with the dead, and
+            their messages in flight that have come.
         agreed: called with all replicas' answers, the first step without the dead, the graph from then on, and by what
-            push-sum weights are multiplied, so that their mean is about 1 again.
-        mass: this replica's push-sum weight, with what is in flight to it; called when all of that has come.
+            push-sum weights are multiplied, so that their mean is 1 again.
     """
 
     def __init__(
@@ -103,9 +105,8 @@ class Survivors(Living):
         name: str,
         problems: Callable[[Graph], list[str]],
         kind: int,
-        answer: Callable[[], Mapping[str, Any]],
+        answer: Callable[[Sequence[int], Sequence[Any]], Mapping[str, Any]],
         agreed: Callable[[Mapping[int, Mapping[str, Any]], int, Graph, float], None],
-        mass: Callable[[], float],
     ) -> None:
         super().__init__(context, graph)
         address = os.environ.get(DEATH_STORE)
@@ -120,18 +121,15 @@ class Survivors(Living):
                 "of a member; use on_death='stop', or device='cpu'"
             )
         self._graph, self._links, self._name, self._problems, self._kind = graph, links, name, problems, kind
-        self._answer, self._agreed, self._mass = answer, agreed, mass
+        self._answer, self._agreed = answer, agreed
         self._inside = context.group(context.replica_axes)
         self._board = connect(address, context.timeout)
-        self._dead: dict[int, float] = {}  # replica -> when it was left out
+        self._dead: set[int] = set()
         self._num_settled = 0
         self._has_begun = False
         #: the first step of which nothing was sent
         self._next_step = 0
         self._num_meetings = 0
-        self._untold: list[int] = []
-        #: push-sum weight of all when it was last summed up, and by what it was multiplied since
-        self._total, self._scale = float(graph.replicas), 1.0
         #: what the thread has seen
         self._num_deaths = 0
         self._closing = threading.Event()
@@ -139,22 +137,20 @@ class Survivors(Living):
         self._thread.start()
 
     def graph_at(self, step: int) -> StepGraph:
-        """What would go to those that are known to be dead is kept."""
+        """What would go to those that are known to be dead is kept, and nothing is to come of them."""
         graph = super().graph_at(step)
         dead = [index for index in self._dead if graph.matrix[index].any()]
         if not dead:
             return graph
         matrix = graph.matrix.copy()
         matrix[range(len(matrix)), range(len(matrix))] += matrix[dead].sum(0)
-        matrix[dead] = 0.0
+        matrix[dead], matrix[:, dead] = 0.0, 0.0
         return StepGraph(matrix)
 
     # -- in each step -------------------------------------------------------------------------------------
 
     def settle(self, step: int, messages: Sequence[Any]) -> list[Any]:
         self._next_step = step + 1
-        if self._untold and self.size == 1 and all(map(self._is_here, messages)):  # it meets nobody any more
-            self._tell_mass(self._mass())
         if not self._has_begun:
             self._has_begun = True
             self._board.begin()
@@ -164,21 +160,20 @@ class Survivors(Living):
         left = list(messages)
         while True:
             self._wait_for([message for message in left if message.due <= last_due])
-            of_dead = [message for message in left if message.source in self._dead]
-            num_deaths, absent = self._agree_inside(of_dead)
+            num_deaths, _ = self._agree_inside()
             if num_deaths <= self._num_settled:
-                return [message for message in left if message not in absent]
-            self._settle_deaths(num_deaths)
+                return left
+            left = self._settle_deaths(num_deaths, left)
 
     def _wait_for(self, messages: Sequence[Any]) -> None:
-        """Until they are here, or cannot come any more, or there is news."""
+        """Until they are here, or there is news."""
         began, suspected, links = time.monotonic(), math.inf, self._links
         while self._num_deaths <= self._num_settled:
-            missing = [message for message in messages if not self._is_here(message) and not self._is_over(message)]
+            missing = [message for message in messages if not self._is_here(message)]
             if not missing:
                 break
             now = time.monotonic()
-            lost = next((each for each in missing if links.lost(each.source) and each.source not in self._dead), None)
+            lost = next((each for each in missing if links.lost(each.source)), None)
             suspected = min(suspected, now) if lost is not None else math.inf
             since, most = (
                 (began, self._context.timeout.total_seconds()) if lost is None else (suspected, _VERDICT_SECONDS)
@@ -196,11 +191,6 @@ class Survivors(Living):
     def _is_here(self, message: Any) -> bool:
         return message.data is not None or self._links.has(message.source, self._kind, message.sent)
 
-    def _is_over(self, message: Any) -> bool:
-        """Whether its sender has died, and nothing of it is on its way."""
-        since = self._dead.get(message.source)
-        return since is not None and time.monotonic() - since > _LAST_SECONDS
-
     def _agree_inside(self, messages: Sequence[Any] = ()) -> tuple[int, list[Any]]:
         """How many deaths some rank of this replica knows of, and which of these messages some rank has not."""
         numbers = [self._num_deaths, *(not self._is_here(message) for message in messages)]
@@ -211,41 +201,59 @@ class Survivors(Living):
 
     # -- a death ------------------------------------------------------------------------------------------
 
-    def _settle_deaths(self, num_deaths: int) -> None:
+    def _settle_deaths(self, num_deaths: int, messages: Sequence[Any]) -> list[Any]:
+        """The messages that count."""
+        left = list(messages)
         while self._num_settled < num_deaths:
-            self._settle(self._num_settled + 1)
+            left = self._settle(self._num_settled + 1, left)
+        return left
 
-    def _settle(self, number: int) -> None:
+    def _settle(self, number: int, messages: Sequence[Any]) -> list[Any]:
         """Agree with all that live on the first step without those that died."""
         death, board, context = self._board.death(number), self._board, self._context
         if self.me in death.replicas:  # the launcher is about to end this process
             time.sleep(_VERDICT_SECONDS)
+        of_dead = [message for message in messages if message.source in death.replicas]
+        self._await_last(death.replicas, of_dead)
+        absent = self._agree_inside(of_dead)[1]
+        last = [message for message in of_dead if message not in absent]
         self.replicas = tuple(index for index in self.replicas if index not in death.replicas)
+        answer = {"step": self._next_step, **self._answer(death.replicas, last)}
         if self._inside.index == 0:
-            board.answer(number, self.me, {"step": self._next_step, **self._answer()})
+            board.answer(number, self.me, answer)
         answers = self._await(lambda: board.answers(number, self.replicas), "how they go on after a death")
         start = max(answer["step"] for answer in answers)
-        graph, why = reform(self._graph, self.size, self._problems)
+        graph, why = reform(self._graph, self.size, self._problems, self._name)
         self._epochs.append((start, LivingGraph(graph, self.replicas, self._graph.replicas)))
-        self._dead |= dict.fromkeys(death.replicas, time.monotonic())
+        self._dead |= set(death.replicas)
         for index in death.replicas:
             self._links.lose(index, death.reason)
-        scale = self.size / sum(answer["weight"] for answer in answers)
-        self._agreed(dict(zip(self.replicas, answers, strict=True)), start, graph, scale)
-        self._scale *= scale
+        left = math.fsum(answer["weight"] for answer in answers)
+        self._agreed(dict(zip(self.replicas, answers, strict=True)), start, graph, self.size / left)
         dead = {rank for rank in context.ranks if context.grid.index(rank, "data") in death.replicas}
         for group in context.leave_out(dead):
             shared_memory.forget(group)
             ring.forget(group)
         self._num_settled = number
-        self._untold.append(number)
         if context.is_logging_rank:
-            board.tell("start", number, {"step": start + 1, "graph": why or self._name})
+            renounced = self.size + len(death.replicas) - left
+            board.tell(number, {"step": start + 1, "graph": why or self._name, "mass": renounced})
             others = f"the other {self.size} replicas go on" if self.size > 1 else "the last replica goes on"
             log.warning(
-                "%s; from step %d on %s without it (graph: %s)", death.reason, start + 1, others, why or self._name
+                "%s; from step %d on %s without it (graph: %s); push-sum weight %.6g is renounced",
+                *(death.reason, start + 1, others, why or self._name, renounced),
             )
         board.settle(number)
+        return [message for message in messages if message not in absent]
+
+    def _await_last(self, dead: Sequence[int], messages: Sequence[Any]) -> None:
+        """Until all that the dead had sent has come, or their connections are seen to be closed."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        while time.monotonic() < deadline:
+            missing = [message for message in messages if not self._is_here(message)]
+            if all(self._links.lost(message.source) for message in missing):
+                return
+            self._links.wait(_ANSWER_SECONDS, partial(self._is_any_here, missing))
 
     def _await(self, look: Callable[[], Any], what: str) -> Any:
         began = time.monotonic()
@@ -268,7 +276,7 @@ class Survivors(Living):
         attempt = 0
         left = self._settle_messages(messages, float("inf"))
         while (decision := self._gate(f"{self._num_meetings}.{attempt}")) != OPEN:
-            self._settle_deaths(int(decision))
+            left = self._settle_deaths(int(decision), left)
             attempt += 1
         return left
 
@@ -276,15 +284,14 @@ class Survivors(Living):
         """`OPEN`, or the number of a death that is to be settled first: the same for all."""
         board = self._board
         if self._inside.index == 0:
-            board.arrive(meeting, self.me, {"mass": self._mass()})
+            board.arrive(meeting, self.me)
         began = time.monotonic()
         while (decision := board.decision(meeting)) is None:
             if self._inside.index == 0:
                 num_deaths = self._num_deaths
-                arrivals = board.arrivals(meeting, self.replicas)
                 if num_deaths > self._num_settled:
                     board.decide(meeting, str(num_deaths))
-                elif arrivals is not None:
+                elif board.have_arrived(meeting, self.replicas):
                     board.decide(meeting, OPEN)
                     continue
             if time.monotonic() - began > self._context.timeout.total_seconds():
@@ -293,20 +300,7 @@ class Survivors(Living):
                     f"{self._context.timeout.total_seconds():g} s"
                 )
             self._links.wait(_ANSWER_SECONDS)
-        if decision == OPEN and self._untold:
-            arrivals = board.arrivals(meeting, self.replicas)
-            assert arrivals is not None
-            self._tell_mass(sum(each["mass"] for each in arrivals))
         return decision
-
-    def _tell_mass(self, left: float) -> None:
-        """Of a death before: how much push-sum weight is left of all that there was."""
-        renounced = self._total - left / self._scale
-        self._total, self._scale = left, 1.0
-        if self._context.is_logging_rank:
-            self._board.tell("mass", self._untold[-1], {"mass": renounced})
-            log.warning("push-sum weight renounced with the dead: %.6g of %d", renounced, self._graph.replicas)
-        self._untold.clear()
 
     # -- besides ------------------------------------------------------------------------------------------
 
