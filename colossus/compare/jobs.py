@@ -80,14 +80,15 @@ def make_jobs(
     jobs: list[Job] = []
     root: Path | None = None
     problems = _Problems(_misplaced(overrides, strategies, plans))
-    for strategy in dict.fromkeys(strategies or [""]):
-        for plan in dict.fromkeys(plans or [""]):
+    for strategy in dict.fromkeys(strategies or [None]):
+        for plan in dict.fromkeys(plans or [None]):
             label = ", ".join(filter(None, [strategy, plan]))
             with problems.of(label):
                 given = list(overrides)
-                given += plan_overrides(plan) if plan else []
-                given += strategy_overrides(strategy) if strategy else []
+                given += plan_overrides(plan) if plan is not None else []
+                given += strategy_overrides(strategy) if strategy is not None else []
                 config = load_config(file, given, nproc)
+                problems.begin("start")
                 check_given(config)
                 _check_start(config)
                 root = root or root_of(str(config.name))
@@ -96,9 +97,7 @@ def make_jobs(
                     own = [*given, *([f"train.seed={seed}"] if seed is not None else []), *_OWN_OVERRIDES]
                     config = load_config(file, own, nproc)
                     folder = root / _folder_name(label, seed)
-                    jobs.append(
-                        Job(label, strategy or None, plan or None, seed, file, tuple(own), nproc, config, folder)
-                    )
+                    jobs.append(Job(label, strategy, plan, seed, file, tuple(own), nproc, config, folder))
     problems.raise_any()
     return jobs
 
@@ -114,30 +113,42 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         with problems.of(job.name):
             _check_folder(job)
     problems.raise_any()
-    seen: set[str] = set()
+    problems = _Problems()
+    plans: dict[str, list[Job]] = {}
     for job in jobs:
         plan = repr((job.config.parallel.model_copy(update={"strategy": None}), job.config.schedule))
-        if plan in seen:
-            continue
-        seen.add(plan)
-        with problems.of(job.name):
-            check_model(job.config)
-            check_data(job.config)
+        plans.setdefault(plan, []).append(job)
+    for same in plans.values():
+        with problems.of(*dict.fromkeys(job.name for job in same)):
+            check_model(same[0].config)
+            check_data(same[0].config)
     problems.raise_any()
 
 
 class _Problems:
-    """Collects what is wrong with several jobs: problem -> whose it is."""
+    """Collects what is wrong with several jobs: problem -> whose it is.
+
+    What all have that came as far as to be asked is nobody's own.
+    """
 
     def __init__(self, known: Sequence[str] = ()) -> None:
         self._known = list(known)
-        self._whose: dict[str, list[str]] = {}
-        self._labels: list[str] = []
+        self._whose: dict[tuple[str, str], list[str]] = {}
+        self._asked: dict[str, list[str]] = {}
+        self._labels: tuple[str, ...] = ()
+        self._stage = ""
         self._source: str | None = None
 
-    def of(self, label: str) -> _Problems:
-        self._labels.append(label)
+    def of(self, *labels: str) -> _Problems:
+        """What is raised inside is wrong with these."""
+        self._labels = labels
+        self.begin("")
         return self
+
+    def begin(self, stage: str) -> None:
+        """What is asked next of these labels is asked only of those that have come here."""
+        self._stage = stage
+        self._asked.setdefault(stage, []).extend(self._labels)
 
     def __enter__(self) -> None: ...
 
@@ -146,14 +157,15 @@ class _Problems:
             return False
         self._source = self._source or error.source
         for problem in error.problems:
-            self._whose.setdefault(problem, []).append(self._labels[-1])
+            self._whose.setdefault((self._stage, problem), []).extend(self._labels)
         return True
 
     def raise_any(self) -> None:
         lines = self._known
-        for problem, whose in self._whose.items():
-            is_common = len(whose) == len(self._labels)
-            lines.append(problem if is_common else f"{' and '.join(dict.fromkeys(whose))}: {problem}")
+        for (stage, problem), whose in self._whose.items():
+            is_common = set(whose) == set(self._asked[stage])
+            names = " and ".join(filter(None, dict.fromkeys(whose)))
+            lines.append(problem if is_common or not names else f"{names}: {problem}")
         if lines:
             raise ConfigError(lines, self._source)
 

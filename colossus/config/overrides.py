@@ -51,7 +51,7 @@ def strategy_overrides(text: str) -> list[str]:
     may be given, too: ``"sgp optimizer.lr=4e-3"``.
 
     Raises:
-        ConfigError: when it does not begin with a name, or what follows is no override.
+        ConfigError: when it does not begin with a name, what follows is no override, or an option is given twice.
     """
     name, *options = _words(text) or [""]
     if re.match(r"\w+\.[\w.]+=", name):
@@ -61,6 +61,7 @@ def strategy_overrides(text: str) -> list[str]:
     for option in options:
         if not _KEY.fullmatch(option.partition("=")[0]) or "=" not in option:
             raise ConfigError(f"{text!r}: {option!r} is no option=value: {STRATEGY_SYNTAX}")
+    _refuse_twice(text, ["type", *(option.partition("=")[0] for option in options)], STRATEGY_SYNTAX)
     is_own = [option.partition(".")[0] not in _WITH_STRATEGY for option in options]
     named = [f"parallel.strategy.{option}" if own else option for option, own in zip(options, is_own, strict=True)]
     return [f"parallel.strategy={name}", *named]
@@ -73,7 +74,7 @@ def plan_overrides(text: str) -> list[str]:
     ``"pipeline=2 schedule.microbatches=4"``.
 
     Raises:
-        ConfigError: for what is no key of a plan.
+        ConfigError: for what is no key of a plan, or is given twice.
     """
     words = _words(text)
     known = [key for key in (*Parallel.model_fields, "schedule") if key != "strategy"]
@@ -84,9 +85,18 @@ def plan_overrides(text: str) -> list[str]:
             raise ConfigError(f"{text!r}: {word!r} is no key=value: {PLAN_SYNTAX}")
         if head not in known or (head == "schedule" and not dot):
             raise ConfigError(f"{text!r}: {key} is no key of a plan: {PLAN_SYNTAX}; known: {', '.join(known)}.*")
-    named = {word.partition("=")[0].partition(".")[0] for word in words}
+    keys = [word.partition("=")[0] for word in words]
+    sizes = {axis: f"{axis}.size" for axis in AXES if axis != "data"}
+    _refuse_twice(text, [sizes.get(key, key) for key in keys], PLAN_SYNTAX)
+    named = {key.partition(".")[0] for key in keys}
     whole = [f"parallel.{axis}{'' if axis == 'data' else '.size'}=1" for axis in AXES if axis not in named]
     return whole + [word if word.startswith("schedule.") else f"parallel.{word}" for word in words]
+
+
+def _refuse_twice(text: str, keys: list[str], syntax: str) -> None:
+    for key in dict.fromkeys(keys):
+        if keys.count(key) > 1:
+            raise ConfigError(f"{text!r}: {key} is given {keys.count(key)} times: {syntax}")
 
 
 def _words(text: str) -> list[str]:

@@ -31,7 +31,7 @@ from colossus.context.grid import RankGrid
 from colossus.launch import failure, finished
 from colossus.launch.causes import RankExit
 from colossus.launch.deaths import Deaths
-from colossus.launch.ending import end_processes, ignore_stop_signals
+from colossus.launch.ending import end_processes, ignore_stop_signals, kill, none_if_unfinished
 from colossus.launch.nodes import LINGER_SECONDS, NodeEnd, Nodes
 from colossus.launch.origin import Taken
 from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
@@ -177,15 +177,28 @@ class _Agent(LocalElasticAgent):
 
     def conclude(self) -> None:
         """Tell the other nodes how the ranks here ended, and hear how theirs did."""
-        nodes, outcome = self._nodes, self.outcome
+        nodes, outcome, deaths = self._nodes, self.outcome, self._deaths
+        if deaths is not None:
+            self._judge_last(deaths)
         try:
             self._conclude(nodes, outcome)
         finally:
-            if self._deaths is not None:
+            if deaths is not None:
                 with suppress(RuntimeError):  # the store has gone
-                    self._deaths.look(outcome.exits)
-                    outcome.losses = self._deaths.told()
-                outcome.lost, outcome.verdict = self._deaths.lost, self._deaths.verdict
+                    deaths.look(outcome.exits)
+                    outcome.losses = deaths.told()
+                outcome.lost = deaths.lost
+                if outcome.signum is None or deaths.has_culprit:
+                    outcome.verdict = deaths.verdict
+
+    def _judge_last(self, deaths: Deaths) -> None:
+        """A rank may have died just before the last of the others had ended."""
+        deadline = time.monotonic() + 2 * RECORD_SECONDS
+        with suppress(RuntimeError, SignalException):
+            deaths.look(self.outcome.exits)
+            while deaths.verdict is None and deaths.is_suspicious and time.monotonic() < deadline:
+                time.sleep(0.05)
+                deaths.look(self.outcome.exits)
 
     def _conclude(self, nodes: Nodes | None, outcome: Outcome) -> None:
         if nodes is None:
@@ -253,24 +266,28 @@ class _Agent(LocalElasticAgent):
         """Elastic's, where it is no reason to end all ranks that some have ended by themselves."""
         exits, running = self.outcome.exits, self._running()
         self._note_exits(running)
+        to_end = self._look(deaths, exits)
+        if to_end is None:
+            return RunResult(WorkerState.FAILED)
+        for rank in to_end:
+            kill(running[rank])
+            exits[rank] = RankExit(running[rank].returncode, after_stop=True)
+        self._report_lingering([rank for rank in ranks if rank not in deaths.lost])
+        if len(exits) < len(ranks) or deaths.is_suspicious:
+            return RunResult(WorkerState.HEALTHY)
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def _look(self, deaths: Deaths, exits: Mapping[int, RankExit]) -> list[int] | None:
+        """Ranks of replicas that are lost, which are to be ended; None: the run cannot go on."""
         try:
             to_end = deaths.look(exits, self._nodes.gone_ranks() if self._nodes is not None else ())
         except RuntimeError:  # the store has gone, with the node that holds it
             deaths.verdict = "the node that holds the run's store has gone"
         if deaths.verdict is not None:
-            return RunResult(WorkerState.FAILED)
-        for rank in to_end:
-            process = running[rank]
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            exits[rank] = RankExit(process.returncode, after_stop=True)
+            return None
         if self._nodes is not None:
             self._nodes.forgive(deaths.lost)
-        self._report_lingering([rank for rank in ranks if rank not in deaths.lost])
-        if len(exits) < len(ranks) or deaths.is_suspicious:
-            return RunResult(WorkerState.HEALTHY)
-        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        return to_end
 
     def _read_records(self) -> list[failure.FailureRecord]:
         return failure.read_all(self.outcome.folder) if self.outcome.folder is not None else []
@@ -355,15 +372,20 @@ class _Agent(LocalElasticAgent):
         self._note_exits(processes)
         if not processes:
             return
-        lost = self._deaths.lost if self._deaths is not None else ()
-        has_failed = any(not ended.is_finished for rank, ended in self.outcome.exits.items() if rank not in lost)
-        has_failed |= self._nodes is not None and self._nodes.has_failure()
+        before, deaths = dict(self.outcome.exits), self._deaths
+        has_failed = self._nodes is not None and self._nodes.has_failure()
+        if deaths is not None:
+            deaths.is_stopping = True
+
+        def look(exits: Mapping[int, RankExit]) -> Collection[int] | None:
+            ended = {**before, **exits}
+            return none_if_unfinished(ended) if deaths is None else self._look(deaths, ended)
 
         def when_hurried() -> None:
             self.outcome.is_hurried = True
 
         self.outcome.exits |= end_processes(
-            processes, signum, self.marks, has_failed=has_failed, when_hurried=when_hurried
+            processes, signum, self.marks, has_failed=has_failed, when_hurried=when_hurried, look=look
         )
 
 

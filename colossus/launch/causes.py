@@ -19,7 +19,9 @@ from colossus.launch.stop import STOP_SIGNALS, exit_code
 WIDTH = 100
 CauseKind = Literal["error", "death", "stuck", "communication"]
 _ORDER: tuple[CauseKind, ...] = ("error", "death", "stuck", "communication")
-_STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for signum in STOP_SIGNALS}
+CULPRITS: tuple[CauseKind, ...] = ("error", "death")
+"""Of ranks that failed by themselves."""
+STOP_CODES = {exit_code(signum) for signum in STOP_SIGNALS} | {-signum for signum in STOP_SIGNALS}
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _kind(record: FailureRecord | None, ended: RankExit | None) -> CauseKind | N
         return "stuck" if record.kind == "stuck" else "communication"
     if ended is not None and ended.is_early:
         return "death"
-    if ended is None or ended.code == 0 or ended.code in _STOP_CODES:
+    if ended is None or ended.code == 0 or ended.code in STOP_CODES:
         return None
     if ended.after_stop:
         # SIGKILL is how the launcher ends a rank that answers nothing; any other signal is the rank's own
@@ -95,7 +97,7 @@ def _urgency(cause: Cause) -> tuple[int, bool, float, int]:
 
 def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankExit]) -> int | None:
     """The exit code of a run that a signal to some rank stopped cleanly, None when anything failed."""
-    stopped = {rank: ended for rank, ended in exits.items() if ended.code in _STOP_CODES}
+    stopped = {rank: ended for rank, ended in exits.items() if ended.code in STOP_CODES}
     found = rank_causes(records, exits)
     if found:  # perhaps ranks whose peer was stopped before it could tell them
         stopped = {rank: ended for rank, ended in stopped.items() if not ended.after_stop}

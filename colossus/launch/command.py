@@ -240,7 +240,7 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         found = causes.rank_causes(records.values(), exits)
         return exit_code(signum) if outcome.is_hurried else code_of_stop(exit_code(signum), found, config, grid, folder)
     found = causes.rank_causes(records.values(), exits)
-    if outcome.gone and not (found and found[0].kind in ("error", "death")):
+    if outcome.gone and not (found and found[0].kind in causes.CULPRITS):
         print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
         return FAILED
     if exits and all(ended.code == 0 and not ended.is_early for ended in exits.values()):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossus.context.grid import RankGrid
 from colossus.launch import causes
-from colossus.launch.causes import RankExit
+from colossus.launch.causes import CULPRITS, RankExit
 from colossus.launch.failure import FailureRecord
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ class Deaths:
     Attributes:
         losses: what the run goes on without.
         verdict: why the run cannot go on; None while it can.
+        has_culprit: whether a rank here has failed by itself, not of another or of a stop.
+        is_stopping: all were told to stop: to be set then.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Deaths:
         self._grid, self._here, self._board, self._records = grid, list(here), board, records
         self.losses: list[Loss] = []
         self.verdict: str | None = None
+        self.has_culprit = False
+        self.is_stopping = False
         self._suspected: float | None = None
         self._errors: set[tuple[str, str]] = set()
 
@@ -94,7 +98,7 @@ class Deaths:
             replicas = sorted({self._replica(rank) for rank in ranks} - self._lost_replicas)
             if replicas and not self._refuse(replicas):
                 self._post(replicas, f"{_named(replicas)} went with {name}, which gives no sign of life")
-        failed = [rank for rank, ended in exits.items() if rank not in self.lost and not _is_good(ended)]
+        failed = [rank for rank, ended in exits.items() if rank not in self.lost and not self._is_good(ended)]
         if failed:
             self._judge(failed, exits)
         else:
@@ -116,8 +120,8 @@ class Deaths:
     def _judge(self, failed: Sequence[int], exits: Mapping[int, RankExit]) -> None:
         now = time.monotonic()
         self._suspected = self._suspected or now
-        replicas = sorted({self._replica(rank) for rank in failed})
-        theirs = [rank for rank in self._here if self._replica(rank) in replicas]
+        failed_replicas = {self._replica(rank) for rank in failed}
+        theirs = [rank for rank in self._here if self._replica(rank) in failed_replicas]
         if now - self._suspected < _RECORD_SECONDS:
             return
         own = {rank: exits[rank] for rank in theirs if rank in exits}
@@ -127,8 +131,11 @@ class Deaths:
             self.verdict = "a rank was told to stop"
             return
         first = found[0]
-        if first.kind not in ("error", "death"):
-            if now - self._suspected > _HEARSAY_SECONDS or self._grid.world_size == len(self._here):
+        self.has_culprit |= first.kind in CULPRITS
+        if first.kind not in CULPRITS:
+            if self._open_losses:
+                self.verdict = self._in_common(self._open_losses[0].replicas, failed_replicas)
+            elif now - self._suspected > _HEARSAY_SECONDS or self._grid.world_size == len(self._here):
                 self.verdict = f"rank {first.rank} could not go on although no rank of its replica had died"
             return
         if first.record is not None and first.record.kind == "config":
@@ -138,7 +145,11 @@ class Deaths:
         if error in self._errors:
             self.verdict = f"rank {first.rank} raised the same error as a replica before: all have it"
             return
+        replicas = sorted({self._replica(cause.rank) for cause in found if cause.kind in CULPRITS})
         if self._refuse(replicas):
+            return
+        if victims := failed_replicas - set(replicas):
+            self.verdict = self._in_common(replicas, victims)
             return
         if error is not None:
             self._errors.add(error)
@@ -153,14 +164,22 @@ class Deaths:
         elif len(replicas) > 1 and not self._are_one_node(replicas):
             self.verdict = f"{_named(replicas)} failed at the same time, and a run goes on after one death at a time"
         else:
-            open_ones = [loss for loss in self.losses if not self.is_settled(loss)]
-            if open_ones:
+            if self._open_losses:
                 self.verdict = (
-                    f"{_named(replicas)} failed before all others had gone on without replica "
-                    f"{open_ones[0].replicas[0]}: a run goes on after one death at a time, and not after one in the "
-                    f"midst of an evaluation or a checkpoint"
+                    f"{_named(replicas)} failed before all others had gone on without "
+                    f"{_named(self._open_losses[0].replicas)}: a run goes on after one death at a time"
                 )
         return self.verdict is not None
+
+    @property
+    def _open_losses(self) -> list[Loss]:
+        return [loss for loss in self.losses if not self.is_settled(loss)]
+
+    def _in_common(self, dead: Sequence[int], victims: Iterable[int]) -> str:
+        return (
+            f"{_named(dead)} died in the midst of an evaluation, a checkpoint or a sum over all replicas, and what "
+            f"{_named(sorted(victims))} did together with it broke off"
+        )
 
     def _are_one_node(self, replicas: Sequence[int]) -> bool:
         return not any(self._replica(rank) in replicas for rank in self._here)
@@ -184,6 +203,11 @@ class Deaths:
     def _num_living(self, number: int) -> int:
         lost = {rank for loss in self.losses for rank in loss.ranks if loss.number <= number}
         return self._grid.world_size - len(lost)
+
+    def _is_good(self, ended: RankExit) -> bool:
+        if self.is_stopping and ended.is_finished and ended.code in causes.STOP_CODES:
+            return True
+        return ended.code == 0 and not ended.is_early
 
     def _replica(self, rank: int) -> int:
         return self._grid.index(rank, "data")
@@ -236,10 +260,6 @@ def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: 
             line += f", push-sum weight {row['push_sum_weight']:.4g} was renounced"
         lines.append(line)
     return "\n".join(f"colossus: {line}" for line in lines)
-
-
-def _is_good(ended: RankExit) -> bool:
-    return ended.code == 0 and not ended.is_early
 
 
 def _named(replicas: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,10 @@ AGAIN_SECONDS = 1.0
 """After which another Ctrl-C is not the same one any more, which a terminal sends to all processes."""
 
 
+def none_if_unfinished(exits: Mapping[int, RankExit]) -> Collection[int] | None:
+    return () if all(ended.is_finished for ended in exits.values()) else None
+
+
 def end_processes(
     processes: Mapping[int, subprocess.Popen[bytes]],
     signum: int,
@@ -37,6 +41,7 @@ def end_processes(
     *,
     has_failed: bool = False,
     when_hurried: Callable[[], None] = lambda: None,
+    look: Callable[[Mapping[int, RankExit]], Collection[int] | None] = none_if_unfinished,
 ) -> dict[int, RankExit]:
     """End processes that run, by rank: the signal, then SIGKILL for those that cannot end themselves.
 
@@ -44,6 +49,7 @@ def end_processes(
         marks: the folder in which ranks leave marks and signs of life (`finished`).
         has_failed: a rank has failed already: nothing that the others save can be complete.
         when_hurried: called when a second Ctrl-C has asked to end the run without a checkpoint.
+        look: how ranks have ended -> those that are to be killed at once; None: what others save cannot be complete.
     """
     if marks is not None and has_failed:
         finished.hurry(marks)
@@ -57,23 +63,26 @@ def end_processes(
         has_spoken = False
         while left := [rank for rank in processes if rank not in exits]:
             now = time.monotonic()
+            to_kill = () if has_failed else look(exits)
+            if to_kill is None:
+                has_failed = True
+                if marks is not None:
+                    finished.hurry(marks)
             for rank in left:
                 process = processes[rank]
                 if marks is not None and (beat := finished.last_beat(marks, rank)) != beats[rank]:
                     beats[rank], deadlines[rank] = beat, now + KILL_SECONDS
-                was_killed_here = process.poll() is None and now >= deadlines[rank]
+                is_due = now >= deadlines[rank] or rank in (to_kill or ())
+                was_killed_here = process.poll() is None and is_due
                 if was_killed_here:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                    kill(process)
                 if process.poll() is not None:
                     code, is_killed = process.returncode, process.returncode == -signal.SIGKILL and not was_killed_here
                     announced = finished.marked_code(marks, rank) if marks is not None and was_killed_here else None
+                    is_finished = marks is None or finished.is_marked(marks, rank)
                     # Python takes seconds to take torch apart where the processors are busy: nothing is lost with it
-                    exits[rank] = RankExit(code if announced is None else announced, after_stop=not is_killed)
-                    if marks is not None and not finished.is_marked(marks, rank):
-                        has_failed = True
-                        finished.hurry(marks)
+                    code = code if announced is None else announced
+                    exits[rank] = RankExit(code, after_stop=not is_killed, is_finished=is_finished)
             is_waiting = any(beats[rank] for rank in left) and not has_failed
             if not has_spoken and is_waiting and now - began > SAY_SECONDS:
                 has_spoken = True
@@ -85,6 +94,13 @@ def end_processes(
                 )
             time.sleep(0.02)
     return exits
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With all processes of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from helpers.launching import TINY, environment, finish, start, wait_for
 from rich.console import Console
 
 from colossus.cli.main import main
-from colossus.compare import picture, progress
+from colossus.compare import jobs, picture, progress
 from colossus.compare.curves import Curve
-from colossus.compare.jobs import Job, make_jobs
+from colossus.compare.jobs import Job, check_jobs, make_jobs
 from colossus.compare.progress import Progress
 from colossus.compare.runs import Ended, run_all
 from colossus.compare.summary import Comparison, Mean, compare
@@ -95,7 +95,11 @@ def test_a_plan_is_whole(file: str) -> None:
         (strategy_overrides, "sgp overlap = 1", "'overlap' is no option=value"),
         (strategy_overrides, "sgp =1", "'=1' is no option=value"),
         (strategy_overrides, "train.steps=3", "is an override, no strategy"),
+        (strategy_overrides, "sgp overlap=1 overlap=2", "overlap is given 2 times"),
+        (strategy_overrides, "sgp type=d-psgd", "type is given 2 times"),
         (plan_overrides, "", "'' is no key=value"),
+        (plan_overrides, "data=2 data=4 data=4", "data is given 3 times"),
+        (plan_overrides, "tensor=2 tensor.size=4", "tensor.size is given 2 times"),
         (plan_overrides, "data 4", "'data' is no key=value"),
         (plan_overrides, "dat=4", "dat is no key of a plan"),
         (plan_overrides, "data=4 train.steps=3", "train.steps is no key of a plan"),
@@ -124,6 +128,19 @@ def test_text_that_is_neither(overrides: Callable[[str], list[str]], text: str, 
                 "sgb: parallel.strategy.type: no data-parallel strategy named 'sgb'. Did you mean 'sgp'?",
                 "sgp ovrlap=1: parallel.strategy.ovrlap: no such key; did you mean parallel.strategy.overlap?",
                 "sgp overlap=-1: parallel.strategy.overlap: must be at least 0, got -1",
+            ],
+        ),
+        (["parallel.tensor=1", "--strategies", "", "sgp"], ["colossus: '' does not begin with the name of a strategy"]),
+        (
+            ["parallel.tensor=1", "--strategies", "sgp", "--plans", " "],
+            ["colossus: '': '' is no key=value: a plan is keys of parallel"],
+        ),
+        (
+            ["parallel.tensor=1", "checkpoint.resume=x", "--strategies", "sgb", "sgp overlap=2", "d-psgd"],
+            [
+                "small.py: 2 problems",
+                "\n  checkpoint.resume = 'x': the runs of a comparison",
+                "\n  sgb: parallel.strat",
             ],
         ),
         (["train.stps=3", "--strategies", "sgp", "all_reduce"], ["small.py: train.stps: no such key; did you mean"]),
@@ -158,6 +175,28 @@ def test_refused(
     for word in words:
         assert word in err
     assert sorted(path.name for path in Path().iterdir()) == ["small.py"]
+
+
+@pytest.mark.parametrize("bad", [[2, 4], [4]])
+def test_what_all_runs_have_is_nobodys_own(
+    file: str, tmp_path: Path, bad: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_model(config: Any) -> None:
+        if config.parallel.data in bad:
+            raise ConfigError("model: no such file")
+
+    monkeypatch.setattr(jobs, "check_model", check_model)
+    made = make_jobs(
+        file, [], strategies=["sgp", "d-psgd"], plans=["data=2", "data=4"], num_seeds=2, root_of=lambda name: tmp_path
+    )
+    with pytest.raises(ConfigError) as error:
+        check_jobs(made)
+    label = (
+        "sgp, data=4, seed {0} and sgp, data=4, seed {1} and d-psgd, data=4, seed {0} and d-psgd, data=4, seed {1}: "
+    )
+    seed = made[0].seed or 0
+    label = label.format(seed, seed + 1) if len(bad) == 1 else ""
+    assert error.value.problems == [f"{label}model: no such file"]
 
 
 def test_a_picture_without_matplotlib(

@@ -98,6 +98,27 @@ def test_any_replica_may_die_after_any_step(strategy: list[str], tmp_path: Path)
 
 
 @pytest.mark.long
+def test_a_stop_and_a_death_together_leave_a_checkpoint_of_those_that_live(tmp_path: Path) -> None:
+    """The death comes one step after the launcher was told to stop, before the step at which all stop."""
+    code, out, err = run(
+        tmp_path,
+        "parallel.data=3",
+        "train.global_batch_size=12",
+        "train.eval_every=1000",
+        "checkpoint.every=1000",
+        "train.steps=1000",
+        DEATHS="1:8",
+        STOP="7",
+    )
+    assert code == 143, (out, err)
+    (told,) = told_of(tmp_path)
+    assert told["replicas"] == [1]
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert f"the latest checkpoint is {saved.relative_to(tmp_path)}" in out
+    assert read_manifest(saved).plan["axes"]["data"] == 2
+
+
+@pytest.mark.long
 def test_mass_is_conserved_among_the_living(tmp_path: Path) -> None:
     """Of two that are left, the smallest and the largest push-sum weight are all there are, and their mean is 1."""
     code, _, err = run(
@@ -312,6 +333,39 @@ def test_two_at_the_same_time_end_the_run(launcher: Launcher) -> None:
     launcher.see(2, KILLED)
     launcher.look()
     assert "replicas 0, 1 failed at the same time" in str(launcher.deaths.verdict)
+
+
+def test_a_death_that_broke_what_others_did_together_is_told_as_such(launcher: Launcher) -> None:
+    for rank in (0, 1, 4, 5):  # they are victims, and did not die
+        launcher.see(rank, RAISED, "communication")
+    launcher.see(2, KILLED)
+    launcher.see(3, RAISED, "communication")
+    launcher.look()
+    assert str(launcher.deaths.verdict) == (
+        "replica 1 died in the midst of an evaluation, a checkpoint or a sum over all replicas, and what replicas 0, 2 "
+        "did together with it broke off"
+    )
+    assert launcher.board.num_deaths() == 0
+
+
+def test_victims_that_fail_after_the_death_was_posted_are_told_as_such(launcher: Launcher) -> None:
+    launcher.see(2, KILLED)
+    launcher.look()
+    launcher.see(0, RAISED, "communication")
+    launcher.look()
+    assert "replica 1 died in the midst of an evaluation" in str(launcher.deaths.verdict)
+
+
+def test_a_rank_that_dies_while_the_others_stop_is_a_death(launcher: Launcher) -> None:
+    launcher.deaths.is_stopping = True
+    for rank in (0, 1, 4):
+        launcher.see(rank, RankExit(143, after_stop=rank > 0))
+    launcher.see(2, RankExit(-9, is_finished=False))
+    assert launcher.look() == {3}
+    assert launcher.deaths.lost == {2, 3}
+    launcher.see(5, RankExit(143, after_stop=True, is_finished=False))  # it had to be ended
+    launcher.look()
+    assert launcher.deaths.verdict is not None
 
 
 def test_a_victim_alone_ends_the_run(launcher: Launcher) -> None:

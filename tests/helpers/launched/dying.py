@@ -46,6 +46,8 @@ class _Dies(Hook):
         self.deaths = [tuple(map(int, death.split(":"))) for death in told]
 
     def on_step_end(self, engine: object, result: object) -> None:
+        if os.environ["RANK"] == "0" and str(result.step) == os.environ.get("STOP"):
+            os.kill(os.getppid(), signal.SIGTERM)
         if (int(os.environ["RANK"]), result.step) in self.deaths:
             if os.environ.get("DEATH", "kill") == "raise":
                 raise ValueError("one of them has had enough")
