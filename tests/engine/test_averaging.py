@@ -292,6 +292,39 @@ def _stopped(rank: int, wishes: list[tuple[str, int, int]]) -> list[int]:
     return found
 
 
+def _reset(rank: int, kinds: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """The weights at the end, and those of plain torch whose optimizer is made anew after each round."""
+    found = []
+    for kind in kinds:
+        options = dict(initial_accumulator_value=0.2) if kind == "Adagrad" else {}
+        make = lambda params, kind=kind, options=options: getattr(torch.optim, kind)(params, lr=0.01, **options)  # noqa: E731
+        config = settings(dict(type="slowmo", period=2, slow_momentum=0.0, buffers="reset"), dict(data=2), PLAIN_SGD)
+        del config["optimizer"]
+        config["lr_schedule"] = dict(type="constant", warmup_steps=0)
+        engine = colossus.initialize(config, optimizer=lambda named, make=make: make([param for _, param in named]))
+        params = list(engine.model.parameters())
+        plain = [param.detach().clone().requires_grad_() for param in params]
+        optimizer = make(plain)
+        for step in range(5):
+            # the same on both, so that averages change nothing
+            engine.train_step(share_of(step, 0, 2, BATCH))
+            for mine, param in zip(plain, params, strict=True):
+                mine.grad = param.grad
+            optimizer.step()
+            if step % 2:
+                optimizer = make(plain)
+        found.append(torch.cat([p.detach().flatten() for p in each]) for each in (params, plain))
+        engine.close()
+    return [tuple(each) for each in found]  # type: ignore[misc]
+
+
+def test_an_optimizer_begins_anew_as_it_was_made() -> None:
+    """NAdam has a product that begins with 1, Rprop steps that are not 0, Adagrad's sum is there before a step."""
+    kinds = ["NAdam", "Rprop", "Adagrad"]
+    for mine, wanted in run_ranks(2, _reset, kinds, with_context=False)[0]:
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-13)
+
+
 def test_all_stop_after_the_same_step() -> None:
     """In the exact steps, in the last step of a round, and in the midst of one."""
     wishes = [("local_sgd", 1, 1), ("diloco", 0, 5), ("slowmo", 1, 3)]
