@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -290,6 +291,46 @@ def _stopped(rank: int, wishes: list[tuple[str, int, int]]) -> list[int]:
         found.append(result.step)
         engine.close()
     return found
+
+
+def _looked_at(rank: int, kinds: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """A replica's own weights in the midst of a round, and those that are evaluated."""
+    found = []
+    for strategy in kinds:
+        engine = colossus.initialize(settings(strategy, dict(data=2), PLAIN_SGD))
+        for step in range(3):
+            engine.train_step(_uneven_part(step, rank))
+        own, inside = ({}, {})
+        for into in (own, inside):
+            with engine.strategy.evaluation() if into is inside else nullcontext():
+                into.update({name: param.detach().clone() for name, param in engine.model.named_parameters()})
+        found.append((own, inside))
+        engine.close()
+    return found
+
+
+def _uneven_part(step: int, rank: int) -> dict[str, Tensor]:
+    batch = share_of(step, rank, 2, BATCH)
+    if rank:
+        batch["labels"][1:] = -100
+    return batch
+
+
+def test_what_is_evaluated_is_weighted_by_tokens_as_rounds_are() -> None:
+    """Of each fragment by those of its own round: the first's has begun after step 2, of three."""
+    kinds = [dict(type="local_sgd", period=4), dict(type="diloco", period=4, fragments=2)]
+    ranks = run_ranks(2, _looked_at, kinds, with_context=False)
+    tokens = [[int((_uneven_part(step, rank)["labels"] != -100).sum()) for step in range(3)] for rank in range(2)]
+    for number in range(len(kinds)):
+        (one, inside), (other, also) = (found[number] for found in ranks)
+        for name, value in one.items():
+            # after step 2 of 4 the first fragment was averaged
+            first = 2 if number and not strided(name) else 0
+            mine, theirs = (sum(each[first:]) for each in tokens)
+            mean = (mine * value + theirs * other[name]) / (mine + theirs)
+            torch.testing.assert_close(inside[name], mean, rtol=0, atol=1e-13)
+            assert torch.equal(inside[name], also[name])
+    assert sum(tokens[0]) > 3 * sum(tokens[1])
 
 
 def _reset(rank: int, kinds: list[str]) -> list[tuple[Tensor, Tensor]]:

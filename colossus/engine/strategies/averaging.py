@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.context.precision import LOW
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -47,6 +48,7 @@ class Averaging(PerReplica):
             held[numbers[spec_of(param).name]].append(param)
         self.fragments = [Fragment(params, tied, parts.context.device) for params in held]
         self._number_of = {param: number for number, param in enumerate(self.trained)}
+        self._fragment_of = {param: at for at, each in enumerate(self.fragments) for param in each.params}
         self._tokens: Tensor | None = None
         #: how far replicas were apart before the average of the step that runs
         self._apart: Distance | None = None
@@ -135,6 +137,21 @@ class Averaging(PerReplica):
         Args:
             weight: of this replica.
         """
+
+    def share(self) -> tuple[list[Tensor], float]:
+        """Weighted as at the end of the round that is open, of each fragment by its own tokens; all alike where nobody
+        has trained since the last. Collective over data."""
+        shares, weight = super().share()
+        if self._data_group.size == 1:
+            return shares, weight
+        tokens = torch.stack([fragment.tokens for fragment in self.fragments])
+        total = collectives.all_reduce(tokens.clone(), self._data_group, owned=True).wait()
+        factors = torch.where(total > 0, tokens * self._data_group.size / total, 1.0).tolist()
+        weighted = []
+        for param, value in zip(self.trained, shares, strict=True):
+            value, factor = value.float() if value.dtype in LOW else value, factors[self._fragment_of[param]]
+            weighted.append(value if factor == 1.0 else value * factor)
+        return weighted, weight
 
     # -- the step's numbers ---------------------------------------------------------------------------------
 

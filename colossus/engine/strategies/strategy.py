@@ -211,7 +211,8 @@ class Strategy:
         """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
 
         The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
-        who is to get it. The tensors may be the parameters themselves: they are not written to.
+        who is to get it. The tensors may be the parameters themselves: they are not written to. Called on all ranks of
+        all replicas, since it may be collective.
         """
         return [param.detach() for param in self.trained], 1.0
 
