@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,6 +332,49 @@ def test_what_is_evaluated_is_weighted_by_tokens_as_rounds_are() -> None:
             torch.testing.assert_close(inside[name], mean, rtol=0, atol=1e-13)
             assert torch.equal(inside[name], also[name])
     assert sum(tokens[0]) > 3 * sum(tokens[1])
+
+
+def _post_local(rank: int, folder: Path) -> tuple[list[tuple[Any, ...]], str]:
+    """Under fp16, where what one replica adds to a sum overflows: each step's numbers, and what is refused."""
+    config = settings(dict(type="local_sgd", period=2, post_local=3), dict(data=2), PLAIN_SGD)
+    config["train"]["precision"], config["checkpoint"] = "fp16", dict(dir=str(folder))
+    engine = colossus.initialize(config)
+    whole = engine.loss_fn
+    seen = []
+    for step in range(4):
+        factor = 1e9 if step == 1 and rank else 1.0
+        engine.loss_fn = lambda outputs, batch, factor=factor: (
+            (pair := whole(outputs, batch))[0] * factor,
+            pair[1],
+        )
+        batch = _uneven_part(step, rank)
+        result = engine.train_step(batch)
+        count = int((batch["labels"] != -100).sum())
+        seen.append((result.skipped, result.loss_scale, result.tokens, result.replica_tokens, count))
+    path = engine.checkpoints.save().wait().path
+    engine.close()
+    engine = colossus.initialize(
+        {**config, "parallel": dict(data=2, strategy=dict(type="local_sgd", period=2, post_local=5))}
+    )
+    engine.checkpoints.load(path)
+    with pytest.raises(ValueError, match="post_local") as refused:
+        engine.train_step(_uneven_part(4, rank))
+    engine.close()
+    return seen, str(refused.value)
+
+
+def test_steps_before_replicas_part_scale_and_skip_together(tmp_path: Path) -> None:
+    """And know their own tokens; replicas that have parted do not go back to sums of gradients."""
+    (one, told), (other, _) = run_ranks(2, _post_local, tmp_path, with_context=False)
+    assert [step[0] for step in one] == [False, True, False, False]
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        assert mine[:2] == theirs[:2]
+        for skipped, _, tokens, of_replica, count in (mine, theirs):
+            assert of_replica == count
+            assert tokens == (mine[4] + theirs[4] if step < 3 else count)
+            assert skipped == (step == 1)
+    assert one[2][1] == one[1][1] / 2
+    assert "post_local = 5, but this run goes on at step 4" in told
 
 
 def _reset(rank: int, kinds: list[str]) -> list[tuple[Tensor, Tensor]]:

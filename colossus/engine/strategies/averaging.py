@@ -50,6 +50,8 @@ class Averaging(PerReplica):
         self._number_of = {param: number for number, param in enumerate(self.trained)}
         self._fragment_of = {param: at for at, each in enumerate(self.fragments) for param in each.params}
         self._tokens: Tensor | None = None
+        #: whether replicas have made steps of their own
+        self._has_parted = False
         #: how far replicas were apart before the average of the step that runs
         self._apart: Distance | None = None
 
@@ -73,6 +75,13 @@ class Averaging(PerReplica):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         is_local = step >= self.options.post_local
+        if self._has_parted and not is_local:
+            raise ValueError(
+                f"parallel.strategy.post_local = {self.options.post_local}, but this run goes on at step {step} with "
+                f"replicas that have made steps of their own: with parameters, an optimizer and a loss scale of each "
+                f"their gradients have no sum. Set post_local to at most {step}; another number of replicas, or "
+                f"another strategy, goes on from their average"
+            )
         if is_local != self._is_local:
             self._reduction.close()
             self._is_local = is_local
@@ -83,12 +92,15 @@ class Averaging(PerReplica):
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         numbers = super().replica_scalars(numbers)
+        self._tokens = numbers[1]
         if not self._is_local:
             summed = torch.tensor([0, 1, 3], device=numbers.device)  # the norm is of all replicas' sums already
             of_all = collectives.all_reduce(numbers[summed], self._data_group, owned=True).wait()
             numbers = numbers.index_copy(0, summed, of_all)
-        self._tokens = numbers[1]
         return numbers
+
+    def replica_count(self, numbers: Tensor) -> Tensor | None:
+        return self._tokens
 
     def step(
         self,
@@ -100,6 +112,7 @@ class Averaging(PerReplica):
     ) -> None:
         super().step(optimizer, scale, before_update, found_inf, clip_value)
         if self._is_local:
+            self._has_parted = True
             assert self._tokens is not None
             trained = self._tokens if found_inf is None else torch.where(found_inf, 0.0, self._tokens)
             for fragment in self.fragments:
@@ -175,10 +188,11 @@ class Averaging(PerReplica):
     # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": [float(fragment.tokens) for fragment in self.fragments]}
+        return {"tokens": [float(fragment.tokens) for fragment in self.fragments], "has_parted": self._has_parted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         tokens = state.get("tokens", ())
+        self._has_parted = state.get("has_parted", any(tokens))
         for number, fragment in enumerate(self.fragments):
             fragment.forget_tokens()
             fragment.tokens += tokens[number] if len(tokens) == len(self.fragments) else 0.0

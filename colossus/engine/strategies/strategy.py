@@ -115,6 +115,10 @@ class Strategy:
         """
         return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
 
+    def replica_count(self, numbers: Tensor) -> Tensor | None:
+        """Of the numbers that `replica_scalars` gave, the count of this replica alone; None where nobody knows it."""
+        return None if self.exact else numbers[1]
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,
