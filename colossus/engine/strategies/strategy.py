@@ -44,12 +44,14 @@ class Strategy:
         evaluates: of an inexact one, what is evaluated and exported: the average of the replicas, or each replica's own
             (exported: the first's).
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
+        loss_scale: what the losses of the step that runs are multiplied by, set before `begin_step`; None: by nothing.
     """
 
     exact: ClassVar[bool] = True
     state_per_replica: bool = False
     evaluates: Literal["average", "own"] = "own"
     is_averaged = False
+    loss_scale: Tensor | None = None
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
