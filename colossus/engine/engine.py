@@ -172,11 +172,12 @@ class Engine:
             self.model.train()
         self._stages.step = self.completed_steps
         try:
+            factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
+            self.strategy.loss_scale = factor
             with as_shards():
                 self.optimizer.zero_grad(set_to_none=True)
                 self.store.begin_step()
                 self.strategy.begin_step(self.completed_steps)
-            factor = self.loss_scaler.begin_step(batch.whole) if self.loss_scaler is not None else None
             totals = self._run(self.pipeline.actions, batch, factor)
             with as_shards():
                 self.store.end_step()

@@ -89,5 +89,5 @@ class OptimizerStep:
             num_skipped=self.watch.num_skipped,
             loss_scale=loss_scale,
             replica=self._replica if is_own else None,
-            own_tokens=None if strategy.exact or self._num_replicas == 1 else own[1],
+            own_tokens=None if self._num_replicas == 1 else strategy.replica_count(own),
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,6 +292,122 @@ def _stopped(rank: int, wishes: list[tuple[str, int, int]]) -> list[int]:
         found.append(result.step)
         engine.close()
     return found
+
+
+def _looked_at(rank: int, kinds: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """A replica's own weights in the midst of a round, and those that are evaluated."""
+    found = []
+    for strategy in kinds:
+        engine = colossus.initialize(settings(strategy, dict(data=2), PLAIN_SGD))
+        for step in range(3):
+            engine.train_step(_uneven_part(step, rank))
+        own, inside = ({}, {})
+        for into in (own, inside):
+            with engine.strategy.evaluation() if into is inside else nullcontext():
+                into.update({name: param.detach().clone() for name, param in engine.model.named_parameters()})
+        found.append((own, inside))
+        engine.close()
+    return found
+
+
+def _uneven_part(step: int, rank: int) -> dict[str, Tensor]:
+    batch = share_of(step, rank, 2, BATCH)
+    if rank:
+        batch["labels"][1:] = -100
+    return batch
+
+
+def test_what_is_evaluated_is_weighted_by_tokens_as_rounds_are() -> None:
+    """Of each fragment by those of its own round: the first's has begun after step 2, of three."""
+    kinds = [dict(type="local_sgd", period=4), dict(type="diloco", period=4, fragments=2)]
+    ranks = run_ranks(2, _looked_at, kinds, with_context=False)
+    tokens = [[int((_uneven_part(step, rank)["labels"] != -100).sum()) for step in range(3)] for rank in range(2)]
+    for number in range(len(kinds)):
+        (one, inside), (other, also) = (found[number] for found in ranks)
+        for name, value in one.items():
+            # after step 2 of 4 the first fragment was averaged
+            first = 2 if number and not strided(name) else 0
+            mine, theirs = (sum(each[first:]) for each in tokens)
+            mean = (mine * value + theirs * other[name]) / (mine + theirs)
+            torch.testing.assert_close(inside[name], mean, rtol=0, atol=1e-13)
+            assert torch.equal(inside[name], also[name])
+    assert sum(tokens[0]) > 3 * sum(tokens[1])
+
+
+def _post_local(rank: int, folder: Path) -> tuple[list[tuple[Any, ...]], str]:
+    """Under fp16, where what one replica adds to a sum overflows: each step's numbers, and what is refused."""
+    config = settings(dict(type="local_sgd", period=2, post_local=3), dict(data=2), PLAIN_SGD)
+    config["train"]["precision"], config["checkpoint"] = "fp16", dict(dir=str(folder))
+    engine = colossus.initialize(config)
+    whole = engine.loss_fn
+    seen = []
+    for step in range(4):
+        factor = 1e9 if step == 1 and rank else 1.0
+        engine.loss_fn = lambda outputs, batch, factor=factor: (
+            (pair := whole(outputs, batch))[0] * factor,
+            pair[1],
+        )
+        batch = _uneven_part(step, rank)
+        result = engine.train_step(batch)
+        count = int((batch["labels"] != -100).sum())
+        seen.append((result.skipped, result.loss_scale, result.tokens, result.replica_tokens, count))
+    path = engine.checkpoints.save().wait().path
+    engine.close()
+    engine = colossus.initialize(
+        {**config, "parallel": dict(data=2, strategy=dict(type="local_sgd", period=2, post_local=5))}
+    )
+    engine.checkpoints.load(path)
+    with pytest.raises(ValueError, match="post_local") as refused:
+        engine.train_step(_uneven_part(4, rank))
+    engine.close()
+    return seen, str(refused.value)
+
+
+def test_steps_before_replicas_part_scale_and_skip_together(tmp_path: Path) -> None:
+    """And know their own tokens; replicas that have parted do not go back to sums of gradients."""
+    (one, told), (other, _) = run_ranks(2, _post_local, tmp_path, with_context=False)
+    assert [step[0] for step in one] == [False, True, False, False]
+    for step, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        assert mine[:2] == theirs[:2]
+        for skipped, _, tokens, of_replica, count in (mine, theirs):
+            assert of_replica == count
+            assert tokens == (mine[4] + theirs[4] if step < 3 else count)
+            assert skipped == (step == 1)
+    assert one[2][1] == one[1][1] / 2
+    assert "post_local = 5, but this run goes on at step 4" in told
+
+
+def _reset(rank: int, kinds: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """The weights at the end, and those of plain torch whose optimizer is made anew after each round."""
+    found = []
+    for kind in kinds:
+        options = dict(initial_accumulator_value=0.2) if kind == "Adagrad" else {}
+        make = lambda params, kind=kind, options=options: getattr(torch.optim, kind)(params, lr=0.01, **options)  # noqa: E731
+        config = settings(dict(type="slowmo", period=2, slow_momentum=0.0, buffers="reset"), dict(data=2), PLAIN_SGD)
+        del config["optimizer"]
+        config["lr_schedule"] = dict(type="constant", warmup_steps=0)
+        engine = colossus.initialize(config, optimizer=lambda named, make=make: make([param for _, param in named]))
+        params = list(engine.model.parameters())
+        plain = [param.detach().clone().requires_grad_() for param in params]
+        optimizer = make(plain)
+        for step in range(5):
+            # the same on both, so that averages change nothing
+            engine.train_step(share_of(step, 0, 2, BATCH))
+            for mine, param in zip(plain, params, strict=True):
+                mine.grad = param.grad
+            optimizer.step()
+            if step % 2:
+                optimizer = make(plain)
+        found.append(torch.cat([p.detach().flatten() for p in each]) for each in (params, plain))
+        engine.close()
+    return [tuple(each) for each in found]  # type: ignore[misc]
+
+
+def test_an_optimizer_begins_anew_as_it_was_made() -> None:
+    """NAdam has a product that begins with 1, Rprop steps that are not 0, Adagrad's sum is there before a step."""
+    kinds = ["NAdam", "Rprop", "Adagrad"]
+    for mine, wanted in run_ranks(2, _reset, kinds, with_context=False)[0]:
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-13)
 
 
 def test_all_stop_after_the_same_step() -> None:

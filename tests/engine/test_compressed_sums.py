@@ -22,6 +22,7 @@ from colossus.engine.gradients.bucket_sum import BucketSum
 from colossus.engine.gradients.compression import CompressionMemory
 from colossus.engine.gradients.low_sum import LowSum
 from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
+from colossus.schedule.runtime.observer import StepObserver
 
 SHAPES = [(5, 7), (3,), (11, 5), (), (2, 3, 2)]
 SIZES = [math.prod(shape) for shape in SHAPES]
@@ -61,8 +62,10 @@ def _many_steps(context: ParallelContext, steps: int) -> dict[tuple[str, int], t
     for kind, num_inner in itertools.product(KINDS, (1, 2)):
         summed, memory = made(kind, context, num_inner, FORCED)
         found = []
-        for memory.step in range(steps):
-            found.append(summed.start(gradients(memory.step, context.rank)).wait().clone())
+        for step in range(steps):
+            memory.begin(step)
+            found.append(summed.start(gradients(step, context.rank)).wait().clone())
+            memory.end(torch.ones(()))
         all_found[kind, num_inner] = found, torch.cat([view.flatten() for view in memory.errors.values()])
     return all_found
 
@@ -89,15 +92,57 @@ def test_what_is_left_out_of_a_sum_is_added_to_the_next() -> None:
             assert gap < (2**-7 if kind == "bf16" else 2**-9)
 
 
+#: of steps: counts, scales of the loss, whether they are skipped
+DIVISORS = [(8, 1.0, False), (6, 2.0, False), (8, 4.0, True), (1, 2.0, False), (7, 2.0, False), (512, 4.0, False)]
+
+
+def _divided(context: ParallelContext) -> dict[str, tuple[list[Tensor], Tensor]]:
+    """Of each kind: what steps apply, and what is owed at the end."""
+    found = {}
+    for kind in KINDS:
+        summed, memory = made(kind, context, 1, FORCED)
+        applied = []
+        for step, (count, scale, is_skipped) in enumerate(DIVISORS):
+            memory.begin(step, torch.tensor(scale))
+            flat = gradients(step, context.rank)
+            flat[:-NUM_FLAGS] *= count * scale
+            if is_skipped:
+                flat[0] = math.inf
+            out = summed.start(flat).wait()[:-NUM_FLAGS] / (count * scale)
+            memory.end(torch.tensor(count), torch.tensor(is_skipped))
+            if not is_skipped:
+                applied.append(out)
+        found[kind] = applied, torch.cat([view.flatten() for view in memory.errors.values()])
+    return found
+
+
+def test_what_is_owed_is_a_divided_gradient() -> None:
+    """Counts and scales change, a step is skipped: still what is applied and what is owed is all there was."""
+    of_ranks = run_ranks(2, _divided, plan=grid(data=2))
+    means = [sum(gradients(step, rank) for rank in range(2))[:-NUM_FLAGS] for step in range(len(DIVISORS))]
+    given = [mean for mean, (_, _, is_skipped) in zip(means, DIVISORS, strict=True) if not is_skipped]
+    total, largest = sum(given), max(float(mean.abs().max()) for mean in given)
+    for kind in KINDS:
+        applied = of_ranks[0][kind][0]
+        owed = sum(found[kind][1] for found in of_ranks)
+        assert owed.abs().max() > 1e-5 * largest
+        torch.testing.assert_close(sum(applied) + owed, total, rtol=0, atol=1e-10 * largest)
+        if kind != "powersgd":  # nothing that is owed is taken many times over
+            for mine, mean in zip(applied, given, strict=True):
+                assert (mine - mean).abs().max() < 0.1 * largest
+
+
 def _not_finite(context: ParallelContext) -> dict[str, list[bool]]:
     found: dict[str, list[bool]] = {}
     for kind in KINDS:
         summed, memory = made(kind, context, 1, FORCED)
-        for memory.step in range(3):
-            flat = gradients(memory.step, context.rank)
-            if memory.step == 1 and context.rank == 1:
+        for step in range(3):
+            memory.begin(step)
+            flat = gradients(step, context.rank)
+            if step == 1 and context.rank == 1:
                 flat[3] = math.inf
             is_finite = bool(summed.start(flat).wait()[:-NUM_FLAGS].isfinite().all())
+            memory.end(torch.ones(()))
             found.setdefault(kind, []).append(is_finite)
     return found
 
@@ -243,6 +288,67 @@ def test_power_sgd_is_torchs(warm_start: bool) -> None:
         for mine, wanted in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-11)
         assert gap > 1e-3  # what is compressed is not what it is compared with by rounding alone
+
+
+class Applied(StepObserver):
+    """What optimizers are given, summed over steps."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.total = torch.zeros(())
+
+    def before_update(self) -> None:
+        grads = [param.grad.flatten() for param in self._engine.model.parameters()]
+        if all(grad.isfinite().all() for grad in grads):
+            self.total = self.total + torch.cat(grads).double()
+
+
+def _scaled(rank: int, kind: str | None) -> tuple[Tensor, Tensor, list[float]]:
+    """fp16: the scale is doubled after two steps, and one overflows; the parameters stay."""
+    strategy = dict(type="all_reduce") if kind is None else dict(type="all_reduce", compress=kind)
+    if kind == "powersgd":
+        strategy |= dict(start_step=0, min_compression_rate=0.0)
+    engine = colossus.initialize(
+        dict(
+            parallel=dict(data=2, strategy=strategy),
+            train=dict(
+                steps=7, global_batch_size=8, precision="fp16", clip_grad_norm=None,
+                loss_scale=dict(init=16.0, growth_interval=2),
+            ),
+            optimizer=dict(type="SGD", lr=1e-30, momentum=0.0),
+            lr_schedule=dict(type="constant", warmup_steps=0),
+            device="cpu",
+        ),
+        model=Net,
+        loss_fn=_loss,
+    )  # fmt: skip
+    applied = Applied(engine)
+    engine.observers.append(applied)
+    scales = []
+    for step in range(7):
+        batch = _batch(step, rank)
+        batch["inputs"] = batch["inputs"].float() * (1e30 if step == 4 else 1)
+        result = engine.train_step(batch)
+        assert result.skipped == (step == 4)
+        scales.append(result.loss_scale)
+    held = engine.strategy.parameter_state()
+    owed = [
+        held.get(engine.store.stored(param), {}).get("compression_error", torch.zeros_like(param)).flatten()
+        for param in engine.model.parameters()
+    ]
+    engine.close()
+    return applied.total, torch.cat(owed).detach().double(), scales  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("bf16", marks=pytest.mark.long), "powersgd"])
+def test_errors_follow_the_scale_of_the_loss(kind: str) -> None:
+    exact, _, _ = run_ranks(2, _scaled, None, with_context=False)[0]
+    ranks = run_ranks(2, _scaled, kind, with_context=False)
+    scales = ranks[0][2]
+    assert max(scales) > 2 * min(scales)
+    owed = sum(owed for _, owed, _ in ranks)
+    assert owed.abs().max() > 1e-4
+    torch.testing.assert_close(ranks[0][0] + owed, exact, rtol=0, atol=1e-5)
 
 
 # -- bytes ----------------------------------------------------------------------------------------------------

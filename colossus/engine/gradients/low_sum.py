@@ -60,7 +60,8 @@ class LowSum:
         size = -(-numbers.numel() // (num_inner * num_ranks))  # of a chunk
         flags = yield collectives.all_reduce(flags, self._inner)
         share = yield collectives.reduce_scatter(padded(numbers, num_inner * num_ranks), self._inner)
-        error = padded(self._error.flat, num_inner * num_ranks).view(num_inner, num_ranks, size)[self._inner.index]
+        owed = self._memory.take(self._error).to(share.dtype)
+        error = padded(owed, num_inner * num_ranks).view(num_inner, num_ranks, size)[self._inner.index]
         share = share.view(num_ranks, size) + error
         sent = self._packed(share)
         error = share - self._unpacked(sent, share.dtype)
@@ -86,8 +87,8 @@ class LowSum:
         """This rank's errors, for the next step; those of gradients that are not finite are none."""
         assert self._error is not None
         start = error.numel() * self._inner.index
-        kept = self._error.flat[start : start + error.numel()]
-        torch.nan_to_num(error[: kept.numel()], nan=0.0, posinf=0.0, neginf=0.0, out=kept)
+        kept = self._error.left[start : start + error.numel()]
+        kept.copy_(error[: kept.numel()].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
     def _packed(self, chunks: Tensor) -> Tensor:
         """[n, size] -> [n, size] of 16 bits each, in float16 and two more for the scale."""

@@ -109,8 +109,8 @@ class PowerSum:
         own = list(self._own_rows(wide))
         rest = wide[sum(matrix.numel for matrix in self._matrices) :]
         errors = self._own_errors(wide.dtype)
-        for rows, error in zip(own, errors, strict=True):
-            rows[: len(error)] += error
+        for rows, (owed, _) in zip(own, errors, strict=True):
+            rows[: len(owed)] += owed
         starts = [self._start(matrix, wide) for matrix in self._matrices]
         left = [rows @ start for rows, start in zip(own, starts, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([rest, *(p.flatten() for p in left)]), self._outer, owned=True)
@@ -119,7 +119,7 @@ class PowerSum:
         right = [rows.T @ p for rows, p in zip(own, left, strict=True)]
         summed = yield collectives.all_reduce(torch.cat([q.flatten() for q in right]), self._outer, owned=True)
         right = list(_as(summed, [q.shape for q in right]))
-        for matrix, rows, error, p, q in zip(self._matrices, own, errors, left, right, strict=True):
+        for matrix, rows, (_, error), p, q in zip(self._matrices, own, errors, left, right, strict=True):
             approximated = p @ q.T
             rows -= approximated / self._outer.size
             # a gradient that is not finite, whose step is skipped, leaves nothing behind
@@ -167,15 +167,19 @@ class PowerSum:
 
     # -- from step to step ------------------------------------------------------------------------------------
 
-    def _own_errors(self, dtype: torch.dtype) -> list[Tensor]:
-        """[own rows, cols] of each matrix, views of what is kept."""
+    def _own_errors(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """[own rows, cols] of each matrix: what is owed, and where what is left over is put."""
         if self._error is None:
             self._error = ErrorBuffer(self._params, dtype, self._memory)
-        at, views = self._inner.index, self._error.views
-        return [
-            views[matrix.number].view(matrix.rows, matrix.cols)[at * matrix.height : (at + 1) * matrix.height]
-            for matrix in self._matrices
-        ]
+        at = self._inner.index
+        sizes = [param.numel() for param in self._params]
+        owed, left = self._memory.take(self._error).split(sizes), self._error.left.split(sizes)
+
+        def own(pieces: Sequence[Tensor], matrix: _Matrix) -> Tensor:
+            rows = pieces[matrix.number].view(matrix.rows, matrix.cols)
+            return rows[at * matrix.height : (at + 1) * matrix.height]
+
+        return [(own(owed, matrix), own(left, matrix)) for matrix in self._matrices]
 
     def _start(self, matrix: _Matrix, like: Tensor) -> Tensor:
         """Orthonormal [cols, rank], the same on all ranks that exchange factors."""
@@ -188,11 +192,10 @@ class PowerSum:
         return torch.linalg.qr(drawn)[0]
 
     def _keep(self, matrix: _Matrix, q: Tensor) -> None:
-        key = self._memory.stored(self._params[matrix.number])
-        if key not in self._memory.starts:
-            shape = self._params[matrix.number].shape
-            self._memory.starts[key] = torch.zeros(shape, dtype=q.dtype, device=q.device)
-        self._memory.starts[key].view(-1)[: q.numel()] = q.flatten()
+        param = self._params[matrix.number]
+        kept = torch.zeros(param.shape, dtype=q.dtype, device=q.device)
+        kept.view(-1)[: q.numel()] = q.flatten()
+        self._memory.keep_start(param, kept)
 
 
 def _as(flat: Tensor, shapes: Sequence[torch.Size]) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 What all may take is under the plain keys: parameters as strategies evaluate and export them, the average or the first
 replica's. What is a replica's own (parameters, optimizer, what the strategy keeps) is beside them, and each goes on
-with its own where there are as many replicas as then.
+with its own where there are as many replicas as then, under the same strategy.
 """
 
 from __future__ import annotations
@@ -131,10 +131,13 @@ def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelCon
         _tell(context, f"what the strategy of the checkpoint has kept is not taken: {why}")
     if not saved.own_parameters:
         return Source(strategy=of_strategy)
-    if not strategy.exact and saved.num_replicas == num:
+    is_same_kind = saved.kind in (None, kind_of(strategy))
+    if not strategy.exact and saved.num_replicas == num and is_same_kind:
         return Source(own, (own,), of_strategy, own)
     if strategy.exact:
         now = f"{kind_of(strategy)} has none"
+    elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
+        now = f"of {saved.kind}, and this run has {kind_of(strategy)}"
     told = f"the checkpoint has {saved.num_replicas} replicas with parameters of their own, {now}: all go on from the"
     if saved.kind is None:
         _tell(context, f"{told} first")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import DTYPES
@@ -71,7 +71,7 @@ class AllReduce(Strategy):
 
     def begin_step(self, step: int) -> None:
         if self._memory is not None:
-            self._memory.step = step
+            self._memory.begin(step, self.loss_scale)
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
@@ -83,13 +83,41 @@ class AllReduce(Strategy):
         self._reduction.finish()
         self.store.accept_whole_gradients()
 
+    def replica_scalars(self, numbers: Tensor) -> Tensor:
+        numbers = super().replica_scalars(numbers)
+        self._count = numbers[1]
+        return numbers
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor,
+        before_update: Callable[[], None],
+        found_inf: Tensor | None = None,
+        clip_value: float | None = None,
+    ) -> None:
+        super().step(optimizer, scale, before_update, found_inf, clip_value)
+        if self._memory is not None:
+            self._memory.end(self._count, found_inf)
+
     def local_sums(self) -> list[LocalSum]:
         return self._reduction.local_sums()
 
     def abandon(self) -> None:
         self._reduction.abandon()
+        if self._memory is not None:
+            self._memory.forget()
 
     # -- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._memory is None else {"counts": self._memory.counts()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._memory is None:
+            super().load_state_dict(state)
+        else:
+            self._memory.load_counts(state.get("counts", ()), self.parts.context.device)
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         return {} if self._memory is None else self._memory.state()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
+from colossus.context.precision import LOW
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
@@ -47,7 +48,10 @@ class Averaging(PerReplica):
             held[numbers[spec_of(param).name]].append(param)
         self.fragments = [Fragment(params, tied, parts.context.device) for params in held]
         self._number_of = {param: number for number, param in enumerate(self.trained)}
+        self._fragment_of = {param: at for at, each in enumerate(self.fragments) for param in each.params}
         self._tokens: Tensor | None = None
+        #: whether replicas have made steps of their own
+        self._has_parted = False
         #: how far replicas were apart before the average of the step that runs
         self._apart: Distance | None = None
 
@@ -71,6 +75,13 @@ class Averaging(PerReplica):
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
         is_local = step >= self.options.post_local
+        if self._has_parted and not is_local:
+            raise ValueError(
+                f"parallel.strategy.post_local = {self.options.post_local}, but this run goes on at step {step} with "
+                f"replicas that have made steps of their own: with parameters, an optimizer and a loss scale of each "
+                f"their gradients have no sum. Set post_local to at most {step}; another number of replicas, or "
+                f"another strategy, goes on from their average"
+            )
         if is_local != self._is_local:
             self._reduction.close()
             self._is_local = is_local
@@ -81,12 +92,15 @@ class Averaging(PerReplica):
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         numbers = super().replica_scalars(numbers)
+        self._tokens = numbers[1]
         if not self._is_local:
             summed = torch.tensor([0, 1, 3], device=numbers.device)  # the norm is of all replicas' sums already
             of_all = collectives.all_reduce(numbers[summed], self._data_group, owned=True).wait()
             numbers = numbers.index_copy(0, summed, of_all)
-        self._tokens = numbers[1]
         return numbers
+
+    def replica_count(self, numbers: Tensor) -> Tensor | None:
+        return self._tokens
 
     def step(
         self,
@@ -98,6 +112,7 @@ class Averaging(PerReplica):
     ) -> None:
         super().step(optimizer, scale, before_update, found_inf, clip_value)
         if self._is_local:
+            self._has_parted = True
             assert self._tokens is not None
             trained = self._tokens if found_inf is None else torch.where(found_inf, 0.0, self._tokens)
             for fragment in self.fragments:
@@ -136,6 +151,21 @@ class Averaging(PerReplica):
             weight: of this replica.
         """
 
+    def share(self) -> tuple[list[Tensor], float]:
+        """Weighted as at the end of the round that is open, of each fragment by its own tokens; all alike where nobody
+        has trained since the last. Collective over data."""
+        shares, weight = super().share()
+        if self._data_group.size == 1:
+            return shares, weight
+        tokens = torch.stack([fragment.tokens for fragment in self.fragments])
+        total = collectives.all_reduce(tokens.clone(), self._data_group, owned=True).wait()
+        factors = torch.where(total > 0, tokens * self._data_group.size / total, 1.0).tolist()
+        weighted = []
+        for param, value in zip(self.trained, shares, strict=True):
+            value, factor = value.float() if value.dtype in LOW else value, factors[self._fragment_of[param]]
+            weighted.append(value if factor == 1.0 else value * factor)
+        return weighted, weight
+
     # -- the step's numbers ---------------------------------------------------------------------------------
 
     def is_summed(self, step: int) -> bool:
@@ -158,10 +188,11 @@ class Averaging(PerReplica):
     # -- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": [float(fragment.tokens) for fragment in self.fragments]}
+        return {"tokens": [float(fragment.tokens) for fragment in self.fragments], "has_parted": self._has_parted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         tokens = state.get("tokens", ())
+        self._has_parted = state.get("has_parted", any(tokens))
         for number, fragment in enumerate(self.fragments):
             fragment.forget_tokens()
             fragment.tokens += tokens[number] if len(tokens) == len(self.fragments) else 0.0

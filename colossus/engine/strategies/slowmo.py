@@ -14,6 +14,7 @@ from colossus.engine.parameter_vector import ParameterVector
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.averaging import Averaging, sum_of_shares
 from colossus.engine.strategies.fragments import Fragment, chunks_of
+from colossus.engine.strategies.optimizer_start import StateAtStart
 from colossus.engine.strategies.optimizer_state import entries_of
 from colossus.engine.strategies.options.averaging import SlowMoOptions
 from colossus.engine.strategies.outer_step import outer_step
@@ -40,7 +41,7 @@ class SlowMo(Averaging):
         self._num_steps = 0
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._state_at_start = optimizer, StateAtStart(optimizer)
 
     def after_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._num_steps += 1
@@ -69,18 +70,9 @@ class SlowMo(Averaging):
         self._lr_sums.clear()
         self._num_steps = 0
         if options.buffers == "reset":
-            self._reset_buffers()
+            self._state_at_start.restore(fragment.params)
         elif options.buffers == "average":
             self._average_buffers(fragment, weight)
-
-    def _reset_buffers(self) -> None:
-        """The optimizer's state as it was before the first step: zeros, the count of its steps, too."""
-        for of_param in self._optimizer.state.values():
-            for name, value in of_param.items():
-                if isinstance(value, Tensor):
-                    value.zero_()
-                elif type(value) in (int, float):
-                    of_param[name] = type(value)(0)
 
     def _average_buffers(self, fragment: Fragment, weight: Tensor) -> None:
         """All replicas' state of the parameters' shape. One that has none of a parameter, since it has not updated it

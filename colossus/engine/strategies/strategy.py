@@ -45,12 +45,14 @@ class Strategy:
             (exported: the first's).
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
         on_progress: called where this replica waits for others that go on: nothing is stuck.
+        loss_scale: what the losses of the step that runs are multiplied by, set before `begin_step`; None: by nothing.
     """
 
     exact: ClassVar[bool] = True
     state_per_replica: bool = False
     evaluates: Literal["average", "own"] = "own"
     is_averaged = False
+    loss_scale: Tensor | None = None
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
@@ -116,6 +118,10 @@ class Strategy:
         By them the gradients are divided and clipped, so they are never late.
         """
         return collectives.all_reduce(numbers, self._step_group, owned=True).wait()
+
+    def replica_count(self, numbers: Tensor) -> Tensor | None:
+        """Of the numbers that `replica_scalars` gave, the count of this replica alone; None where nobody knows it."""
+        return None if self.exact else numbers[1]
 
     def step(
         self,
@@ -213,7 +219,8 @@ class Strategy:
         """This replica's addend of the average, for each of the stored parameters in ``trained``, and its weight.
 
         The average is the sum of these over the sum of the weights, over all replicas; what is on its way is counted by
-        who is to get it. The tensors may be the parameters themselves: they are not written to.
+        who is to get it. The tensors may be the parameters themselves: they are not written to. Called on all ranks of
+        all replicas, since it may be collective.
         """
         return [param.detach() for param in self.trained], 1.0
 
