@@ -183,6 +183,18 @@ def test_two_deaths_at_once_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_death_in_the_midst_of_an_evaluation_ends_the_run(tmp_path: Path) -> None:
+    """In words, and long before what the others do together would time out."""
+    began = time.monotonic()
+    code, _, err = run(tmp_path, "comm.timeout_seconds=300", DIES_IN_EVALUATION="2")
+    assert code == 1
+    assert time.monotonic() - began < 100.0
+    assert "not after one in the midst of an evaluation or a checkpoint" in err
+    assert "run failed: rank 2 at step 20" in err
+    assert not (tmp_path / "run" / deaths.FILE).exists()
+
+
+@pytest.mark.long
 def test_a_run_goes_on_from_what_was_saved_after_a_death(tmp_path: Path) -> None:
     code, _, err = run(tmp_path, "checkpoint.every=10", DEATHS="2:12", STEP_SECONDS="0.05")
     assert code == 0, err
