@@ -6,7 +6,6 @@ A connection carries messages in one direction: who sends makes it when there is
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import selectors
 import socket
@@ -15,43 +14,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 from weakref import WeakSet
 
-from torch import Tensor
+from colossus.comm.peer_listener import Observer, PeerListener
+from colossus.comm.peer_wire import BYE, Header, hello
 
-from colossus.comm.peer_reader import FrameReader, Message
-from colossus.comm.peer_wire import BYE, Header, WireError, hello
-
-_log = logging.getLogger("colossus.comm")
 _CHUNK = 1 << 20
 #: how long a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
 
 Done = Callable[[], None]
-
-
-class Observer(Protocol):
-    """Who is told of what happens, by the thread of the connections."""
-
-    def buffer(self, size: int) -> Tensor:
-        """Memory for a message, uint8 [size]."""
-
-    def on_message(self, message: Message) -> None: ...
-
-    def on_connection(self, source: int) -> None:
-        """A peer has connected to this rank."""
-
-    def on_farewell(self, source: int) -> None:
-        """A peer has closed its links, and all that it sent has come."""
-
-    def on_death(self, source: int, reason: str) -> None: ...
-
-    def on_deaf(self, target: int, reason: str) -> None:
-        """Nothing can be sent to a peer any more: it has died, or ended well."""
-
-    def on_failure(self, error: BaseException) -> None:
-        """The thread has ended by an error."""
 
 
 @dataclass(eq=False)
@@ -62,12 +34,6 @@ class _Outgoing:
     is_watched: bool = False
     #: nothing can be sent any more
     is_shut: bool = False
-
-
-@dataclass(eq=False)
-class _Incoming:
-    stream: socket.socket
-    reader: FrameReader
 
 
 class PeerConnections:
@@ -84,19 +50,16 @@ class PeerConnections:
     """
 
     def __init__(self, host: str, me: int, num_ranks: int, most_bytes: int, observer: Observer) -> None:
-        self._me, self._num_ranks, self._most_bytes, self._observer = me, num_ranks, most_bytes, observer
+        self._me, self._observer = me, observer
         self._outgoing = {index: _Outgoing() for index in range(num_ranks) if index != me}
-        self._incoming: list[_Incoming] = []
         self._lock = threading.RLock()
         self._closing = False
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=max(16, num_ranks))
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._incoming = PeerListener(self._selector, host, me, num_ranks, most_bytes, observer)
+        self.address = self._incoming.address
         self._addresses: Sequence[tuple[str, int]] = ()
         self._key = b""
         self._thread = threading.Thread(target=self._run, name="colossus-peers", daemon=True)
@@ -109,7 +72,7 @@ class PeerConnections:
             key: known to them alone.
         """
         self._addresses, self._key = addresses, key
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._incoming.start(key)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
         self._thread.start()
         _open.add(self)
@@ -145,22 +108,39 @@ class PeerConnections:
         if self._thread.is_alive():
             self._wake()
             self._thread.join(_CLOSE_SECONDS)
-        self.close_streams()
+        self._close_streams()
         if not self._thread.is_alive():
+            self._close_reading()
+            self._close_wake_write()
+
+    def _close_streams(self) -> None:
+        self._incoming.close()
+        for out in self._outgoing.values():
+            if out.stream is not None:
+                out.stream.close()
+
+    def close_in_child(self) -> None:
+        """After a fork, where the thread does not run."""
+        self._close_streams()
+        self._close_reading()
+        self._close_wake_write()
+
+    def _close_reading(self) -> None:
+        self._selector.close()
+        if self._wake_read >= 0:
+            os.close(self._wake_read)
+            self._wake_read = -1
+
+    def _close_wake_write(self) -> None:
+        if self._wake_write >= 0:
             os.close(self._wake_write)
-
-    def close_streams(self) -> None:
-        for stream in (self._listener, *self._streams()):
-            stream.close()
-
-    def _streams(self) -> list[socket.socket]:
-        made = [out.stream for out in self._outgoing.values() if out.stream is not None]
-        return made + [incoming.stream for incoming in tuple(self._incoming)]
+            self._wake_write = -1
 
     def _wake(self) -> None:
         # it is awake already, or has ended
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._wake_write, b"w")
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"w")
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -177,11 +157,11 @@ class PeerConnections:
                             break
                 for key, _ in self._selector.select(0.5):
                     key.data()
+                self._incoming.look_around()
         except BaseException as error:  # told by the main thread
             self._observer.on_failure(error)
         finally:
-            self._selector.close()
-            os.close(self._wake_read)
+            self._close_reading()
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -196,8 +176,14 @@ class PeerConnections:
             self._drop_queue(out)
             return
         if out.stream is None:
+            if self._incoming.is_paused:
+                return
             host, port = self._addresses[index]
-            out.stream = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                out.stream = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            except OSError as error:
+                self._incoming.pause(error)
+                return
             out.stream.setblocking(False)
             out.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             out.queue.appendleft((memoryview(hello(self._key, self._me, index)), None))
@@ -235,50 +221,6 @@ class PeerConnections:
         for done in dropped:
             done()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                stream, _ = self._listener.accept()
-                stream.setblocking(False)
-                reader = FrameReader(self._me, self._num_ranks, self._key, self._most_bytes, self._observer.buffer)
-                incoming = _Incoming(stream, reader)
-                self._incoming.append(incoming)
-                self._selector.register(stream, selectors.EVENT_READ, lambda incoming=incoming: self._read(incoming))
-
-    def _read(self, incoming: _Incoming) -> None:
-        reader = incoming.reader
-        try:
-            for _ in range(8):  # then others have their turn
-                size = incoming.stream.recv_into(reader.missing[:_CHUNK])
-                if not size:
-                    self._ended(incoming, "its connection was closed")
-                    return
-                is_greeting = reader.source is None
-                message = reader.advance(size)
-                if message is not None:
-                    self._observer.on_message(message)
-                elif is_greeting and reader.source is not None:
-                    self._observer.on_connection(reader.source)
-        except BlockingIOError:
-            return
-        except WireError as error:
-            _log.warning("something connected to the links between replicas and was dropped: %s", error)
-            self._ended(incoming, f"it sent what no replica sends: {error}")
-        except OSError as error:
-            self._ended(incoming, f"its connection broke ({error.strerror or error})")
-
-    def _ended(self, incoming: _Incoming, reason: str) -> None:
-        self._selector.unregister(incoming.stream)
-        self._incoming.remove(incoming)
-        incoming.stream.close()
-        reader = incoming.reader
-        if reader.source is None:
-            return
-        if reader.said_bye:
-            self._observer.on_farewell(reader.source)
-        else:
-            self._observer.on_death(reader.source, reason)
-
 
 _open: WeakSet[PeerConnections] = WeakSet()
 
@@ -286,7 +228,7 @@ _open: WeakSet[PeerConnections] = WeakSet()
 def _close_in_child() -> None:
     """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
     for connections in tuple(_open):
-        connections.close_streams()
+        connections.close_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import resource
+import selectors
 import signal
 import socket
 import struct
 import time
 import warnings
+from typing import cast
 
 import pytest
 import torch
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm import accounting
+from colossus.comm import accounting, peer_listener
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_wire import HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
 from colossus.comm.peers import PeerGone, PeerLinks
@@ -95,6 +98,73 @@ def test_strangers_are_dropped_and_change_nothing() -> None:
     first, second = run_ranks(2, _strangers, plan=grid(data=2))
     assert first == ["b''"] * 4 + second
     assert second == [str(list(range(10))), "{}"]
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _crowd(context: ParallelContext) -> dict[str, object]:
+    """The first rank is connected to by many that say nothing, and may open no file for a while."""
+    group, files = context.group("data"), []
+    found: dict[str, object] = {}
+    for number in range(4):
+        links = PeerLinks(group, 1000, 10.0)
+        links.send(1 - group.index, 1, number)
+        links.receive(1 - group.index, 1, number)
+        links.close()
+        files.append(_open_files())
+    found["files"] = files[-1] - files[1]
+
+    peer_listener._GREETING_SECONDS, peer_listener._PAUSE_SECONDS = 1.0, 0.1
+    links = PeerLinks(group, 1000, 10.0)
+    listener, before = links._connections._incoming, _open_files()
+    if group.index == 0:
+        silent = [socket.create_connection(listener.address) for _ in range(40)]
+        for stream in silent[:20]:  # at most 20 at a time
+            stream.settimeout(10.0)
+            found["oldest"] = _until_closed(stream)
+        found["taken in"] = _open_files() - len(silent) - before
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = os.dup(0)
+        os.close(most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    all_gather_object(0, group)
+    if group.index == 0:
+        deadline = time.monotonic() + 10.0
+        while not listener.is_paused and time.monotonic() < deadline:
+            time.sleep(0.002)
+        found["paused"] = listener.is_paused
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for stream in silent[20:]:  # their time is over
+            stream.settimeout(10.0)
+            found["last"] = _until_closed(stream)
+            stream.close()
+        found["came"] = links.receive(1, 1, 0).number
+        links.send(1, 1, 1)
+    else:
+        links.send(0, 1, 0)
+        found["came"] = links.receive(0, 1, 1).number
+    connections = links._connections
+    selector = cast("selectors.EpollSelector", connections._selector)
+    kept = [connections._wake_read, connections._wake_write, selector.fileno(), listener._listener.fileno()]
+    child = os.fork()
+    if not child:
+        os._exit(sum(map(_is_open, kept)))
+    found["child"] = os.waitpid(child, 0)[1]
+    links.close()
+    return found
+
+
+def _is_open(file: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{file}")
+
+
+def test_a_crowd_of_strangers_and_a_system_without_files() -> None:
+    first, second = run_ranks(2, _crowd, plan=grid(data=2))
+    assert first.pop("taken in") <= 20
+    assert first == {"files": 0, "oldest": b"", "paused": True, "last": b"", "came": 0, "child": 0}
+    assert second == {"files": 0, "came": 1, "child": 0}
 
 
 def test_the_wire_checks_lengths_and_keys() -> None:
