@@ -35,7 +35,7 @@ def render_graph(config: Config, picture: str | None = None) -> str:
         )
     if replicas == 1:
         raise ConfigError("--graph: data 1 is one replica, which sends to nobody; parallel.data=4 shows four")
-    graph = make_graph(options.graph, replicas, options.peers)
+    graph = make_graph(options.graph, replicas, options.schedule)
     name = name_of_graph(options.graph) or "matrices"
     overlap = options.travels
     head = [

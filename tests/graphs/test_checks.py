@@ -256,15 +256,18 @@ def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_asynchronous_strategies_do_not_take() -> None:
     for data in (2, 4):
-        for kind, options, wanted in (
-            ("ad-psgd", dict(peers=2), "peers = 2: ad-psgd averages with one other at a time"),
-            ("ad-psgd", dict(mix_optimizer_state=True), "mix_optimizer_state: ad-psgd averages parameters alone"),
-            ("sgp", dict(eager=True, overlap=2), "overlap = 2: with eager=True messages are taken in as they come"),
+        for options, wanted in (
+            (dict(overlap=2), "overlap = 2: with eager=True messages are taken in as they come"),
+            (dict(on_death="continue"), "on_death = 'continue': only where a replica waits for certain messages"),
         ):
-            assert any(line.startswith(f"parallel.strategy.{wanted}") for line in checked(data, kind, **options)), (
-                wanted
-            )
-    assert checked(4, "sgp", eager=True) == checked(4, "ad-psgd", peers=1) == []
+            (line,) = checked(data, "sgp", eager=True, **options)
+            assert line.startswith(f"parallel.strategy.{wanted}")
+    for option in (dict(peers=1), dict(mix_optimizer_state=False), dict(on_death="stop")):
+        with pytest.raises(
+            ConfigError, match=r"no such key; known keys of parallel.strategy: evaluate, log_every, graph"
+        ):
+            checked(4, "ad-psgd", **option)
+    assert checked(4, "sgp", eager=True) == checked(4, "ad-psgd") == []
 
 
 def checked(data: int, kind: str, **options: Any) -> list[str]:

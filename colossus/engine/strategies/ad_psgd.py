@@ -56,7 +56,7 @@ class ADPSGD(PerReplica):
         self._reported = (0.0, 0)
         if data.size == 1:
             return
-        graph = make_graph(self.options.graph, data.size, self.options.peers)
+        graph = make_graph(self.options.graph, data.size, self.options.schedule)
         require_same_graph(graph, context)
         self.links = PeerLinks(data, self.vector.nbytes, self._timeout)
         assert self.stop_agreement is not None

@@ -19,8 +19,8 @@ def _graph(spec: Any) -> Any:
     return spec
 
 
-class GossipOptions(PerReplicaOptions):
-    """Of all that mix by a graph.
+class GraphOptions(PerReplicaOptions):
+    """Of all that average along the edges of a graph.
 
     Attributes:
         needs_doubly_stochastic: rows of its matrices must sum to 1, too.
@@ -29,17 +29,14 @@ class GossipOptions(PerReplicaOptions):
 
     needs_doubly_stochastic: ClassVar[bool] = False
     needs_bipartite: ClassVar[bool] = False
-    #: whether it can go on without a replica that has died
-    can_lose_replicas: ClassVar[bool] = True
 
     #: a name of `GRAPHS`, or dict(type=.., **options); a function (replicas, step) -> matrix; a matrix, or several
     graph: Annotated[Any, AfterValidator(_graph)] = "exponential"
-    #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
-    peers: Annotated[Any, AfterValidator(parse_peers)] = 1
-    #: the optimizer's state is mixed, too, as the parameters are
-    mix_optimizer_state: bool = False
-    #: when a replica dies: the run ends, or the others go on without it
-    on_death: Literal["stop", "continue"] = "stop"
+
+    @property
+    def schedule(self) -> Any:
+        """To how many others a replica sends in a step, as `make_graph` takes it."""
+        return 1
 
     @property
     def travels(self) -> int:
@@ -55,11 +52,6 @@ class GossipOptions(PerReplicaOptions):
         replicas = config.parallel.data
         assert replicas is not None
         found = super().check(config)
-        if self.on_death == "continue" and not (self.can_lose_replicas and not getattr(self, "eager", False)):
-            found.append(
-                "parallel.strategy.on_death = 'continue': only where a replica waits for certain messages can the "
-                "others go on without it: sgp (also with overlap, but not eager) and d-psgd; use 'stop'"
-            )
         return found if replicas == 1 else found + self._graph_problems(replicas)
 
     def _graph_problems(self, replicas: int) -> list[str]:
@@ -72,7 +64,7 @@ class GossipOptions(PerReplicaOptions):
         if peers:
             return peers
         try:
-            graph = make_graph(family, replicas, self.peers)
+            graph = make_graph(family, replicas, self.schedule)
         except ValueError as error:
             return [f"{named} with data {replicas}: {error}"]
         return [f"{named} with data {replicas}: {problem}" for problem in self.problems_of(graph)]
@@ -85,6 +77,24 @@ class GossipOptions(PerReplicaOptions):
             bipartite=self.needs_bipartite,
             late=self.late,
         )
+
+    def _peers_problems(self, replicas: int) -> list[str]:
+        return []
+
+
+class GossipOptions(GraphOptions):
+    """Of all that mix in each step as the graph says."""
+
+    #: to how many others a replica sends in a step; {0: 1, 200: 2}: from that step on
+    peers: Annotated[Any, AfterValidator(parse_peers)] = 1
+    #: the optimizer's state is mixed, too, as the parameters are
+    mix_optimizer_state: bool = False
+    #: when a replica dies: the run ends, or the others go on without it
+    on_death: Literal["stop", "continue"] = "stop"
+
+    @property
+    def schedule(self) -> Any:
+        return self.peers
 
     def _peers_problems(self, replicas: int) -> list[str]:
         family = make_family(self.graph)
@@ -116,6 +126,11 @@ class SGPOptions(GossipOptions):
 
     def check(self, config: Config) -> list[str]:
         found = super().check(config)
+        if self.eager and self.on_death == "continue":
+            found.append(
+                "parallel.strategy.on_death = 'continue': only where a replica waits for certain messages can the "
+                "others go on without it, and with eager=True it waits for none; use 'stop', or overlap=1"
+            )
         if self.eager and self.overlap:
             found.append(
                 f"parallel.strategy.overlap = {self.overlap}: with eager=True messages are taken in as they come, "
@@ -135,23 +150,10 @@ class DPSGDOptions(GossipOptions):
     order: Literal["adapt_while_combine", "adapt_then_combine"] = "adapt_while_combine"
 
 
-class ADPSGDOptions(GossipOptions):
+class ADPSGDOptions(GraphOptions):
+    """A replica averages parameters with one other at a time, which it picks among its neighbours in the graph."""
+
     needs_doubly_stochastic: ClassVar[bool] = True
     needs_bipartite: ClassVar[bool] = True
-    can_lose_replicas: ClassVar[bool] = False
 
     graph: Annotated[Any, AfterValidator(_graph)] = "bipartite_exponential"
-
-    def check(self, config: Config) -> list[str]:
-        found = super().check(config)
-        if self.peers != 1:
-            found.append(
-                f"parallel.strategy.peers = {self.peers}: ad-psgd averages with one other at a time, which it picks "
-                f"among its neighbours in the graph; leave peers out"
-            )
-        if self.mix_optimizer_state:
-            found.append(
-                "parallel.strategy.mix_optimizer_state: ad-psgd averages parameters alone; leave it out, or use sgp or "
-                "d-psgd"
-            )
-        return found
