@@ -42,7 +42,7 @@ class SGP(Gossip):
             self._eager = Eager(self)
         least = self.options.least_weight(self.graph)
         if least is not None and least.weight < TOLD_WEIGHT and parts.context.rank == 0:
-            log.warning("sgp: %s; a warm-up of the learning rate is longer than that", least.in_words)
+            log.warning("sgp: %s; let the learning rate warm up for longer than that", least.in_words)
 
     def after_step(self, step: int) -> None:
         if self.links is None:
