@@ -7,6 +7,7 @@ from typing import Any
 
 from colossus.config import Config, ConfigError
 from colossus.config.plans import name_of, strategy_options
+from colossus.engine.strategies.options.gossip import TOLD_WEIGHT
 from colossus.graphs import svg
 from colossus.graphs.analysis import Consensus, consensus, contraction
 from colossus.graphs.graph import Graph, Phase, make_graph
@@ -43,6 +44,9 @@ def render_graph(config: Config, picture: str | None = None) -> str:
         f"strategy    {strategy}" + (f", what is sent travels {_steps(overlap)}" if overlap else ""),
     ]
     sections = ["\n".join(head), *(_phase(graph, phase) for phase in graph.phases), _speed(graph, overlap)]
+    least = options.least_weight(graph) if hasattr(options, "least_weight") else None
+    if least is not None and least.weight < TOLD_WEIGHT:
+        sections.append(f"warning     {least.in_words}")
     if picture:
         try:
             svg.save(graph.phases, picture, f"{name}, {replicas} replicas")

@@ -58,6 +58,7 @@ def test_weights_that_differ(config: str, capsys: pytest.CaptureFixture[str]) ->
     assert "        0  1:1/4 2:1/4 3:1/4\n        1              0:1/4\n" in text
     assert "contraction 0.75 in 1 step " in text
     assert "consensus   within 1e-06 after 49 steps, mixing alone\n            within 1e-06 after 67 steps with" in text
+    assert "\n\nwarning     push-sum weights fall to 0.062 (replica 0 after step 2), and an update of z" in text
     columns = "parallel.strategy.graph=[[0.5,0.25,0,0],[0.5,0.25,0,0],[0,0.5,0.5,0.5],[0,0,0.5,0.5]]"
     assert main(["show", config, "--graph", columns]) == 2
     assert "not connected" in capsys.readouterr().err

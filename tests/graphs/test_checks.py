@@ -11,6 +11,7 @@ from colossus.config import ConfigError, as_source, load_config
 from colossus.config.plans import strategy_options
 from colossus.graphs.family import GraphFamily
 from colossus.graphs.graph import make_graph
+from colossus.graphs.least_weight import least_weight
 from colossus.graphs.peers import parse_peers
 from colossus.registry import GRAPHS
 
@@ -171,6 +172,21 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
         "graph: a matrix is n rows of n numbers; these are not: complex numbers in the place of real numbers",
     ),
     (2, {"graph": [["0.5", "0.5"], ["0.5", "0.5"]]}, "graph: a matrix is n rows of n numbers; these are not: text in"),
+    # weights
+    (
+        4,
+        {"peers": 3, "overlap": 4},
+        "graph = 'exponential' with data 4: with overlap = 4 replicas have little until messages come, and push-sum "
+        "weights fall to 0.0039 (replica 0 after step 4), and an update of z = x / w is then 256 times as large; "
+        "training does not recover below 0.01: overlap can be 3; or let replicas send to fewer",
+    ),
+    (
+        2,
+        {"graph": [[0.001, 0.001], [0.999, 0.999]]},
+        "graph with data 2: push-sum weights fall to 0.002 (replica 0 after step 1), and an update of z = x / w is "
+        "then 500 times as large; training does not recover below 0.01: give this replica more",
+    ),
+    (4, {"overlap": 10**9}, "graph = 'exponential' with data 4: with overlap = 1000000000 replicas have little until"),
     # options
     (4, {"graph": {"type": "ring", "directed": "no"}}, "graph: directed = 'no': True or False"),
     (4, {"graph": {"type": "ring", 1: True}}, "graph: options of a graph have names, but one is 1"),
@@ -238,6 +254,16 @@ def test_right() -> None:
         {"graph": "star", "on_death": "continue", "evaluate": "own", "log_every": 5, "mix_optimizer_state": True},
     ]:
         assert lines(3, **options) == [], options
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3, 5])
+def test_least_weight(overlap: int) -> None:
+    """With one peer half is kept in each step until messages come; eager replicas see to it themselves."""
+    graph = make_graph("exponential", 4)
+    found = least_weight(graph, overlap)
+    assert (found.weight, found.completed) == (0.5**overlap, overlap)
+    assert least_weight(make_graph("exponential", 4, ((0, 1), (2, 3))), 4).weight == 0.5**2 * 0.25**2
+    assert checked(4, "sgp", eager=True, peers=3) == checked(4, "sgp", peers=3, overlap=3) == []
 
 
 def test_what_algorithms_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,9 @@ from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.arrivals import require_alive
 from colossus.engine.strategies.eager import Eager
 from colossus.engine.strategies.gossip import Gossip
-from colossus.engine.strategies.options.gossip import SGPOptions
+from colossus.engine.strategies.options.gossip import TOLD_WEIGHT, SGPOptions
+
+log = logging.getLogger("colossus.engine")
 
 
 class SGP(Gossip):
@@ -37,6 +40,9 @@ class SGP(Gossip):
             assert self.stop_agreement is not None
             self.stop_agreement.while_waiting = partial(require_alive, self.links)
             self._eager = Eager(self)
+        least = self.options.least_weight(self.graph)
+        if least is not None and least.weight < TOLD_WEIGHT and parts.context.rank == 0:
+            log.warning("sgp: %s; let the learning rate warm up for longer than that", least.in_words)
 
     def after_step(self, step: int) -> None:
         if self.links is None:
