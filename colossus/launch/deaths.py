@@ -157,17 +157,19 @@ class Deaths:
 
     def _refuse(self, replicas: Sequence[int]) -> bool:
         """Whether the run cannot go on without these."""
-        if len(replicas) + len(self._lost_replicas) >= self._grid.size("data"):
+        rule = "a run goes on after one death at a time"
+        are_several = len(replicas) > 1 and not self._are_one_node(replicas)
+        if len(replicas) + len(self._lost_replicas) >= self._grid.size("data") and not are_several:
             self.verdict = "no other replica is left"
         elif self._board.num_begun() < self._grid.world_size:
             self.verdict = "not all ranks had trained a step yet, and until then they start together"
-        elif len(replicas) > 1 and not self._are_one_node(replicas):
-            self.verdict = f"{_named(replicas)} failed at the same time, and a run goes on after one death at a time"
+        elif are_several:
+            self.verdict = f"{_named(replicas)} failed at the same time: {rule}"
         else:
             if self._open_losses:
                 self.verdict = (
                     f"{_named(replicas)} failed before all others had gone on without "
-                    f"{_named(self._open_losses[0].replicas)}: a run goes on after one death at a time"
+                    f"{_named(self._open_losses[0].replicas)}: {rule}"
                 )
         return self.verdict is not None
 

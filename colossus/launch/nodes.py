@@ -142,6 +142,9 @@ class Nodes:
     def _is_gone(self, other: int) -> bool:
         if other in self.ends or (other in self._forgiven and self._has_store):
             return False
+        return self._is_silent(other)
+
+    def _is_silent(self, other: int) -> bool:
         return not self._has_store or time.monotonic() - self._heard[other] > self._silence
 
     def conclude(self, end: NodeEnd) -> None:
@@ -154,7 +157,7 @@ class Nodes:
         self._tell(end)
         since, trouble_since, has_spoken = time.monotonic(), math.inf, False
         self._silence = SILENCE_AFTER_END_SECONDS
-        while left := [other for other in self._others if other not in self.ends and not self._is_gone(other)]:
+        while left := [other for other in self._others if other not in self.ends and not self._is_silent(other)]:
             now = time.monotonic()
             if not end.is_good or self.has_trouble():
                 trouble_since = min(trouble_since, now)

@@ -52,8 +52,8 @@ class DPSGD(Gossip):
         super().step(optimizer, scale, before_update, found_inf, clip_value)
 
     def after_step(self, step: int) -> None:
+        self.push_sum.take_update()
         if self._combines_first:
-            self.push_sum.take_update()
             self.push_sum.debias()
         elif self.links is not None:
             self.send(step)

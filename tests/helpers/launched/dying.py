@@ -1,4 +1,5 @@
-"""A run in which the ranks that DEATHS names ("2:5 0:9", rank and step) kill themselves after a step, or raise."""
+"""A run in which the ranks that DEATHS names ("2:5 0:9", rank and step) kill themselves after a step, or raise, and
+the one that DIES_IN_EVALUATION names in the first one."""
 
 import os
 import signal
@@ -30,6 +31,8 @@ class _Model(nn.Module):
         self.up, self.down = layers.Linear(5, 6, split="column"), layers.Linear(6, 1, split="row")
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and os.environ.get("DIES_IN_EVALUATION") == os.environ["RANK"]:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
         return self.down(self.up(x))
 
