@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from helpers.launching import LAUNCH, finish, rows_of, start
 from colossus.checkpoint.manifest import read_manifest
 from colossus.context.death_board import DeathBoard
 from colossus.context.grid import RankGrid
-from colossus.launch import deaths, failure
+from colossus.launch import deaths, failure, nodes
 from colossus.launch.causes import RankExit
 from colossus.launch.deaths import Deaths
 from colossus.launch.failure import FailureRecord
-from colossus.launch.nodes import NodeEnd
+from colossus.launch.nodes import NodeEnd, Nodes
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "dying.py"
 KILLED, RAISED, GOOD = RankExit(-9), RankExit(1), RankExit(0)
@@ -417,6 +418,20 @@ def test_a_node_that_is_gone_takes_its_replicas_along(launcher: Launcher) -> Non
     launcher.deaths.look({}, [("node 1 (host b; ranks 2, 3)", [2, 3])])
     assert launcher.deaths.lost == {2, 3}
     assert "node 1 (host b; ranks 2, 3), which gives no sign of life" in launcher.deaths.losses[0].reason
+
+
+def test_a_node_that_is_gone_is_not_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SILENCE_AFTER_END_SECONDS", 0.1)
+    store = Store()
+    store.set("colossus/node/1", json.dumps({"host": "other", "ranks": [2, 3], "address": "127.0.0.1"}))
+    one = Nodes(store, 0, 2, [0, 1], "127.0.0.1")
+    one.forgive({2, 3})
+    ends = threading.Thread(target=one.conclude, args=(NodeEnd(0, "host", {0: GOOD, 1: GOOD}),), daemon=True)
+    ends.start()
+    ends.join(10.0)
+    assert not ends.is_alive()
+    assert not one.has_trouble()
+    one.close(holds_store=True)
 
 
 def test_the_report_has_the_numbers() -> None:
