@@ -80,8 +80,10 @@ def make_jobs(
     jobs: list[Job] = []
     root: Path | None = None
     problems = _Problems(_misplaced(overrides, strategies, plans))
-    for strategy in dict.fromkeys(strategies or [None]):
-        for plan in dict.fromkeys(plans or [None]):
+    each_strategy: list[str | None] = [*dict.fromkeys(strategies)] or [None]
+    each_plan: list[str | None] = [*dict.fromkeys(plans)] or [None]
+    for strategy in each_strategy:
+        for plan in each_plan:
             label = ", ".join(filter(None, [strategy, plan]))
             with problems.of(label):
                 given = list(overrides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ValidationError
 
@@ -38,7 +38,13 @@ from colossus.registry import (
 
 
 class StrategyOptions(Protocol):
-    """What the options of a data-parallel strategy answer."""
+    """What the options of a data-parallel strategy answer.
+
+    Attributes:
+        replicas_keep_step: whether all replicas are in the same step.
+    """
+
+    replicas_keep_step: ClassVar[bool]
 
     def check(self, config: Config) -> list[str]: ...
 

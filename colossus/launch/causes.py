@@ -107,17 +107,27 @@ def was_only_stopped(records: Iterable[FailureRecord], exits: Mapping[int, RankE
     return code if code is None or code > 0 else exit_code(-code)
 
 
-def block(causes: list[Cause], grid: RankGrid, folder: Path | None = None, *, others: bool = True) -> str:
+def block(
+    causes: list[Cause],
+    grid: RankGrid,
+    folder: Path | None = None,
+    *,
+    others: bool = True,
+    replicas_keep_step: bool = True,
+) -> str:
     """The one block a user reads after a failed run.
 
     Args:
         causes: of ``rank_causes``.
         folder: the run folder, to be named.
         others: say how the other ranks ended, too.
+        replicas_keep_step: all replicas are in the same step: what one says of it is true of all.
     """
     assert causes, "a block needs something that failed"
     first = causes[0]
-    title = f" run failed: rank {first.rank}{_at_step(causes)} "
+    replica = grid.index(first.rank, "data")
+    in_step = [each for each in causes if replicas_keep_step or grid.index(each.rank, "data") == replica]
+    title = f" run failed: rank {first.rank}{_at_step(in_step)} "
     lines = ["", title.center(WIDTH, "="), f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
     if first.record is not None and first.record.traceback:
         lines += ["", *_indent(first.record.traceback)]

@@ -25,7 +25,7 @@ from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.origin import Taken, choose
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
-from colossus.launch.stopped import code_of_stop, stopped_line
+from colossus.launch.stopped import code_of_stop, failure_block, stopped_line
 from colossus.launch.told import warnings_once
 from colossus.launch.worker import run_worker
 
@@ -253,7 +253,7 @@ def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
         print(f"colossus: {found[0].record.message}", file=sys.stderr)
         return USAGE
     if found and (found[0].rank in outcome.exits or len(outcome.exits) == grid.world_size):
-        print(causes.block(found, grid, folder), file=sys.stderr)
+        print(failure_block(found, config, grid, folder), file=sys.stderr)
     elif found:
         print(causes.elsewhere(found[0], grid, folder), file=sys.stderr)
     else:

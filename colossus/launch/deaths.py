@@ -157,9 +157,7 @@ class Deaths:
 
     def _refuse(self, replicas: Sequence[int]) -> bool:
         """Whether the run cannot go on without these."""
-        rule = (
-            "a run goes on after one death at a time, and not after one in the midst of an evaluation or a checkpoint"
-        )
+        rule = "a run goes on after one death at a time"
         are_several = len(replicas) > 1 and not self._are_one_node(replicas)
         if len(replicas) + len(self._lost_replicas) >= self._grid.size("data") and not are_several:
             self.verdict = "no other replica is left"

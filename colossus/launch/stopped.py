@@ -12,6 +12,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.folder import find_latest, root_of
 from colossus.checkpoint.manifest import read_manifest
 from colossus.config import Config
+from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid
 from colossus.launch import causes, failure, run_folder
 
@@ -38,6 +39,13 @@ def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str
     return f"{line}; no checkpoint was saved"
 
 
+def failure_block(found: Sequence[causes.Cause], config: Config, grid: RankGrid, folder: Path | None) -> str:
+    """`causes.block` of a run with this config."""
+    options = strategy_options(config)
+    in_step = options is None or options.replicas_keep_step
+    return causes.block(list(found), grid, folder, replicas_keep_step=in_step)
+
+
 def code_of_stop(code: int, found: Sequence[causes.Cause], config: Config, grid: RankGrid, folder: Path | None) -> int:
     """The exit code of a stop; 1, and what was wrong is printed, where checkpoints are saved and the last was not.
 
@@ -49,7 +57,7 @@ def code_of_stop(code: int, found: Sequence[causes.Cause], config: Config, grid:
         return code
     culprits = [cause for cause in found if cause.kind in ("death", "stuck") and not _was_loading(cause)]
     if culprits:
-        print(causes.block(culprits, grid, folder), file=sys.stderr)
+        print(failure_block(culprits, config, grid, folder), file=sys.stderr)
         return 1
     row = run_folder.last_metrics(folder)
     if row is None or row.get("time", 0.0) < failure.STARTED:  # of an attempt before: this one has made no step
@@ -62,7 +70,7 @@ def code_of_stop(code: int, found: Sequence[causes.Cause], config: Config, grid:
         return code
     print(f"colossus: step {row['step']} was the last, and no checkpoint of it was saved", file=sys.stderr)
     if found:
-        print(causes.block(list(found), grid, folder), file=sys.stderr)
+        print(failure_block(found, config, grid, folder), file=sys.stderr)
     return 1
 
 

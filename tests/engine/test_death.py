@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from torch import distributed as dist
@@ -11,9 +15,11 @@ from torch import distributed as dist
 from colossus.context.death_board import connect
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.strategies import living
 from colossus.engine.strategies.in_flight import InFlight
 from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.stop_wave import StopWave
+from colossus.launch import failure
 
 
 def test_ranks_that_live_are_numbered_anew() -> None:
@@ -105,3 +111,37 @@ def _shares(generator: random.Random, index: int, living: list[int]) -> dict[int
     weights[index] = 0.1 + generator.random()
     total = sum(weights.values())
     return {to: weight / total for to, weight in weights.items()}
+
+
+def test_who_hears_of_deaths_looks_again_after_an_error_and_says_so_when_it_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without links and groups: the thread alone, whose store breaks once, and then for good."""
+
+    class Board:
+        answers: ClassVar[list[int | None]] = [0, None, 2]
+
+        def num_deaths(self) -> int:
+            number = self.answers.pop(0) if self.answers else None
+            if number is None:
+                raise RuntimeError("Broken pipe")
+            return number
+
+    monkeypatch.setattr(living, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(living, "_DEAF_SECONDS", 0.1)
+    monkeypatch.setattr(living, "connect", lambda address, timeout: Board())
+    survivors = object.__new__(living.Survivors)
+    survivors._closing, survivors._deaf, survivors._num_deaths = threading.Event(), None, 0
+    survivors._context = SimpleNamespace(timeout=timedelta(seconds=5))  # type: ignore[assignment]
+    heard = threading.Event()
+    survivors._links = SimpleNamespace(nudge=heard.set)  # type: ignore[assignment]
+    thread = threading.Thread(target=survivors._watch, args=("",), daemon=True)
+    thread.start()
+    assert heard.wait(5.0)
+    assert survivors._num_deaths == 2
+    time.sleep(0.3)
+    with pytest.raises(RuntimeError, match=r"store, .* has not answered for 0.1 s: Broken pipe") as error:
+        survivors._require_hearing()
+    assert failure.kind_of(error.value) == "communication"
+    survivors._closing.set()
+    thread.join()

@@ -64,6 +64,18 @@ def test_a_killed_rank_is_named_from_its_exit_code() -> None:
     assert "ranks 0, 1, 3 stopped because rank 2 went away." in text
 
 
+def test_a_replica_that_keeps_no_step_with_others_has_its_own_or_none() -> None:
+    """Of two replicas of two ranks rank 2 is killed; its partner was at step 3, and of the others nobody may say."""
+    exits = {0: RankExit(1), 1: RankExit(1), 2: RankExit(-signal.SIGKILL), 3: RankExit(1)}
+    others = [record(rank, RuntimeError(PEER)) for rank in (0, 1)]
+    partner = record(3, RuntimeError(PEER))
+    for records, title in ((others, "rank 2 ="), ([*others, partner], "rank 2 at step 3 =")):
+        assert f"run failed: {title}" in causes.block(
+            causes.rank_causes(records, exits), GRID, replicas_keep_step=False
+        )
+        assert "run failed: rank 2 at step 3 =" in causes.block(causes.rank_causes(records, exits), GRID)
+
+
 def test_the_launchers_own_sigkill_is_no_cause_of_its_own() -> None:
     records = [record(0, ValueError("boom"))]
     exits = {0: RankExit(1), 1: RankExit(-signal.SIGKILL, after_stop=True), 2: RankExit(143, after_stop=True)}

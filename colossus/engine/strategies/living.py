@@ -36,6 +36,8 @@ _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 0.005
 #: for which a replica whose connection was closed may be waited for to be called dead, or alive
 _VERDICT_SECONDS = 45.0
+#: for which the launcher's store may not answer
+_DEAF_SECONDS = 5.0
 #: for which what the dead had sent may be on its way where no connection of theirs was seen to be closed
 _LAST_SECONDS = 0.5
 
@@ -132,6 +134,8 @@ class Survivors(Living):
         self._num_meetings = 0
         #: what the thread has seen
         self._num_deaths = 0
+        #: since when it has seen nothing, and why
+        self._deaf: tuple[float, RuntimeError] | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, args=(address,), name="colossus-deaths", daemon=True)
         self._thread.start()
@@ -172,6 +176,7 @@ class Survivors(Living):
             missing = [message for message in messages if not self._is_here(message)]
             if not missing:
                 break
+            self._require_hearing()
             now = time.monotonic()
             lost = next((each for each in missing if links.lost(each.source)), None)
             suspected = min(suspected, now) if lost is not None else math.inf
@@ -294,6 +299,7 @@ class Survivors(Living):
                 elif board.have_arrived(meeting, self.replicas):
                     board.decide(meeting, OPEN)
                     continue
+            self._require_hearing()
             if time.monotonic() - began > self._context.timeout.total_seconds():
                 raise RuntimeError(
                     f"timeout: not all replicas came to what they do together after step {self._next_step} within "
@@ -309,13 +315,29 @@ class Survivors(Living):
         self._thread.join(2 * _LOOK_SECONDS + 1.0)
 
     def _watch(self, address: str) -> None:
-        """Look for news, on a connection of its own."""
-        try:
-            board = connect(address, self._context.timeout)
-            while not self._closing.wait(_LOOK_SECONDS):
+        """Look for news, on a connection of its own, and on another where that one breaks."""
+        board = None
+        while not self._closing.wait(_LOOK_SECONDS):
+            try:
+                board = board or connect(address, self._context.timeout)
                 num_deaths = board.num_deaths()
-                if num_deaths != self._num_deaths:
-                    self._num_deaths = num_deaths
-                    self._links.nudge()
-        except RuntimeError:  # the launcher has gone, and ends this process
-            pass
+            except RuntimeError as error:
+                board = None
+                self._deaf = self._deaf or (time.monotonic(), error)
+                continue
+            self._deaf = None
+            if num_deaths != self._num_deaths:
+                self._num_deaths = num_deaths
+                self._links.nudge()
+
+    def _require_hearing(self) -> None:
+        """
+        Raises:
+            RuntimeError: when no news of deaths could be heard for a while.
+        """
+        deaf = self._deaf
+        if deaf is not None and time.monotonic() - deaf[0] > _DEAF_SECONDS:
+            raise RuntimeError(
+                f"the launcher's store, through which replicas hear of deaths, has not answered for {_DEAF_SECONDS:g} "
+                f"s: {deaf[1]}"
+            ) from deaf[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,9 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 class StrategyOptions(BaseModel):
     """Options of ``parallel.strategy``: those of a strategy are a subclass, which its class is made with."""
+
+    #: whether all replicas are in the same step
+    replicas_keep_step: ClassVar[bool] = True
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
@@ -35,6 +38,8 @@ class StrategyOptions(BaseModel):
 
 class PerReplicaOptions(StrategyOptions):
     """Of the strategies whose replicas have parameters of their own."""
+
+    replicas_keep_step: ClassVar[bool] = False
 
     #: what is evaluated and exported: the average of the replicas, or each replica's own (exported: the first's)
     evaluate: Literal["average", "own"] = "average"
