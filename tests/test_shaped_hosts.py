@@ -114,6 +114,7 @@ def timed_transfer(source: Host, to: Host, size: int) -> tuple[int, float]:
 
 
 @needs_hosts
+@pytest.mark.long
 def test_a_link_is_as_slow_as_was_asked_for() -> None:
     """At least that slow: how fast it is at most depends on the machine."""
     size = 2_000_000
@@ -154,7 +155,7 @@ def test_ranks_share_memory_inside_of_a_host_alone() -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, *long(signal.SIGTERM, signal.SIGHUP)])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, *long(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
 def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signum: signal.Signals) -> None:
     before = traces()
     # moved: a file that is there is complete
@@ -181,6 +182,7 @@ def test_nothing_is_left_whatever_ends_it(tmp_path: Path, signum: signal.Signals
 
 
 @needs_hosts
+@pytest.mark.long
 def test_nothing_is_left_after_an_exception_and_two_do_not_collide() -> None:
     before, networks = traces(), []
 

@@ -199,7 +199,7 @@ def looks_at(rank: int, path: Path, config: dict[str, Any]) -> tuple[State, list
 AFFINE = ("norm.weight", "norm.bias")
 
 
-@pytest.mark.parametrize("name", but(("d-psgd", "local_sgd", "diloco", "slowmo"), STRATEGIES))
+@pytest.mark.parametrize("name", but(("d-psgd", "local_sgd", "diloco", "slowmo", "own"), STRATEGIES))
 def test_each_goes_on_with_its_own_to_the_bit_and_others_with_the_average(name: str, tmp_path: Path) -> None:
     ranks = run_ranks(3, goes_on, tmp_path, name, with_context=False)
     states, path = [state for state, _, _ in ranks], tmp_path / name / folder_name_of(3)
@@ -268,6 +268,7 @@ def as_older(path: Path) -> None:
     (path / MANIFEST).write_bytes(replace(manifest, tensors=tensors, values=values).to_bytes())
 
 
+@pytest.mark.long
 def test_older_checkpoints_are_read_as_they_were(tmp_path: Path) -> None:
     """Each replica takes its own, others the first's."""
     parallel = dict(data=2, strategy=dict(type=LocalSteps, every=10))
