@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from colossus.engine.parameter_store import ParameterStore
@@ -34,17 +33,10 @@ class DiLoCo(Averaging):
 
     def end_round(self, fragment: Fragment, average: Tensor, weight: Tensor) -> None:
         options = self.options
-        assert fragment.anchor is not None
-        if fragment.momentum is None and options.outer_momentum:
-            fragment.momentum = [torch.zeros_like(value) for value in fragment.anchor]
-        views = fragment.vector.views(average)
         outer_step(
-            fragment.anchor,
-            views,
-            fragment.momentum,
+            fragment,
+            average,
             lr=options.outer_lr,
             momentum=options.outer_momentum,
             nesterov=options.nesterov,
         )
-        if views:
-            torch._foreach_copy_(views, fragment.anchor)

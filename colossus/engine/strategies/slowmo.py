@@ -52,21 +52,14 @@ class SlowMo(Averaging):
 
     def end_round(self, fragment: Fragment, average: Tensor, weight: Tensor) -> None:
         options = self.options
-        assert fragment.anchor is not None
-        if fragment.momentum is None and options.slow_momentum:
-            fragment.momentum = [torch.zeros_like(value) for value in fragment.anchor]
-        views = fragment.vector.views(average)
         outer_step(
-            fragment.anchor,
-            views,
-            fragment.momentum,
+            fragment,
+            average,
             lr=options.slow_lr,
             momentum=options.slow_momentum,
             nesterov=False,
             inner_lr=[self._lr_sums.get(param, 0.0) / max(1, self._num_steps) for param in fragment.params],
         )
-        if views:
-            torch._foreach_copy_(views, fragment.anchor)
         self._lr_sums.clear()
         self._num_steps = 0
         if options.buffers == "reset":
