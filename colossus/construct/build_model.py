@@ -46,7 +46,8 @@ def build(
         materialize: False leaves everything on the meta device (to check sizes, or to count).
         draw: False leaves zeros in the parameters of our layers, for values that are loaded next.
         prepare: gets the whole model on the meta device, and may delete parameters and buffers of it or set them to
-            None: these are never materialised, and the values of the others are what they are without it. See also
+            None: these are never materialised, and the values of the others are what they are without it. It may also
+            attach a `StoredSpec` to a parameter: of that its rows alone are drawn. See also
             `colossus.construct.tensor_replacer.keep_attributes_on_meta`. A build inside of a build ignores it.
 
     Raises:
@@ -129,7 +130,7 @@ class _Materializer:
         if tensor.is_meta and not spec.is_plain:
             value = self._draw_shards(tensor, path, leaf, spec, dtype)
         else:
-            value = self._cast(self._traced_value(tensor, name), dtype)
+            value = self._cast(self._rows_to_store(self._traced_value(tensor, name), spec), dtype)
         if value is tensor:
             return tensor
         real = nn.Parameter(value.detach(), requires_grad=tensor.requires_grad)
@@ -153,11 +154,20 @@ class _Materializer:
             return self.context.rng.key("init", _join(path, shard_name, leaf))
 
         dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        shape = (spec.shards[-1].rows[1], *tensor.shape[1:])  # `prepare` may have cut its rows
         if not self.draw:
-            return torch.zeros(tensor.shape, dtype=dtype, device=self.context.device)
-        return allocate.draw(
-            spec, tuple(tensor.shape), self.context, key_of=key_of, dtype=dtype, device=self.context.device
-        )
+            return torch.zeros(shape, dtype=dtype, device=self.context.device)
+        return allocate.draw(spec, shape, self.context, key_of=key_of, dtype=dtype, device=self.context.device)
+
+    def _rows_to_store(self, whole: Tensor, spec: ParameterSpec) -> Tensor:
+        """Of a plain parameter, the rows that this rank stores where `prepare` has cut them: all of it before."""
+        if not spec.layout.stored:
+            return whole
+        (shard,) = spec.shards
+        (start, stop), *_ = shard.layout.box(shard.shape, self.context.grid.sizes, self.context.coordinates)
+        out = whole.new_zeros((shard.rows[1], *whole.shape[1:]))
+        out[: stop - start] = whole[start:stop]
+        return out
 
     def _traced_value(self, tensor: Tensor, name: str) -> Tensor:
         if not tensor.is_meta:

@@ -38,6 +38,7 @@ from colossus.engine.reduction import StepReduction
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
+from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import full_model_order
@@ -145,12 +146,13 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
+    strategy = STRATEGIES.build(config.parallel.data_strategy)
 
     def prepare(whole: nn.Module) -> None:
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
-        _require_dense_gradients(whole)
         pipeline.split(whole, costs)
+        strategy.prepare(whole, context)
 
     module = build(factory, context, dtype=dtype, wide_dtype=context.precision.data, prepare=prepare)
     if not any(getattr(getattr(hook, "type", hook), "compares_values", False) for hook in config.hooks):
@@ -168,7 +170,7 @@ def _assemble(
         )
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    return _engine(config, context, module, loss, pipeline, inputs, loaders, optimizer)
+    return _engine(config, context, module, loss, strategy, pipeline, inputs, loaders, optimizer)
 
 
 def _engine(
@@ -176,6 +178,7 @@ def _engine(
     context: ParallelContext,
     model: nn.Module,
     loss_fn: LossFunction,
+    strategy: Strategy,
     pipeline: PipelineRuntime,
     inputs: Inputs,
     loaders: Loaders | None,
@@ -192,7 +195,6 @@ def _engine(
         partial(_meets_after, config, loaders is not None and loaders.validation is not None),
     )
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
-    strategy = STRATEGIES.build(config.parallel.data_strategy)
     strategy.setup(store, parts)
     optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context)
     strategy.optimizer_made(optimizer)
@@ -279,16 +281,6 @@ def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) mixes tokens, but parallel.sequence gives each of "
                 f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
                 f"each token by itself"
-            )
-
-
-def _require_dense_gradients(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, but a sparse gradient is neither "
-                f"summed over ranks nor clipped here: leave sparse out, or use colossus.layers.Embedding for a large "
-                f"table, which splits it over the tensor ranks"
             )
 
 

@@ -18,6 +18,7 @@ from colossus.engine.gradients.scatter import GradientScatter
 from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
+from colossus.layers.row_source import row_source
 from colossus.tensor_parallel.weight_store import WeightStore
 
 
@@ -80,7 +81,8 @@ class ParameterStore:
         return param if block is None else block.summed(param)
 
     def shard(self, axes: Iterable[str], *, stage: int = 3, offload: bool = False) -> None:
-        """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are.
+        """Store every parameter in rows cut over these axes; scalars, which have none, stay as they are, as do tables
+        with a `RowSource`.
 
         Also where the axes have one rank, if the optimizer's precision is not that of the parameters. Collective, as
         are all forwards from then on, and those of evaluations. Gradients come by `scatter`.
@@ -100,7 +102,11 @@ class ParameterStore:
             stage = min(stage, 2)
         storage = Storage(keeps_whole=stage < 3, keeps_gradients=stage < 2, offload=offload)
         self._group = group
-        blocks, root = by_block(self._model, self._chain(), lambda param: stage == 3 or param.requires_grad)
+
+        def takes(param: nn.Parameter) -> bool:
+            return row_source(param) is None and (stage == 3 or param.requires_grad)
+
+        blocks, root = by_block(self._model, self._chain(), takes)
         is_transient = stage == 3 and self.weights.scope != "step"
         for modules, held in in_buckets(blocks, 0 if is_transient else SLOT_BYTES):
             block = ShardedBlock(held, group, context, self.weights.scope, storage)

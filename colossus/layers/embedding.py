@@ -18,6 +18,7 @@ from colossus.context.precision import LOW, Precision
 from colossus.layers.layer import Layer
 from colossus.layers.lookup import look_up
 from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.sparse_lookup import sparse_embedding
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
@@ -61,13 +62,15 @@ class Embedding(Layer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         init: Initializer | None = None,
+        sparse: bool = False,
     ) -> None:
         super().__init__()
+        self.sparse = sparse
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.sharding = vocabulary_sharding(self, embedding_dim, num_embeddings)
+        self.sharding = None if sparse else vocabulary_sharding(self, embedding_dim, num_embeddings)
         init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
         layout = self.sharding.weight if self.sharding else Layout.whole(2)
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
@@ -95,7 +98,8 @@ class Embedding(Layer):
     def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
-            rows = look_up(ids, self.weight, self.padding_idx)
+            find = sparse_embedding if self.sparse else look_up
+            rows = find(ids, self.weight, self.padding_idx)
             return rows.to(activation_dtype(self.weight, self.context.precision))
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1

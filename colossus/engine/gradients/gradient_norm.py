@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
+from colossus.engine.gradients.values import values_of
 from colossus.layout.parameter import ParameterSpec, spec_of
 
 #: rows of a parameter, or all of them (None), and whether this rank counts their gradient
@@ -60,7 +61,11 @@ class GradientNorm:
         Not finite where a gradient is not, counted or not.
         """
         grads = [
-            self._no_gradient if param.grad is None else param.grad if rows is None else param.grad[slice(*rows)]
+            self._no_gradient
+            if param.grad is None
+            else values_of(param.grad)
+            if rows is None
+            else param.grad[slice(*rows)]
             for param, rows, _ in self._entries
         ]
         if not grads:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import DTYPES
 from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum
 from colossus.engine.gradients.buckets import LocalSum
@@ -18,6 +20,7 @@ from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.tables import Tables
 from colossus.engine.strategies.options.exact import AllReduceOptions
 from colossus.engine.strategies.strategy import Strategy
 
@@ -38,7 +41,20 @@ class AllReduce(Strategy):
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
 
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        if not self.exact or self._compress.compress is not None:
+            super().prepare(model, context)
+            return
+        tables = Tables(model, context, self.way_of)
+        self.tables = tables if tables else None
+
+    def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
+        """How the gradient of a table is summed over so many ranks that share it."""
+        return "dense"
+
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        if self.tables is not None:
+            self.tables.connect(parts.model)
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
         if self._compress.compress is not None:
@@ -48,7 +64,17 @@ class AllReduce(Strategy):
 
     def make_reduction(self) -> GradientReduction:
         """What sums the gradients of a step."""
-        return GradientReduction(self.parts, self.summed_axes, self.sum_of)
+        return GradientReduction(self.without_tables(self.parts), self.summed_axes, self.sum_of)
+
+    def without_tables(self, parts: ModelParts) -> ModelParts:
+        """What is summed in buckets."""
+        if (tables := self.tables) is None:
+            return parts
+        dense = {
+            stage: [param for param in params if tables.of(param) is None]
+            for stage, params in parts.parameters_by_stage.items()
+        }
+        return replace(parts, parameters_by_stage=dense)
 
     def sum_of(self, params: Sequence[nn.Parameter], axes: tuple[str, ...], dtype: torch.dtype) -> BucketSum:
         """How the gradients of a bucket are summed over these axes."""
@@ -72,6 +98,8 @@ class AllReduce(Strategy):
     def begin_step(self, step: int) -> None:
         if self._memory is not None:
             self._memory.begin(step, self.loss_scale)
+        if self.tables is not None:
+            self.tables.begin_step()
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
@@ -81,6 +109,8 @@ class AllReduce(Strategy):
 
     def finish(self) -> None:
         self._reduction.finish()
+        if self.tables is not None:
+            self.tables.sum_gradients()
         self.store.accept_whole_gradients()
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.values import values_of
 from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.tables import Tables, table_modules
 
 #: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
 BackwardKind = Literal["backward", "backward_input", "backward_weight"]
@@ -45,6 +48,7 @@ class Strategy:
             (exported: the first's).
         is_averaged: whether parameters are not the replica's own, inside of `evaluation` or `export`.
         on_progress: called where this replica waits for others that go on: nothing is stuck.
+        tables: with sparse gradients, of this rank; None where there are none.
         loss_scale: what the losses of the step that runs are multiplied by, set before `begin_step`; None: by nothing.
     """
 
@@ -53,6 +57,20 @@ class Strategy:
     evaluates: Literal["average", "own"] = "own"
     is_averaged = False
     loss_scale: Tensor | None = None
+    tables: Tables | None = None
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        """The model of this rank, on the meta device, before its values are drawn: say what is stored how.
+
+        Raises:
+            ValueError: for a model that this strategy cannot train.
+        """
+        name, module, _ = next(table_modules(model), ("", None, None))
+        if module is not None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, but {type(self).__name__} knows "
+                f"dense gradients only: leave sparse out, or take parallel.strategy = 'hybrid' or 'all_reduce'"
+            )
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
@@ -145,7 +163,11 @@ class Strategy:
         if found_inf is None:
             self.update(optimizer)
         # a strategy's own update may keep what it is given, and so is told by not being called
-        elif type(self).update is Strategy.update and (context := skipping_on_device(optimizer, found_inf)):
+        elif (
+            type(self).update is Strategy.update
+            and not self.tables
+            and (context := skipping_on_device(optimizer, found_inf))
+        ):
             with context:
                 self.update(optimizer)
         elif not bool(found_inf):
@@ -153,6 +175,8 @@ class Strategy:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
+        if self.tables:
+            self.tables.update(optimizer)
         optimizer.step()
 
     def after_step(self, step: int) -> None:
@@ -262,7 +286,8 @@ def scale_gradients(params: Iterable[nn.Parameter], scale: Tensor, clip_value: f
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
         if param.grad is not None:
-            kinds.setdefault((param.grad.dtype, param.grad.device), []).append(param.grad)
+            grad = values_of(param.grad)
+            kinds.setdefault((grad.dtype, grad.device), []).append(grad)
     for (dtype, device), grads in kinds.items():
         torch._foreach_mul_(grads, scale.to(device, dtype))
         if clip_value is not None:

@@ -1,0 +1,40 @@
+"""The gradient of some rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """Of a table [rows, dim].
+
+    Attributes:
+        ids: int64 [touched], ascending, each once.
+        rows: [touched, dim], the gradient of each of these rows.
+    """
+
+    ids: Tensor
+    rows: Tensor
+
+    @classmethod
+    def added(cls, parts: Sequence[RowGradient]) -> RowGradient:
+        """The sum of several: of one row in the order of the parts. At least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        ids, where = torch.unique(torch.cat([part.ids for part in parts]), return_inverse=True)
+        rows = parts[0].rows.new_zeros((len(ids), parts[0].rows.shape[1]))
+        start = 0
+        for part in parts:  # one after the other: the order of the sum is that of the parts on every rank
+            rows.index_add_(0, where[start : start + len(part.ids)], part.rows)
+            start += len(part.ids)
+        return cls(ids, rows)
+
+    def as_sparse(self, num_rows: int) -> Tensor:
+        """As torch has it: coalesced COO [num_rows, dim]. The same memory."""
+        shape = (num_rows, self.rows.shape[1])
+        return torch.sparse_coo_tensor(self.ids.unsqueeze(0), self.rows, shape, is_coalesced=True)

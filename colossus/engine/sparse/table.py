@@ -1,0 +1,89 @@
+"""A table of embeddings on a rank: lookups in it, and the gradient that they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossus.comm.first_order import first_order
+from colossus.engine.sparse.row_gradient import RowGradient
+from colossus.engine.sparse.ways.way import Way
+from colossus.layout.parameter import spec_of
+
+
+class Table:
+    """What stands between the layers that look up in a parameter and the parameter (a `RowSource`).
+
+    Attributes:
+        name: full name of the parameter.
+        param: as this rank stores it.
+        num_rows: of the whole table.
+        way: where rows are, and how gradients are summed.
+    """
+
+    def __init__(self, param: nn.Parameter, way: Way) -> None:
+        self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
+        self._parts: list[RowGradient] = []
+        self._was_used = False
+
+    # -- forward and backward -----------------------------------------------------------------------------
+
+    def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
+        self._was_used = self._was_used or torch.is_grad_enabled()
+        with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+            return self._look_up(ids, padding_idx)
+
+    def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
+        distinct, where = torch.unique(ids, return_inverse=True)
+        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
+            raise ValueError(
+                f"{self.name}: ids range over {int(distinct[0])}..{int(distinct[-1])}, outside the table's "
+                f"0..{self.num_rows - 1}"
+            )
+        rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
+        return rows, where
+
+    def add(self, gradient: RowGradient) -> None:
+        """Add to the gradient of this rank in this step."""
+        self._parts.append(gradient)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Forget gradients, and the rows that were fetched."""
+        self._parts, self._was_used = [], False
+        self.way.begin_step()
+
+    def sum_gradient(self) -> None:
+        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective.
+
+        None where no rank has looked anything up.
+        """
+        dim = self.param.shape[1]
+        nothing = RowGradient(
+            torch.empty(0, dtype=torch.int64, device=self.param.device), self.param.new_empty((0, dim)).detach()
+        )
+        own = RowGradient.added(self._parts or [nothing])
+        self._parts = []
+        self.param.grad = self.way.total(own).as_sparse(self.param.shape[0])
+
+
+class _Rows(torch.autograd.Function):
+    """param [stored rows, dim], distinct ids [n] -> rows [n, dim]; their gradient goes to the table, not to param."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.table, ctx.ids, ctx.padding_idx = table, ids, padding_idx
+        return table.way.fetch(ids)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        ids = ctx.ids
+        if ctx.padding_idx is not None:
+            kept = ids != ctx.padding_idx
+            ids, dy = ids[kept], dy[kept]
+        ctx.table.add(RowGradient(ids, dy))
+        return None, None, None, None

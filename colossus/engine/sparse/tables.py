@@ -1,0 +1,105 @@
+"""The tables of a model: which they are, and what a step does with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.sparse.plain_modules import look_up_in_rows
+from colossus.engine.sparse.row_update import update_rows
+from colossus.engine.sparse.table import Table
+from colossus.engine.sparse.ways.dense import Dense
+from colossus.engine.sparse.ways.gather import Gather
+from colossus.engine.sparse.ways.owners import Owners
+from colossus.engine.sparse.ways.way import Way
+from colossus.layers import Embedding
+from colossus.layers.row_source import give_row_source
+from colossus.layout.parameter import StoredSpec, attach, spec_of
+
+WAYS: dict[str, type[Way]] = {"dense": Dense, "gather": Gather, "owners": Owners}
+
+
+def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
+    for name, module in model.named_modules():
+        if isinstance(module, Embedding | nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            weight = module.weight
+            if isinstance(weight, nn.Parameter) and weight.requires_grad:
+                yield name, module, weight
+
+
+class Tables:
+    """Of a rank's part of a model.
+
+    Made in two steps: while the model has no values yet, which parameters are tables and how they are stored; and
+    once it has, what looks up in them.
+
+    Args:
+        model: of this rank, on the meta device.
+        way_of: (full name, full shape, ranks that share a table) -> name of its way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: ParallelContext,
+        way_of: Callable[[str, tuple[int, ...], int], str],
+    ) -> None:
+        self._context = context
+        #: by full name: the way, and the axes over which the gradient is a partial sum
+        self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self._tables: dict[int, Table] = {}
+        for _, _, weight in table_modules(model):
+            spec = spec_of(weight)
+            if spec.name in self._plans:
+                continue
+            axes = gradient_sum_axes(weight, context)
+            way = way_of(spec.name, spec.shards[0].shape, context.size(axes))
+            self._plans[spec.name] = way, axes
+            if way == "owners" and axes:
+                attach(weight, StoredSpec(spec, axes, context.grid.sizes))
+
+    def __bool__(self) -> bool:
+        return bool(self._plans)
+
+    def __iter__(self) -> Iterator[Table]:
+        return iter(self._tables.values())
+
+    def of(self, param: nn.Parameter) -> Table | None:
+        return self._tables.get(id(param))
+
+    def connect(self, model: nn.Module) -> None:
+        """The model has its values: lookups go through the tables from now on."""
+        for _, module, weight in table_modules(model):
+            spec = spec_of(weight)
+            if id(weight) not in self._tables:
+                way, axes = self._plans[spec.name]
+                num_rows = spec.shards[0].shape[0]
+                self._tables[id(weight)] = Table(weight, WAYS[way](weight, num_rows, self._context.group(axes)))
+                give_row_source(weight, self._tables[id(weight)])
+            if not isinstance(module, Embedding):
+                look_up_in_rows(module)
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        for table in self:
+            table.begin_step()
+
+    def sum_gradients(self) -> None:
+        """Collective: all ranks that share tables have them in the same order."""
+        for table in self:
+            table.sum_gradient()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the rows that the step has touched; the optimizer finds no gradient of tables afterwards."""
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        for table in self:
+            gradient, table.param.grad = table.param.grad, None
+            if gradient is not None and id(table.param) in group_of:
+                ids, rows = gradient._indices()[0], gradient._values()
+                update_rows(optimizer, group_of[id(table.param)], table.param, ids, rows)

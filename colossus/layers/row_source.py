@@ -1,0 +1,40 @@
+"""Where a lookup finds the rows of a table, and leaves their gradients."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RowSource(Protocol):
+    """Of a table whose gradient is of rows: what an engine puts between a layer and the parameter that it holds.
+
+    A rank may hold a part of the table, or other rows than those that it looks up.
+    """
+
+    def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
+        """The rows of some ids, each row once.
+
+        Args:
+            ids: integers of the whole table, any shape.
+            padding_idx: an id whose row gets no gradient.
+
+        Returns:
+            rows [distinct ids, dim], under autograd, in the dtype in which the table is stored; and of each id its
+            place among them, of the shape of ``ids``.
+
+        Raises:
+            ValueError: for an id that is not in the table.
+        """
+        ...
+
+
+def row_source(table: Tensor) -> RowSource | None:
+    """What lookups in a table ask; None: the parameter itself has all rows, and autograd makes its gradient."""
+    source: RowSource | None = getattr(table, "_colossus_rows", None)
+    return source
+
+
+def give_row_source(table: Tensor, source: RowSource) -> None:
+    table._colossus_rows = source  # type: ignore[attr-defined]
