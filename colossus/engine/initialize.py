@@ -148,7 +148,7 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
-    read = loaders.train.peek if loaders is not None else None
+    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
 
     def prepare(whole: nn.Module) -> None:
@@ -156,7 +156,7 @@ def _assemble(
             existing.update(hashes_of_existing(whole))
         tables = survey(whole, context)
         strategy.check_tables(tables)
-        strategy.choose_ways(tables, Samples(config, plain_factory, read, loss_fn), context)
+        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole, costs)
         strategy.prepare(whole, context)
 
