@@ -11,6 +11,7 @@ from colossus.comm.first_order import first_order
 from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Table:
@@ -45,6 +46,10 @@ class Table:
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 
+    def read(self, ids: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.way.read(ids)
+
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""
         self._parts.append(gradient)
@@ -76,7 +81,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.table, ctx.ids, ctx.padding_idx = table, ids, padding_idx
-        return table.way.fetch(ids)
+        return table.way.fetch(ids).to(gradient_dtype(param))
 
     @staticmethod
     @first_order

@@ -40,12 +40,17 @@ class Owners(Way):
             return super().fetch(ids)
         known = torch.isin(ids, self._ids, assume_unique=True)
         new = ids[~known]
-        wanted = exchange(new, self._counts(new), self.group)
-        found = self.param.detach().index_select(0, torch.cat(wanted) - self.group.index * self._per_rank)
-        rows = torch.cat(exchange(found, [len(part) for part in wanted], self.group))
+        rows = self.read(new)
         order = torch.argsort(torch.cat((self._ids, new)))
         self._ids, self._rows = torch.cat((self._ids, new))[order], torch.cat((self._rows, rows))[order]
         return self._rows[torch.searchsorted(self._ids, ids)]
+
+    def read(self, ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return super().fetch(ids)
+        wanted = exchange(ids, self._counts(ids), self.group)
+        found = self.param.detach().index_select(0, torch.cat(wanted) - self.group.index * self._per_rank)
+        return torch.cat(exchange(found, [len(part) for part in wanted], self.group))
 
     def total(self, gradient: RowGradient) -> RowGradient:
         if self.group.size == 1:
