@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from colossus.comm.uneven import exchange
-from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
+from colossus.rows.row_gradient import RowGradient
 
 
 class Owners(Way):
