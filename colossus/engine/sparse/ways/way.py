@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
-from colossus.engine.sparse.row_gradient import RowGradient
+from colossus.rows.row_gradient import RowGradient
 
 
 class Way:
@@ -26,6 +26,10 @@ class Way:
     def fetch(self, ids: Tensor) -> Tensor:
         """Rows [n, dim] of distinct ascending ids [n]; collective where rows are elsewhere."""
         return self.param.detach().index_select(0, ids)
+
+    def read(self, ids: Tensor) -> Tensor:
+        """`fetch` of rows that are not wanted again: nothing keeps them."""
+        return self.fetch(ids)
 
     def total(self, gradient: RowGradient) -> RowGradient:
         """The sum over the group, of the rows that this rank stores, by their place in ``param``. Collective."""
