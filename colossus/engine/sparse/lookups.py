@@ -19,7 +19,7 @@ from colossus.engine.inputs import model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.tables import table_modules
-from colossus.layers import Dropout, Embedding
+from colossus.layers import Dropout
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import spec_of
 from colossus.random import GLOBAL_RNG
@@ -80,7 +80,7 @@ def _record(model: nn.Module) -> dict[str, _Recorder]:
     for _, module, weight in table_modules(model):
         recorder = found.setdefault(spec_of(weight).name, _Recorder(weight))
         give_row_source(weight, recorder)
-        if not isinstance(module, Embedding):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             look_up_in_rows(module)
     for module in model.modules():
         if isinstance(module, Dropout | nn.modules.dropout._DropoutNd):
@@ -115,12 +115,24 @@ class _Recorder:
         distinct, where = torch.unique(ids, return_inverse=True)
         return self._table.new_empty((len(distinct), *self._table.shape[1:]), device="meta"), where
 
+    def read(self, ids: Tensor) -> Tensor:
+        return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
+
 
 class _RealIntegers(TorchDispatchMode):
     """Where an operator meets tensors with values and tensors without, all are without."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor:  # where a mask is true is known while it has values
+            args = args[0], [each for index in args[1] for each in _places(index)]
         if any(leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
             args, kwargs = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """A mask as the indices of its true elements; other indices as they are."""
+    if index is None or index.is_meta or index.dtype != torch.bool:
+        return [index]
+    return index.nonzero(as_tuple=True)
