@@ -174,7 +174,7 @@ class RowExchange:
         group = self.levels[number].group
         said = word.wish, word.table, word.rank, word.is_used
         lengths, heard = uneven.agree(counts, group, self._device, said)
-        return lengths, self._together([Word(Wish(wish), *of, bool(used)) for wish, *of, used in heard])
+        return lengths, self._together([Word(Wish(wish), of, by, bool(used)) for wish, of, by, used in heard])
 
     def _together(self, words: Sequence[Word]) -> Word:
         """What ranks want together; FAIL, told of by the rank that fails, or where they want different things."""
