@@ -113,7 +113,10 @@ class _Recorder:
             raise UnknownIds("ids are computed from what has no values on the meta device")
         self.calls.append(ids)
         distinct, where = torch.unique(ids, return_inverse=True)
-        return self._table.new_empty((len(distinct), *self._table.shape[1:]), device="meta"), where
+        return self.read(distinct), where
+
+    def read(self, ids: Tensor) -> Tensor:
+        return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
 
     def read(self, ids: Tensor) -> Tensor:
         return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
