@@ -14,6 +14,7 @@ from colossus.layers import log_uniform
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
 from colossus.layers.log_uniform import LogUniformSample
+from colossus.layers.row_source import row_source
 from colossus.layers.sharded import move, unwrap
 from colossus.layers.sparse_lookup import distinct_rows, read_rows
 from colossus.layers.tokens import local, require_features_last
@@ -97,6 +98,8 @@ class SampledSoftmax(Layer):
         if labels.shape != x.shape[:-1]:
             raise refusal(f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank")
         valid = labels != self.ignore_index
+        if (table := row_source(self.weight)) is not None:
+            table.require_ids(labels.masked_fill(~valid, 0))
         x, labels = x[valid], labels[valid]  # of tokens that do not count there is not even a NaN
         check_range(labels, self.num_classes, f"{self.title}: labels")
         x = x.to(product_dtype(x) or x.dtype)
