@@ -28,6 +28,7 @@ class Table:
         num_rows: of the whole table.
         way: where rows are, and how gradients are summed.
         features: where ranks have parts of them.
+        num_touched: rows to which this rank gave a gradient in the last step.
         own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
@@ -38,6 +39,7 @@ class Table:
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
         self.own_sum: Tensor | None = None
+        self.num_touched = 0
         self._sum: Callable[[], RowGradient | None] | None = None
 
     # -- forward and backward -----------------------------------------------------------------------------
@@ -95,6 +97,7 @@ class Table:
         is_used = bool(self._parts)  # a backward has come here, be it with no row
         own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
         self.own_sum = own.rows.sum() if is_used else None
+        self.num_touched = len(own.ids)
         self._parts = []
         self._sum = self.way.start_sum(own, is_used=is_used)
 
