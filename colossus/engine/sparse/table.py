@@ -11,6 +11,7 @@ from colossus.comm.first_order import first_order
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Table:
@@ -45,6 +46,10 @@ class Table:
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 
+    def read(self, ids: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.way.read(ids)
+
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""
         self._parts.append(gradient)
@@ -61,10 +66,14 @@ class Table:
 
         None where no rank has looked anything up.
         """
-        dim = self.param.shape[1]
-        nothing = RowGradient(
-            torch.empty(0, dtype=torch.int64, device=self.param.device), self.param.new_empty((0, dim)).detach()
-        )
+        if self.param.grad is not None:
+            raise ValueError(
+                f"{self.name} has sparse=True, but something else than a lookup gave it a gradient in this step (a "
+                f"product with its rows, a head or a penalty that uses them): leave sparse out"
+            )
+        ids = torch.empty(0, dtype=torch.int64, device=self.param.device)
+        rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
+        nothing = RowGradient(ids, rows)
         own = RowGradient.added(self._parts or [nothing])
         self._parts = []
         self.param.grad = self.way.total(own).as_sparse(self.param.shape[0])
@@ -76,7 +85,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.table, ctx.ids, ctx.padding_idx = table, ids, padding_idx
-        return table.way.fetch(ids)
+        return table.way.fetch(ids).to(gradient_dtype(param))
 
     @staticmethod
     @first_order
