@@ -52,7 +52,7 @@ def step(engine: Engine, number: int) -> float:
 
 def make(data: int, way: str, folder: Path, **optimizer: Any) -> Engine:
     config = dict(
-        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": way})),
+        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": way}, balance_after=1)),
         optimizer=optimizer or dict(type="AdamW", lr=0.05),
         train=dict(steps=9, global_batch_size=SAMPLES, precision="fp64"),
         checkpoint=dict(dir=str(folder)),
@@ -72,14 +72,15 @@ def save(rank: int, data: int, way: str, folder: Path) -> list[float]:
 
 def resume(rank: int, data: int, way: str, folder: Path) -> list[float]:
     engine = make(data, way, folder)
-    engine.checkpoints.resume()
+    engine.checkpoints.load(folder)
     losses = [step(engine, number) for number in range(2, 4)]
     engine.close()
     return losses
 
 
 def all_resumed(rank: int, world: int, folders: list[Path]) -> dict[str, list[float]]:
-    return {f"{folder.name} by {way}": resume(rank, world, way, folder) for folder in folders for way in WAYS}
+    ways = [WAYS[(number + world) % len(WAYS)] for number in range(len(folders))]
+    return {f"{at.name} by {way}": resume(rank, world, way, at) for at, way in zip(folders, ways, strict=True)}
 
 
 def all_saved(rank: int, world: int, root: Path) -> list[list[float]]:
@@ -108,8 +109,9 @@ def test_a_checkpoint_has_every_row_and_its_optimizer_state_once(tmp_path: Path)
     (three,), (one,) = ((list((tmp_path / name).glob("step-*"))) for name in ("three", "one"))
     with CheckpointReader(three) as reader, CheckpointReader(one) as reference:
         reader.verify()
-        assert reader.manifest.tensors.keys() == reference.manifest.tensors.keys()
-        for key, entry in reader.manifest.tensors.items():
+        of_model = {key: entry for key, entry in reader.manifest.tensors.items() if not key.startswith("ranks/")}
+        assert of_model.keys() == {key for key in reference.manifest.tensors if not key.startswith("ranks/")}
+        for key, entry in of_model.items():
             assert entry.shape == reference.manifest.tensors[key].shape
             torch.testing.assert_close(reader.tensor(key), reference.tensor(key), rtol=1e-12, atol=1e-14)
 
