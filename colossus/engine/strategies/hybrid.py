@@ -8,6 +8,7 @@ from typing import Any
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.hosts import Hosts
 from colossus.engine.sparse import alphas
 from colossus.engine.sparse.choice import (
     Alpha,
@@ -21,7 +22,6 @@ from colossus.engine.sparse.choice import (
 )
 from colossus.engine.sparse.samples import Samples
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.hosts import Hosts
 from colossus.engine.strategies.options.hybrid import HybridOptions
 
 log = logging.getLogger("colossus.engine")
@@ -96,3 +96,13 @@ class Hybrid(AllReduce):
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
         return self.choices[name].way
+
+    def hosts_of_rows(self) -> Hosts | None:
+        hosts = self.hosts
+        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
+            return None
+        return hosts
+
+    def partitions(self) -> int | None:
+        partitions = self.options.partitions
+        return partitions if isinstance(partitions, int) else None
