@@ -31,7 +31,7 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
     """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
     for name, module in model.named_modules():
         if isinstance(module, Embedding | nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            weight = module.weight
+            weight = getattr(module, "weight", None)  # None on the ranks of other stages
             if isinstance(weight, nn.Parameter) and weight.requires_grad:
                 yield name, module, weight
 
