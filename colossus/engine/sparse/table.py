@@ -12,6 +12,7 @@ from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Table:
@@ -50,6 +51,10 @@ class Table:
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 
+    def read(self, ids: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.way.read(ids)
+
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""
         self._parts.append(gradient)
@@ -64,14 +69,22 @@ class Table:
     @property
     def has_gradient(self) -> bool:
         """Whether a backward of this rank has come here in this step, be it with no row."""
-        return bool(self._parts)
+        return bool(self._parts) or self.param.grad is not None
 
     def sum_gradient(self) -> None:
-        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective."""
-        dim = self.param.shape[1]
-        nothing = RowGradient(
-            torch.empty(0, dtype=torch.int64, device=self.param.device), self.param.new_empty((0, dim)).detach()
-        )
+        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective.
+
+        Raises:
+            ValueError: where something else than a lookup has made a gradient.
+        """
+        if self.param.grad is not None:
+            raise ValueError(
+                f"{self.name} has sparse=True, but something else than a lookup gave it a gradient in this step (a "
+                f"product with its rows, a head or a penalty that uses them): leave sparse out"
+            )
+        ids = torch.empty(0, dtype=torch.int64, device=self.param.device)
+        rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
+        nothing = RowGradient(ids, rows)
         own = RowGradient.added(self._parts or [nothing])
         self.own_sum = own.rows.sum() if self._parts else None
         self._parts = []
@@ -84,7 +97,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.table, ctx.ids, ctx.padding_idx = table, ids, padding_idx
-        return table.way.fetch(ids)
+        return table.way.fetch(ids).to(gradient_dtype(param))
 
     @staticmethod
     @first_order

@@ -12,14 +12,14 @@ from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.gradients.buckets import LocalSum
-from colossus.engine.sparse.plain_modules import look_up_in_rows
+from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
 from colossus.engine.sparse.row_update import row_rule
 from colossus.engine.sparse.table import Table
 from colossus.engine.sparse.ways.dense import Dense
 from colossus.engine.sparse.ways.gather import Gather
 from colossus.engine.sparse.ways.owners import Owners
 from colossus.engine.sparse.ways.way import Way
-from colossus.layers import Embedding
+from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.rows.rules import Features
@@ -27,13 +27,41 @@ from colossus.rows.rules import Features
 WAYS: dict[str, type[Way]] = {"dense": Dense, "gather": Gather, "owners": Owners}
 
 
+#: what looks up rows, if it has sparse=True: in its parameters of two dims
+_LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
+
+
 def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
     for name, module in model.named_modules():
-        if isinstance(module, Embedding | nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            weight = getattr(module, "weight", None)  # None on the ranks of other stages
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                yield name, module, weight
+        if isinstance(module, _LOOKUPS) and module.sparse:
+            for leaf in ("weight", "bias"):
+                table = getattr(module, leaf, None)
+                if isinstance(table, nn.Parameter) and table.requires_grad:
+                    yield name, module, table
+
+
+def require_lookups_alone(model: nn.Module) -> None:
+    """That the tables of a model are looked up in, and nothing else.
+
+    Raises:
+        ValueError: for one that a module shares which does something else with it, and for what lookups of torch's
+            modules cannot do here.
+    """
+    tables = {}
+    for name, module, table in table_modules(model):
+        require_lazy(name, module)
+        tables[id(table)] = name
+    for name, module in model.named_modules():
+        if isinstance(module, _LOOKUPS) and module.sparse:
+            continue
+        for leaf, parameter in module._parameters.items():
+            if id(parameter) in tables:
+                raise ValueError(
+                    f"{tables[id(parameter)]} has sparse=True, but its table is {name}.{leaf} "
+                    f"({type(module).__name__}), too, whose gradient is of all rows: leave sparse out, or let {name} "
+                    f"have a parameter of its own"
+                )
 
 
 class Tables:
@@ -53,6 +81,7 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
     ) -> None:
+        require_lookups_alone(model)
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -86,7 +115,7 @@ class Tables:
                 group = self._context.group(axes)
                 self._tables[id(weight)] = Table(weight, WAYS[way](weight, num_rows, group), self._features(spec))
                 give_row_source(weight, self._tables[id(weight)])
-            if not isinstance(module, Embedding):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
 
     def _features(self, spec: ParameterSpec) -> Features | None:

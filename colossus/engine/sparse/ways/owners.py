@@ -59,14 +59,19 @@ class Owners(Way):
             return super().fetch(ids)
         known = torch.isin(ids, self._ids, assume_unique=True)
         new = ids[~known]
-        by_owner, counts = self._by_owner(new)
-        new = new[by_owner]
-        wanted = exchange(new, counts, self.group)
-        found = self.param.detach().index_select(0, self._stored(torch.cat(wanted)))
-        rows = torch.cat(exchange(found, [len(part) for part in wanted], self.group))
+        rows = self.read(new)
         order = torch.argsort(torch.cat((self._ids, new)))
         self._ids, self._rows = torch.cat((self._ids, new))[order], torch.cat((self._rows, rows))[order]
         return self._rows[torch.searchsorted(self._ids, ids)]
+
+    def read(self, ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return super().fetch(ids)
+        by_owner, counts = self._by_owner(ids)
+        wanted = exchange(ids[by_owner], counts, self.group)
+        found = self.param.detach().index_select(0, self._stored(torch.cat(wanted)))
+        rows = torch.cat(exchange(found, [len(part) for part in wanted], self.group))
+        return torch.empty_like(rows).index_copy_(0, by_owner, rows)
 
     def total(self, gradient: RowGradient) -> RowGradient:
         if self.group.size == 1:

@@ -27,6 +27,10 @@ class Way:
         """Rows [n, dim] of distinct ascending ids [n]; collective where rows are elsewhere."""
         return self.param.detach().index_select(0, ids)
 
+    def read(self, ids: Tensor) -> Tensor:
+        """`fetch` of rows that are not wanted again: nothing keeps them."""
+        return self.fetch(ids)
+
     def total(self, gradient: RowGradient) -> RowGradient:
         """The sum over the group, of the rows that this rank stores, by their place in ``param``. Collective."""
         raise NotImplementedError
