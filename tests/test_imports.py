@@ -19,9 +19,11 @@ PACKAGE = Path(colossus.__file__).parent
 #: who may import whom: a room imports rooms of lower levels and itself, never a sibling on its own level
 LEVELS = {
     "context": 0,
+    "rows": 0,
     "comm": 1,
     "layout": 2,
     "checkpoint": 3,
+    "server": 3,
     "construct": 3,
     "sequence_parallel": 3,
     "tensor_parallel": 3,
@@ -285,6 +287,7 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.graphs.checks",
         *graphs,
         "colossus.engine.strategies.options.gossip",
+        "colossus.server.environment",
         "colossus.cli.show",
         "colossus.cli.show_graph",
         "colossus.cli.main",

@@ -5,32 +5,28 @@ A connection carries messages in one direction: who sends makes it when there is
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from colossus.comm.peer_listener import Observer, PeerListener
 from colossus.comm.peer_wire import BYE, Header, hello
+from colossus.comm.send_queue import Done, SendQueue
+from colossus.comm.wake import Wake
 
-_CHUNK = 1 << 20
 #: how long a rank that closes waits until what it has sent is with the others
 _CLOSE_SECONDS = 10.0
-
-Done = Callable[[], None]
 
 
 @dataclass(eq=False)
 class _Outgoing:
     stream: socket.socket | None = None
-    #: what is left to be written, and what is to be called when a piece has been
-    queue: deque[tuple[memoryview, Done | None]] = field(default_factory=deque)
+    queue: SendQueue = field(default_factory=SendQueue)
     is_watched: bool = False
     #: nothing can be sent any more
     is_shut: bool = False
@@ -55,9 +51,7 @@ class PeerConnections:
         self._lock = threading.RLock()
         self._closing = False
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = Wake()
         self._incoming = PeerListener(self._selector, host, me, num_ranks, most_bytes, observer)
         self.address = self._incoming.address
         self._addresses: Sequence[tuple[str, int]] = ()
@@ -73,7 +67,7 @@ class PeerConnections:
         """
         self._addresses, self._key = addresses, key
         self._incoming.start(key)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wake)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.drain)
         self._thread.start()
         _open.add(self)
 
@@ -84,34 +78,35 @@ class PeerConnections:
         out = self._outgoing[target]
         with self._lock:
             if data is None:
-                out.queue.append((memoryview(header), done))
+                out.queue.put(header, done)
             else:
-                out.queue.extend([(memoryview(header), None), (data, done)])
-        self._wake()
+                out.queue.put(header)
+                out.queue.put(data, done)
+        self._wake.call()
 
     def drop(self, target: int) -> None:
         """Send nothing more to a peer."""
         self._outgoing[target].is_shut = True
-        self._wake()
+        self._wake.call()
 
     def backlog(self, target: int) -> int:
         """Bytes that wait to be written."""
-        return sum(len(view) for view, _ in tuple(self._outgoing[target].queue))
+        return self._outgoing[target].queue.num_bytes
 
     def close(self) -> None:
         """Write all that is queued, as long as somebody reads it, and say goodbye."""
         with self._lock:
             for out in self._outgoing.values():
                 if (out.stream is not None or out.queue) and not out.is_shut:
-                    out.queue.append((memoryview(Header(BYE, 0, 0, 0).pack()), None))
+                    out.queue.put(Header(BYE, 0, 0, 0).pack())
             self._closing = True
         if self._thread.is_alive():
-            self._wake()
+            self._wake.call()
             self._thread.join(_CLOSE_SECONDS)
         self._close_streams()
         if not self._thread.is_alive():
             self._close_reading()
-            self._close_wake_write()
+            self._wake.close()
 
     def _close_streams(self) -> None:
         self._incoming.close()
@@ -123,24 +118,11 @@ class PeerConnections:
         """After a fork, where the thread does not run."""
         self._close_streams()
         self._close_reading()
-        self._close_wake_write()
+        self._wake.close()
 
     def _close_reading(self) -> None:
         self._selector.close()
-        if self._wake_read >= 0:
-            os.close(self._wake_read)
-            self._wake_read = -1
-
-    def _close_wake_write(self) -> None:
-        if self._wake_write >= 0:
-            os.close(self._wake_write)
-            self._wake_write = -1
-
-    def _wake(self) -> None:
-        # it is awake already, or has ended
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            if self._wake_write >= 0:
-                os.write(self._wake_write, b"w")
+        self._wake.close_reading()
 
     # -- the thread ---------------------------------------------------------------------------------------
 
@@ -157,15 +139,11 @@ class PeerConnections:
                             break
                 for key, _ in self._selector.select(0.5):
                     key.data()
-                self._incoming.look_around()
+                self._incoming.door.look_around()
         except BaseException as error:  # told by the main thread
             self._observer.on_failure(error)
         finally:
             self._close_reading()
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
 
     def _watch(self, index: int) -> None:
         """Have a connection that is wanted, and be told when it can be written."""
@@ -176,17 +154,17 @@ class PeerConnections:
             self._drop_queue(out)
             return
         if out.stream is None:
-            if self._incoming.is_paused:
+            if self._incoming.door.is_paused:
                 return
             host, port = self._addresses[index]
             try:
                 out.stream = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
             except OSError as error:
-                self._incoming.pause(error)
+                self._incoming.door.pause(error)
                 return
             out.stream.setblocking(False)
             out.stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            out.queue.appendleft((memoryview(hello(self._key, self._me, index)), None))
+            out.queue.put_first(hello(self._key, self._me, index))
             out.stream.connect_ex((host, port))
         if not out.is_watched:
             out.is_watched = True
@@ -196,15 +174,7 @@ class PeerConnections:
         out = self._outgoing[index]
         assert out.stream is not None
         try:
-            while out.queue:
-                view, done = out.queue[0]
-                sent = out.stream.send(view[:_CHUNK])
-                if sent < len(view):
-                    out.queue[0] = (view[sent:], done)
-                    continue
-                out.queue.popleft()
-                if done is not None:
-                    done()
+            out.queue.write(out.stream)
         except BlockingIOError:
             return
         except OSError as error:
@@ -216,8 +186,7 @@ class PeerConnections:
 
     def _drop_queue(self, out: _Outgoing) -> None:
         with self._lock:
-            dropped = [done for _, done in out.queue if done is not None]
-            out.queue.clear()
+            dropped = out.queue.drop()
         for done in dropped:
             done()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers.ranks import grid, run_ranks
 
-from colossus.comm import accounting, peer_listener
+from colossus.comm import accounting, door
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_wire import HEADER_BYTES, HELLO_BYTES, Header, WireError, hello, read_hello
 from colossus.comm.peers import PeerGone, PeerLinks
@@ -116,7 +116,7 @@ def _crowd(context: ParallelContext) -> dict[str, object]:
         files.append(_open_files())
     found["files"] = files[-1] - files[1]
 
-    peer_listener._GREETING_SECONDS, peer_listener._PAUSE_SECONDS = 1.0, 0.1
+    door.GREETING_SECONDS, door._PAUSE_SECONDS = 1.0, 0.1
     links = PeerLinks(group, 1000, 10.0)
     listener, before = links._connections._incoming, _open_files()
     if group.index == 0:
@@ -132,9 +132,9 @@ def _crowd(context: ParallelContext) -> dict[str, object]:
     all_gather_object(0, group)
     if group.index == 0:
         deadline = time.monotonic() + 10.0
-        while not listener.is_paused and time.monotonic() < deadline:
+        while not listener.door.is_paused and time.monotonic() < deadline:
             time.sleep(0.002)
-        found["paused"] = listener.is_paused
+        found["paused"] = listener.door.is_paused
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for stream in silent[20:]:  # their time is over
             stream.settimeout(10.0)
@@ -147,7 +147,7 @@ def _crowd(context: ParallelContext) -> dict[str, object]:
         found["came"] = links.receive(0, 1, 1).number
     connections = links._connections
     selector = cast("selectors.EpollSelector", connections._selector)
-    kept = [connections._wake_read, connections._wake_write, selector.fileno(), listener._listener.fileno()]
+    kept = [connections._wake._read, connections._wake._write, selector.fileno(), listener._listener.fileno()]
     child = os.fork()
     if not child:
         os._exit(sum(map(_is_open, kept)))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm.first_order import first_order
-from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
+from colossus.rows.row_gradient import RowGradient
 
 
 class Table:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from colossus.comm import collectives
-from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
+from colossus.rows.row_gradient import RowGradient
 
 
 class Dense(Way):

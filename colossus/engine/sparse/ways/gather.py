@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
+from colossus.rows.row_gradient import RowGradient
 
 
 class Gather(Way):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from colossus.context.groups import AxisGroup
-from colossus.engine.sparse.row_gradient import RowGradient
+from colossus.rows.row_gradient import RowGradient
 
 
 class Way:

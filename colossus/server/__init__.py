@@ -1,0 +1,1 @@
+"""Parameter servers: requests and replies between workers and servers, and what a server keeps."""
