@@ -45,9 +45,22 @@ class StrategySection(Named):
     type: Annotated[Any, AfterValidator(require_type)] = "all_reduce"
 
 
+class TableOptimizer(Named):
+    """Of tables with sparse gradients, where it is another than that of the other parameters."""
+
+    type: str
+    #: by default ``optimizer.lr``
+    lr: Positive | None = None
+
+
 class Optimizer(Named):
     type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
     lr: Positive = 3e-4
+    tables: TableOptimizer | None = None
+
+    def spec(self) -> dict[str, Any]:
+        """Without what is for tables."""
+        return {key: value for key, value in super().spec().items() if key != "tables"}
 
 
 class LRSchedule(Named):

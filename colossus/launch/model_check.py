@@ -64,6 +64,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.pipeline import PipelineRuntime
+    from colossus.engine.sparse.table_group import has_tables, require_optimizer_of_tables
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
@@ -77,6 +78,7 @@ def check_model(config: Config) -> ModelInfo | None:
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
+            require_optimizer_of_tables(config.optimizer, has_tables(model), is_given=False)  # type: ignore[arg-type]
             pipeline.split(model)  # type: ignore[arg-type]
 
         factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)

@@ -131,7 +131,7 @@ class AllReduce(Strategy):
             self._memory.end(self._count, found_inf)
 
     def local_sums(self) -> list[LocalSum]:
-        return self._reduction.local_sums()
+        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def abandon(self) -> None:
         self._reduction.abandon()

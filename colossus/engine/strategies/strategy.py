@@ -190,9 +190,8 @@ class Strategy:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
-        if self.tables:
-            self.tables.update(optimizer)
-        optimizer.step()
+        with self.tables.updated(optimizer) if self.tables else nullcontext():
+            optimizer.step()
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step``: mix, average, gather.
