@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colossus.config import Config, ConfigError
-from colossus.registry import MODELS
+from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
 
@@ -74,12 +74,14 @@ def check_model(config: Config) -> ModelInfo | None:
     try:
         context = ParallelContext.from_config(config, connect=False)
         pipeline = PipelineRuntime(config, context)
+        strategy = STRATEGIES.build(config.parallel.data_strategy)
 
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
             require_optimizer_of_tables(config.optimizer, has_tables(model), is_given=False)  # type: ignore[arg-type]
             pipeline.split(model)  # type: ignore[arg-type]
+            strategy.prepare(model, context)
 
         factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
         model = build(factory, context, materialize=False, prepare=cut)

@@ -38,7 +38,7 @@ from colossus.engine.state.optimizer import (
 )
 from colossus.engine.state.parameters import add_parameters, boxes_of
 from colossus.engine.state.per_parameter import read_state, require_state_fits
-from colossus.engine.state.replicas import AVERAGE, Source, has_own_parameters, source_of
+from colossus.engine.state.replicas import AVERAGE, Source, source_of
 from colossus.engine.state.run_state import restore_run, run_values, written_for
 from colossus.engine.state.weights import (
     known_weights,

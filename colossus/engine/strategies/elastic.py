@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from colossus.engine.strategies.server_async import AsyncServer
 
@@ -55,17 +51,3 @@ class Elastic(AsyncServer):
             if is_sync:
                 self.at_servers.wait_for_pushes()
         self.at_servers.finish_step(step)
-
-    # -- state ----------------------------------------------------------------------------------------------
-
-    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
-        """The anchor, of the first replica: a run that goes on has parameters of its own, and this one."""
-        if self._data_group.index:
-            return {}
-        self.at_servers.place(self._completed)
-        anchor = self.at_servers.whole(self.at_servers.pull().wait())
-        return {param: {"anchor": value} for param, value in zip(self.trained, anchor, strict=True)}
-
-    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        anchors: list[Tensor | None] = [state.get(param, {}).get("anchor") for param in self.trained]
-        self.at_servers.begin_with(None if any(each is None for each in anchors) else anchors)

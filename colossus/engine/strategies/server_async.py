@@ -17,6 +17,7 @@ from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.server_parameters import Pull, ServerParameters
+from colossus.engine.strategies.server_shards import require_rows
 from colossus.engine.strategies.strategy import Strategy
 
 log = logging.getLogger("colossus.engine")
@@ -39,6 +40,7 @@ class AsyncServer(PerReplica):
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         Strategy.prepare(self, model, context)
+        require_rows(self.options.servers, model)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
@@ -58,8 +60,8 @@ class AsyncServer(PerReplica):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        self.at_servers.place(step)
-        self.at_servers.wait_for_slowest(step)
+        self.at_servers.place()
+        self.at_servers.wait_for_slowest()
 
     def come_together(self) -> None:
         """Let all that was pushed be applied."""
@@ -104,7 +106,7 @@ class AsyncServer(PerReplica):
     def share(self) -> tuple[list[Tensor], float]:
         """The first replica gives all: what the servers have."""
         params = [param.detach() for param in self.trained]
-        self.at_servers.place(self._completed)
+        self.at_servers.place()
         if self._data_group.index:
             return [torch.zeros_like(param) for param in params], 0.0
         return self.at_servers.whole(self.at_servers.pull().wait()), 1.0
@@ -115,11 +117,26 @@ class AsyncServer(PerReplica):
             one = torch.zeros(1, device=self.parts.context.device)
             collectives.all_reduce(one, self._data_group, owned=True).wait()
 
-    # -- besides ------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """What the servers have, of the first replica, where workers have parameters of their own beside it."""
+        if not self.own_parameters:
+            return {}
+        self.at_servers.place()
+        values, weight = self.share()
+        return {param: {"server": each} for param, each in zip(self.trained, values, strict=True)} if weight else {}
+
+    def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        values = [state.get(param, {}).get("server") for param in self.trained]
+        found = [each for each in values if each is not None]
+        self.at_servers.begin_with(found if len(found) == len(values) else None)
 
     def parameters_loaded(self) -> None:
         self._drop_pull()
         self.at_servers.forget()
+
+    # -- besides ------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         super().abandon()
@@ -135,7 +152,7 @@ class AsyncServer(PerReplica):
 
 class AsyncSGD(AsyncServer):
     """A worker pulls, and pushes its gradient, divided by its own tokens and clipped by its own norm; the servers apply
-    it at once with the learning rate of the worker's step (Hogwild-style; 1106.5730, 1504.?)."""
+    it at once with the learning rate of the worker's step (Dean et al., NIPS 2012, with n = m = 1)."""
 
     #: what a worker has of the parameters is what it has pulled
     own_parameters = False
@@ -156,7 +173,7 @@ class AsyncSGD(AsyncServer):
     def meet(self) -> None:
         super().meet()
         if self._completed or self.at_servers.is_placed:
-            self.at_servers.place(self._completed)
+            self.at_servers.place()
             self.at_servers.pull().wait_into_parameters()
             self.wait_for_all()
 

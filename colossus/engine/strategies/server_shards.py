@@ -70,14 +70,29 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
         for each in of_rank:
             holders.setdefault(each.name, []).append(index)
     shards = [
-        ServerShard(
-            name, logical.parameter, logical.rows, holders[name][0] == replica.index, len(holders[name]) > 1
-        )
+        ServerShard(name, logical.parameter, logical.rows, holders[name][0] == replica.index, len(holders[name]) > 1)
         for name, logical in found
         if logical.local().numel()
     ]
     union = {each.name: each for of_rank in held for each in of_rank if 0 not in each.shape}
     return shards, [union[name] for name in sorted(union)]
+
+
+def require_rows(num_servers: int, model: nn.Module) -> None:
+    """That each server can have rows of something.
+
+    Args:
+        model: of a rank, on the meta device.
+
+    Raises:
+        ValueError: there are more servers than rows.
+    """
+    most = max((param.shape[0] if param.dim() else 1 for param in model.parameters()), default=1)
+    if num_servers > most:
+        raise ValueError(
+            f"parallel.strategy.servers = {num_servers}, but parameters are cut by rows, and the largest number of "
+            f"rows that a rank has of one is {most}; use at most {most}"
+        )
 
 
 def _suffix(box: Box, shape: tuple[int, ...]) -> str:

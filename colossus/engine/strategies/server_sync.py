@@ -15,7 +15,8 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.server import ServerOptions
-from colossus.engine.strategies.server_parameters import ServerParameters
+from colossus.engine.strategies.server_parameters import Pull, ServerParameters
+from colossus.engine.strategies.server_shards import require_rows
 from colossus.engine.strategies.strategy import Strategy
 
 
@@ -32,11 +33,14 @@ class SyncServer(AllReduce):
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         Strategy.prepare(self, model, context)
+        require_rows(self.options.servers, model)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
         self.at_servers = ServerParameters(self.options, parts, self.trained, lambda: self.on_progress())
-        self._step = -1
+        #: of synchronous steps, one also for each that failed
+        self._number = 0
+        self._pull: Pull | None = None
 
     def make_reduction(self) -> GradientReduction:
         return GradientReduction(self.without_tables(self.parts), self.parts.context.replica_axes)
@@ -48,17 +52,17 @@ class SyncServer(AllReduce):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
-        self._step = step
-        self.at_servers.place(step)
+        self._number += 1
+        self.at_servers.place()
 
     def finish(self) -> None:
         super().finish()
-        self.at_servers.accumulate(self._step)
+        self.at_servers.accumulate(self._number)
 
     def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
         """Of the sums at the servers, which the first of the ranks that push a parameter counts."""
         total = squares * 0.0  # what is not finite here stays so
-        found = self.at_servers.squares(self._step)
+        found = self.at_servers.squares(self._number)
         if self._data_group.index == 0:
             place = {id(param): number for number, param in reversed(list(enumerate(norm.params)))}
             for param, square in found:
@@ -75,10 +79,12 @@ class SyncServer(AllReduce):
     ) -> None:
         before_update()
         skipped = found_inf is not None and bool(found_inf)
-        self.at_servers.apply(self._step, None if skipped else scale.item(), clip_value)
+        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item(), clip_value)
 
     def after_step(self, step: int) -> None:
-        self.at_servers.pull(step + 1).wait_into_parameters()
+        assert self._pull is not None
+        self._pull.wait_into_parameters()
+        self._pull = None
 
     # -- besides ------------------------------------------------------------------------------------------
 

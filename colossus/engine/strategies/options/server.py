@@ -63,10 +63,10 @@ class ServerOptions(PerReplicaOptions):
         problems += self._combination_problems()
         problems += self._staleness_problems()
         problems += self._optimizer_problems(config.optimizer)
-        if config.parallel.zero.stage:
+        if config.train.clip_grad_value is not None and not self.has_own_optimizer and self.mode == "sync":
             problems.append(
-                f"parallel.zero = {config.parallel.zero.stage}: with strategy 'server' parameters and the optimizer's "
-                f"state are cut over the servers; leave zero out, or take another strategy"
+                f"train.clip_grad_value = {config.train.clip_grad_value}: the sums of gradients are at the servers, "
+                f"which clip by their norm only; use clip_grad_norm, or mode='async'"
             )
         return problems
 
