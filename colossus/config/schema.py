@@ -185,13 +185,20 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Parallel:
-        if self.zero.stage and "strategy" in self.model_fields_set and self.strategy.type != "hierarchical":
+        if not self.zero.stage or "strategy" not in self.model_fields_set or self.strategy.type == "hierarchical":
+            return self
+        if self.strategy.type == "hybrid":
             raise ValueError(
-                f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
-                f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
-                f"'hierarchical' it shards inside of each host, and sums between hosts"
+                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner, who sums its "
+                f"gradient and updates it, and ZeRO would cut the same table over the same data ranks once more. Leave "
+                f"zero out (tables and their optimizer state are cut over data already), or take zero with dense "
+                f"gradients: embeddings without sparse=True, and no strategy"
             )
-        return self
+        raise ValueError(
+            f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
+            f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
+            f"'hierarchical' it shards inside of each host, and sums between hosts"
+        )
 
     @property
     def data_strategy(self) -> dict[str, Any]:

@@ -35,7 +35,9 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
-from colossus.engine.sparse.table_group import has_tables, require_optimizer_of_tables
+from colossus.engine.sparse.samples import Samples
+from colossus.engine.sparse.survey import survey
+from colossus.engine.sparse.table_group import require_optimizer_of_tables
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
@@ -135,7 +137,7 @@ def _assemble(
     spec = config.model
     dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
-    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
+    plain_factory, factory = factory, with_activation_checkpoint(factory, config.train.activation_checkpoint)
     held = data if data is not None else config.data
     loaders = None
     if held is not None:
@@ -147,15 +149,19 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
+    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     with_tables = False
 
     def prepare(whole: nn.Module) -> None:
         nonlocal with_tables
-        with_tables = has_tables(whole)
-        require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
+        tables = survey(whole, context)
+        with_tables = bool(tables.untied)
+        require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
+        strategy.check_tables(tables)
+        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole, costs)
         strategy.prepare(whole, context)
 
