@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import servers
+from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import Trace, assert_close_states, batch_of, config_of, is_key_bias, run_cases
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.engine.strategies.downpour import Downpour
 
-servers.in_threads()
+server_threads.in_threads()
 
 STEPS = 4
 SGD: dict[str, Any] = dict(type="SGD", lr=0.1, momentum=0.9, weight_decay=0.01)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import servers
+from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.training import Trace, assert_close_states, config_of, is_key_bias, run_cases
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import colossus
 
-servers.in_threads()
+server_threads.in_threads()
 
 STEPS = 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
