@@ -173,7 +173,22 @@ DATASETS = Registry(
 )
 OPTIMIZERS = Registry(
     "optimizer",
-    {"AdamW": "colossus.engine.optimizers:adamw", "SGD": "colossus.engine.optimizers:sgd"},
+    {
+        "AdamW": "colossus.engine.optimizers:adamw",
+        "Adam": "colossus.engine.optimizers:adam",
+        "Adagrad": "colossus.engine.optimizers:adagrad",
+        "SGD": "colossus.engine.optimizers:sgd",
+    },
+)
+#: rules of tables with sparse gradients, each with its options
+TABLE_OPTIMIZERS = Registry(
+    "optimizer of tables",
+    {
+        "SparseAdam": "colossus.engine.sparse.table_optimizers:sparse_adam",
+        "Adagrad": "colossus.engine.sparse.table_optimizers:adagrad",
+        "RowWiseAdagrad": "colossus.engine.sparse.table_optimizers:rowwise_adagrad",
+        "SGD": "colossus.engine.sparse.table_optimizers:sgd",
+    },
 )
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")

@@ -185,6 +185,8 @@ def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
             continue
         parameter = entry.held.parameter
         buffer = parameter.grad if gradients else parameter.data
+        if buffer is not None and buffer.is_sparse:  # of some rows of a table
+            buffer = buffer.to_dense()
         if buffer is not None:
             own[name] = _Shard(entry, entry.held.local(buffer))
     return own

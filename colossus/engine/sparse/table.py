@@ -11,6 +11,7 @@ from colossus.comm.first_order import first_order
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
 from colossus.rows.row_gradient import RowGradient
+from colossus.rows.rules import Features
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
@@ -22,11 +23,15 @@ class Table:
         param: as this rank stores it.
         num_rows: of the whole table.
         way: where rows are, and how gradients are summed.
+        features: where ranks have parts of them.
+        own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
-    def __init__(self, param: nn.Parameter, way: Way) -> None:
+    def __init__(self, param: nn.Parameter, way: Way, features: Features | None = None) -> None:
+        self.features = features
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
+        self.own_sum: Tensor | None = None
         self._was_used = False
 
     # -- forward and backward -----------------------------------------------------------------------------
@@ -58,13 +63,19 @@ class Table:
 
     def begin_step(self) -> None:
         """Forget gradients, and the rows that were fetched."""
-        self._parts, self._was_used = [], False
+        self._parts, self._was_used, self.own_sum = [], False, None
         self.way.begin_step()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward of this rank has come here in this step, be it with no row."""
+        return bool(self._parts)
 
     def sum_gradient(self) -> None:
         """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective.
 
-        None where no rank has looked anything up.
+        Raises:
+            ValueError: where something else than a lookup has made a gradient.
         """
         if self.param.grad is not None:
             raise ValueError(
@@ -75,6 +86,7 @@ class Table:
         rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
         nothing = RowGradient(ids, rows)
         own = RowGradient.added(self._parts or [nothing])
+        self.own_sum = own.rows.sum() if self._parts else None
         self._parts = []
         self.param.grad = self.way.total(own).as_sparse(self.param.shape[0])
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
-from colossus.engine.sparse.row_update import update_rows
+from colossus.engine.sparse.row_update import row_rule
 from colossus.engine.sparse.table import Table
 from colossus.engine.sparse.ways.dense import Dense
 from colossus.engine.sparse.ways.gather import Gather
@@ -18,7 +21,8 @@ from colossus.engine.sparse.ways.owners import Owners
 from colossus.engine.sparse.ways.way import Way
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
-from colossus.layout.parameter import StoredSpec, attach, spec_of
+from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
+from colossus.rows.rules import Features
 
 WAYS: dict[str, type[Way]] = {"dense": Dense, "gather": Gather, "owners": Owners}
 
@@ -108,10 +112,19 @@ class Tables:
             if id(weight) not in self._tables:
                 way, axes = self._plans[spec.name]
                 num_rows = spec.shards[0].shape[0]
-                self._tables[id(weight)] = Table(weight, WAYS[way](weight, num_rows, self._context.group(axes)))
+                group = self._context.group(axes)
+                self._tables[id(weight)] = Table(weight, WAYS[way](weight, num_rows, group), self._features(spec))
                 give_row_source(weight, self._tables[id(weight)])
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
+
+    def _features(self, spec: ParameterSpec) -> Features | None:
+        """Where ranks have parts of the features of a table."""
+        (shard,) = spec.shards
+        group = self._context.group(shard.layout.dims[1])
+        if group.size == 1:
+            return None
+        return Features(shard.shape[1], lambda own: collectives.all_reduce(own.contiguous(), group).wait())
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -120,15 +133,39 @@ class Tables:
             table.begin_step()
 
     def sum_gradients(self) -> None:
-        """Collective: all ranks that share tables have them in the same order."""
+        """Let ``param.grad`` of each table be the sum over ranks of the rows that this one stores, as coalesced COO;
+        None where no rank has used it. Collective: all ranks that share tables have them in the same order.
+        """
+        by_group: dict[tuple[int, ...], list[Table]] = {}
         for table in self:
-            table.sum_gradient()
+            by_group.setdefault(table.way.group.ranks, []).append(table)
+        for tables in by_group.values():
+            used = torch.tensor([table.has_gradient for table in tables], dtype=torch.float32)
+            group = tables[0].way.group
+            if group.size > 1:
+                used = collectives.all_reduce(used.to(tables[0].param.device), group, op="max", owned=True).wait()
+            for table, is_used in zip(tables, used.tolist(), strict=True):
+                if is_used:
+                    table.sum_gradient()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the rows that the step has touched; the optimizer finds no gradient of tables afterwards."""
+    def local_sums(self) -> list[LocalSum]:
+        """Of what each rank put into the last sums: see `Strategy.local_sums`."""
+        return [((table.name,), table.own_sum) for table in self if table.own_sum is not None]
+
+    @contextmanager
+    def updated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Update the rows that the step has touched; inside, the optimizer finds no gradient of tables."""
         group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-        for table in self:
-            gradient, table.param.grad = table.param.grad, None
-            if gradient is not None and id(table.param) in group_of:
-                ids, rows = gradient._indices()[0], gradient._values()
-                update_rows(optimizer, group_of[id(table.param)], table.param, ids, rows)
+        gradients = [(table, table.param.grad) for table in self]
+        for table, gradient in gradients:
+            table.param.grad = None
+            group = group_of.get(id(table.param))
+            if gradient is None or group is None:
+                continue
+            rule = row_rule(optimizer, group)
+            assert rule is not None, "checked when the optimizer was made"
+            ids, rows = gradient._indices()[0], gradient._values()
+            rule.update(table.param.detach(), optimizer.state[table.param], ids, rows, group, table.features)
+        yield
+        for table, gradient in gradients:
+            table.param.grad = gradient

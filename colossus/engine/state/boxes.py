@@ -45,6 +45,19 @@ class ParameterBox:
         local = self.logical.local(buffer)
         return HeldTensor.of_chunk(key, self.logical.shape, self.box, local, writes=self.writes)
 
+    @property
+    def shape_by_row(self) -> tuple[int, ...]:
+        """Full shape of what has a number for each row of dim 0: [rows, 1, ..]."""
+        return (*self.logical.shape[:1], *(1 for _ in self.logical.shape[1:]))
+
+    def held_by_row(self, key: str, buffer: Tensor) -> HeldTensor:
+        """Of a buffer [rows of the torch parameter that holds it, 1, ..]; ranks with other columns have the same."""
+        rows, *columns = self.box
+        box = (rows, *((0, 1) for _ in columns))
+        is_first = all(start == 0 for start, _ in columns)
+        local = self.logical.local(buffer)
+        return HeldTensor.of_chunk(key, self.shape_by_row, box, local, writes=self.writes and is_first)
+
 
 def parameter_boxes(
     model: nn.Module, context: ParallelContext, counted_elsewhere: Iterable[nn.Parameter], *, replicas_differ: bool

@@ -20,6 +20,7 @@ from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
 from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.choice import Survey
 from colossus.engine.sparse.tables import Tables
 from colossus.engine.strategies.options.exact import AllReduceOptions
 from colossus.engine.strategies.strategy import Strategy
@@ -41,10 +42,16 @@ class AllReduce(Strategy):
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
 
-    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+    def check_tables(self, found: Survey) -> None:
         if not self.exact or self._compress.compress is not None:
-            super().prepare(model, context)
-            return
+            super().check_tables(found)
+
+    def dense_because(self) -> str:
+        if self._compress.compress is not None:
+            return f"parallel.strategy.compress = {self._compress.compress!r} is of dense gradients"
+        return super().dense_because()
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         tables = Tables(model, context, self.way_of)
         self.tables = tables if tables else None
 
@@ -131,7 +138,7 @@ class AllReduce(Strategy):
             self._memory.end(self._count, found_inf)
 
     def local_sums(self) -> list[LocalSum]:
-        return self._reduction.local_sums()
+        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def abandon(self) -> None:
         self._reduction.abandon()

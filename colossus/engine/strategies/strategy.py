@@ -16,7 +16,9 @@ from colossus.engine.gradients.values import values_of
 from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
-from colossus.engine.sparse.tables import Tables, table_modules
+from colossus.engine.sparse.choice import Survey
+from colossus.engine.sparse.samples import Samples
+from colossus.engine.sparse.tables import Tables
 
 #: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
 BackwardKind = Literal["backward", "backward_input", "backward_weight"]
@@ -59,18 +61,27 @@ class Strategy:
     loss_scale: Tensor | None = None
     tables: Tables | None = None
 
-    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        """The model of this rank, on the meta device, before its values are drawn: say what is stored how.
+    def check_tables(self, found: Survey) -> None:
+        """The tables of the whole model, before a pipeline cuts it; also called before a process is started.
 
         Raises:
-            ValueError: for a model that this strategy cannot train.
+            ValueError: for tables that this strategy cannot train.
         """
-        name, module, _ = next(table_modules(model), ("", None, None))
-        if module is not None:
+        for table in found.untied:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, but {type(self).__name__} knows "
-                f"dense gradients only: leave sparse out, or take parallel.strategy = 'hybrid' or 'all_reduce'"
+                f"table {table.name!r} has sparse=True, but {self.dense_because()}: leave sparse out, or take "
+                f"parallel.strategy = 'hybrid' or 'all_reduce'"
             )
+
+    def dense_because(self) -> str:
+        """Why this strategy takes no tables, in words."""
+        return f"{type(self).__name__} knows dense gradients only"
+
+    def choose_ways(self, found: Survey, samples: Samples, context: ParallelContext) -> None:
+        """Say how the gradient of each table is summed. Collective, over all ranks, after `check_tables`."""
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        """The model of this rank, on the meta device, before its values are drawn: say what is stored how."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
@@ -175,9 +186,8 @@ class Strategy:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
-        if self.tables:
-            self.tables.update(optimizer)
-        optimizer.step()
+        with self.tables.updated(optimizer) if self.tables else nullcontext():
+            optimizer.step()
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step``: mix, average, gather.

@@ -1,0 +1,39 @@
+"""Which tables a model has, before a pipeline cuts it and before it has values."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.engine.sparse.choice import Survey, TableFacts
+from colossus.engine.sparse.tables import table_modules
+from colossus.layout.parameter import spec_of
+
+
+def survey(model: nn.Module, context: ParallelContext) -> Survey:
+    """The tables of a whole model on the meta device, as this rank computes with them.
+
+    Tables that something else computes with, too, are from now on dense in all their lookups: every row is touched.
+    """
+    lookups = {id(module): weight for _, module, weight in table_modules(model)}
+    tables = {id(weight): weight for weight in lookups.values()}
+    tied: dict[int, str] = {}
+    for name, module in model.named_modules():
+        for param in module.parameters(recurse=False):
+            if id(param) in tables and id(module) not in lookups:
+                tied.setdefault(id(param), f"{name or 'the model'} ({type(module).__name__})")
+    facts = []
+    for weight in tables.values():
+        spec, axes = spec_of(weight), gradient_sum_axes(weight, context)
+        data = context.size("data") if "data" in axes else 1
+        ranks = context.size(axes)
+        shape, held = spec.shards[0].shape, tuple(weight.shape)
+        facts.append(
+            TableFacts(spec.name, shape, held, weight.element_size(), ranks, ranks // data, tied.get(id(weight)))
+        )
+    for module in model.modules():
+        if id(lookups.get(id(module))) in tied:
+            module.sparse = False  # type: ignore[assignment]
+    others = (name for name, param in model.named_parameters() if id(param) not in tables)
+    return Survey(tuple(facts), tuple(others))
