@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.long import but
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
@@ -122,7 +122,7 @@ def train_plain(start: dict[str, Tensor]) -> dict[str, float]:
         found[f"loss {number}"], found[f"norm {number}"] = loss.item(), norm.item()
         with torch.no_grad():
             for param, grad in zip(params, grads, strict=True):
-                param -= LR * min(1.0, CLIP / norm.item()) * grad
+                param -= LR * min(1.0, CLIP / (norm.item() + 1e-6)) * grad
     with torch.no_grad():
         x, labels = model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
         found["evaluated"] = F.cross_entropy(x @ weight.t() + bias.squeeze(1), labels).item()
