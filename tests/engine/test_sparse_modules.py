@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.long import but
-from helpers.ranks import run_ranks
+from helpers.ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import Config
 from colossus.context.rng_streams import RngStreams
+from colossus.engine.sparse.lookups import lookups_of
 from colossus.layers import log_uniform
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, BAG, SEED, STEPS = 37, 8, 41, 8, 4, 3, 3, 4
@@ -161,3 +163,60 @@ def test_rows_are_trained_as_in_plain_torch(name: str, plain: dict[str, float]) 
     for found in run_ranks(world, train, plan, microbatches, with_context=False):
         found.pop("start", None)
         assert found == pytest.approx(plain, rel=1e-11, abs=1e-12)
+
+
+class Refused(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.bag = kind, nn.Embedding(ROWS, DIM, sparse=True), layers.EmbeddingBag(ROWS, DIM)
+        self.plain_bag = nn.EmbeddingBag(ROWS, DIM, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        if self.kind in ("bag", "plain_bag"):
+            return x + getattr(self, self.kind)(ids).unsqueeze(1)
+        return x if self.kind == "penalty" else F.linear(x, self.table.weight)
+
+    def loss(self, x: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return x.sum() + (self.table.weight.square().sum() if self.kind == "penalty" else 0), x.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bag", r"bag \(EmbeddingBag\): under parallel\.sequence a rank has a part of the tokens, and so of each bag"),
+        ("plain_bag", "EmbeddingBag: under parallel.sequence a rank has a part of the tokens"),
+        ("penalty", r"table\.weight has sparse=True, but something else than a lookup gave it a gradient"),
+        ("head", r"table\.weight has sparse=True, but something else than a lookup gave it a gradient"),
+    ],
+    ids=["bag", "plain_bag", "penalty", "head"],
+)
+def test_what_is_not_there(kind: str, words: str) -> None:
+    plan = dict(sequence=2) if "bag" in kind else dict(data=2)
+    config = dict(
+        parallel=dict(strategy=dict(type="hybrid", ways={"*": "gather"}), **plan),
+        optimizer=dict(type="SGD", lr=0.1),
+        train=dict(steps=1, global_batch_size=4),
+    )
+
+    def body(rank: int) -> None:
+        engine = colossus.initialize(config, model=lambda: Refused(kind))
+        engine.train_step(torch.zeros(4 // plan.get("data", 1), LENGTH, dtype=torch.int64))
+
+    with pytest.raises(RankError, match=words):
+        run_ranks(2, body, with_context=False)
+
+
+def test_the_ids_of_all_lookups_are_known_before_training() -> None:
+    """From which follows how much of a table a step touches: padding in bags is not looked up, negatives are."""
+    batch = batches()[0]
+    config = Config(optimizer=dict(type="SGD", lr=LR), train=dict(steps=1, global_batch_size=SAMPLES, seed=SEED))
+    found = lookups_of(ours, config, batch, 1)
+    ids, bags, labels = batch["inputs"]["ids"], batch["inputs"]["bags"].flatten(), batch["labels"].flatten()
+    drawn = log_uniform.sample(RngStreams(SEED).key("negatives", 0, "head"), NEGATIVES, CLASSES)
+    want = dict.fromkeys(("largest", "mean", "rate"), bags) | dict.fromkeys(("table", "scaled"), ids)
+    want |= {"weighted": bags[bags != 0], "head": torch.cat((labels[labels >= 0], torch.from_numpy(drawn.classes)))}
+    for name, expected in want.items():
+        (call,) = found[f"{name}.weight"]
+        assert sorted(call.flatten().tolist()) == sorted(expected.flatten().tolist()), name
+    assert torch.equal(found["head.bias"][0], found["head.weight"][0])

@@ -19,7 +19,7 @@ from colossus.engine.inputs import model_input
 from colossus.engine.loss_function import LossFunction
 from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.tables import table_modules
-from colossus.layers import Dropout, Embedding
+from colossus.layers import Dropout
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import spec_of
 from colossus.random import GLOBAL_RNG
@@ -62,7 +62,7 @@ def lookups_of(
         for _, module, weight in table_modules(model):
             calls = found.setdefault(spec_of(weight).name, [])
             give_row_source(weight, _Recorder(weight, calls))
-            if not isinstance(module, Embedding):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
         for module in model.modules():
             if isinstance(module, Dropout | nn.modules.dropout._DropoutNd):
