@@ -86,7 +86,7 @@ class Hybrid(AllReduce):
             return {table.name: alphas.bound(table, most, parties) for table in tables}
         own = {}
         for table in tables:
-            calls = lookups[table.name]
+            calls = lookups[0][table.name]
             host = alphas.distinct(calls)
             if self.hosts is not None and parties.are_hosts:
                 host = all_gather_object(host[0], self.hosts.inside(("data",)))
