@@ -149,7 +149,7 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
-    read = loaders.train.peek if loaders is not None else None
+    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     with_tables = False
 
@@ -161,7 +161,7 @@ def _assemble(
         with_tables = bool(tables.untied)
         require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         strategy.check_tables(tables)
-        strategy.choose_ways(tables, Samples(config, plain_factory, read, loss_fn), context)
+        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole, costs)
         strategy.prepare(whole, context)
 

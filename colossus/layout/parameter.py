@@ -187,6 +187,7 @@ class LogicalParameter:
         parameter: the torch parameter; its shape is the rank's.
         rows: of the parameter's dim 0, (start, stop); None for all of it.
         shard_name: within the parameter; empty where it holds no other.
+        intervals: as of `ParameterSpec`.
     """
 
     name: str
@@ -196,6 +197,7 @@ class LogicalParameter:
     parameter: nn.Parameter
     rows: tuple[int, int] | None
     shard_name: str = ""
+    intervals: tuple[tuple[int, int], ...] | None = None
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
@@ -215,7 +217,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name, spec.intervals)
 
 
 def record_full_order(model: nn.Module) -> None:

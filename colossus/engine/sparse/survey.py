@@ -7,6 +7,7 @@ from torch import nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.sparse.choice import Survey, TableFacts
+from colossus.engine.sparse.plain_modules import require_lazy
 from colossus.engine.sparse.tables import table_modules
 from colossus.layout.parameter import spec_of
 
@@ -15,9 +16,15 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     """The tables of a whole model on the meta device, as this rank computes with them.
 
     Tables that something else computes with, too, are from now on dense in all their lookups: every row is touched.
+
+    Raises:
+        ValueError: for what lookups of torch's modules cannot do here.
     """
-    lookups = {id(module): weight for _, module, weight in table_modules(model)}
-    tables = {id(weight): weight for weight in lookups.values()}
+    lookups: dict[int, list[nn.Parameter]] = {}
+    for name, module, table in table_modules(model):
+        require_lazy(name, module)
+        lookups.setdefault(id(module), []).append(table)
+    tables = {id(table): table for each in lookups.values() for table in each}
     tied: dict[int, str] = {}
     for name, module in model.named_modules():
         for param in module.parameters(recurse=False):
@@ -33,7 +40,7 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
             TableFacts(spec.name, shape, held, weight.element_size(), ranks, ranks // data, tied.get(id(weight)))
         )
     for module in model.modules():
-        if id(lookups.get(id(module))) in tied:
+        if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]
     others = (name for name, param in model.named_parameters() if id(param) not in tables)
     return Survey(tuple(facts), tuple(others))

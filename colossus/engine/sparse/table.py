@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,18 +33,18 @@ class Table:
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
         self.own_sum: Tensor | None = None
-        self._was_used = False
+        self._sum: Callable[[], RowGradient | None] | None = None
 
     # -- forward and backward -----------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
-        self._was_used = self._was_used or torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             return self._look_up(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
         distinct, where = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
+            self.way.fail()
             raise ValueError(
                 f"{self.name}: ids range over {int(distinct[0])}..{int(distinct[-1])}, outside the table's "
                 f"0..{self.num_rows - 1}"
@@ -63,19 +64,14 @@ class Table:
 
     def begin_step(self) -> None:
         """Forget gradients, and the rows that were fetched."""
-        self._parts, self._was_used, self.own_sum = [], False, None
-        self.way.begin_step()
+        self._parts, self.own_sum, self._sum = [], None, None
+        self.way.begin()
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a backward of this rank has come here in this step, be it with no row."""
-        return bool(self._parts) or self.param.grad is not None
-
-    def sum_gradient(self) -> None:
-        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective.
+    def start_sum(self) -> None:
+        """The gradients of this rank are complete: start to sum them over ranks. Collective, once in a step.
 
         Raises:
-            ValueError: where something else than a lookup has made a gradient.
+            ValueError: where something else than a lookup has given the parameter a gradient.
         """
         if self.param.grad is not None:
             raise ValueError(
@@ -84,11 +80,26 @@ class Table:
             )
         ids = torch.empty(0, dtype=torch.int64, device=self.param.device)
         rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
-        nothing = RowGradient(ids, rows)
-        own = RowGradient.added(self._parts or [nothing])
-        self.own_sum = own.rows.sum() if self._parts else None
+        is_used = bool(self._parts)  # a backward has come here, be it with no row
+        own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
+        self.own_sum = own.rows.sum() if is_used else None
         self._parts = []
-        self.param.grad = self.way.total(own).as_sparse(self.param.shape[0])
+        self._sum = self.way.start_sum(own, is_used=is_used)
+
+    def finish_sum(self) -> None:
+        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO; None where no
+        rank has used the table."""
+        if self._sum is None:
+            self.start_sum()
+        assert self._sum is not None
+        total, self._sum = self._sum(), None
+        self.param.grad = None if total is None else total.as_sparse(self.param.shape[0])
+        self.way.end()
+
+    def abandon(self) -> None:
+        """Forget a step that failed, without a collective."""
+        self._parts, self._sum = [], None
+        self.way.end()
 
 
 class _Rows(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Any
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.hosts import Hosts
 from colossus.engine.sparse import alphas
 from colossus.engine.sparse.choice import (
     Alpha,
@@ -21,7 +22,6 @@ from colossus.engine.sparse.choice import (
 )
 from colossus.engine.sparse.samples import Samples
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.hosts import Hosts
 from colossus.engine.strategies.options.hybrid import HybridOptions
 
 log = logging.getLogger("colossus.engine")
@@ -86,7 +86,7 @@ class Hybrid(AllReduce):
             return {table.name: alphas.bound(table, most, parties) for table in tables}
         own = {}
         for table in tables:
-            calls = lookups[table.name]
+            calls = lookups[0][table.name]
             host = alphas.distinct(calls)
             if self.hosts is not None and parties.are_hosts:
                 host = all_gather_object(host[0], self.hosts.inside(("data",)))
@@ -96,3 +96,13 @@ class Hybrid(AllReduce):
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
         return self.choices[name].way
+
+    def hosts_of_rows(self) -> Hosts | None:
+        hosts = self.hosts
+        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
+            return None
+        return hosts
+
+    def partitions(self) -> int | None:
+        partitions = self.options.partitions
+        return partitions if isinstance(partitions, int) else None

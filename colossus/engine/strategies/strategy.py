@@ -244,6 +244,11 @@ class Strategy:
         nothing."""
         return nullcontext()
 
+    def forwards(self) -> AbstractContextManager[None]:
+        """Around the forwards of one batch of an evaluation, inside of `evaluation`: as many as a rank has, or none.
+        Collective."""
+        return nullcontext()
+
     def export(self) -> AbstractContextManager[None]:
         """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
         ranks of all replicas."""
