@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from helpers.tables import (
     assert_same,
     batch_of,
     gathered_state,
+    in_torch,
     loss_fn,
     own_part,
     train,
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
+from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.nonfinite import NonFiniteGradients
 
@@ -125,7 +128,7 @@ def test_a_users_optimizer_is_the_configs() -> None:
     for of_config, own, adam, own_adam in run_ranks(2, body, with_context=False):
         assert_same(own, of_config, "row_rule", of_config.outputs)
         assert_same(own_adam, adam, "AdamW", adam.outputs)
-        assert of_config.state["0.words.weight"].keys() == {"sum"}
+        assert of_config.state["0.words.weight"].keys() == {"step", "sum"}
         assert adam.state["0.words.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -195,7 +198,7 @@ def test_an_optimizer_that_does_not_fit_is_refused_before_the_first_step() -> No
     def body(rank: int) -> dict[str, str]:
         told = {}
         for name, (section, model, optimizer, _) in refusals().items():
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match=r"table|sparse|rule") as caught:
                 colossus.initialize(config_of(section, data=2), model=model, loss_fn=loss_fn, optimizer=optimizer)
             told[name] = str(caught.value)
         return told
@@ -306,3 +309,60 @@ def test_elements_are_clipped_and_norms_are_by_group() -> None:
         assert found[way][1] == pytest.approx(norms, rel=1e-12)
         for name, value in end.items():
             torch.testing.assert_close(found[way][0][1][name], value, rtol=1e-12, atol=1e-12)
+
+
+# -- going on ------------------------------------------------------------------------------------------------------
+
+
+#: ranks, data, way, the rest of the plan
+CHAIN: list[tuple[int, int, str, dict[str, Any]]] = [
+    (3, 3, "owners", {}),
+    (4, 2, "owners", dict(tensor=2)),
+    (2, 1, "dense", dict(tensor=2)),
+    (2, 2, "gather", {}),
+]
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "momentum"])
+def test_a_chain_of_plans_is_one_run(rule: str, tmp_path: Path) -> None:
+    """Each link trains a step and saves; the next one goes on from that under another plan."""
+    path, runs = None, []
+    for step, (world, data, way, plan) in enumerate(CHAIN):
+        config = config_of(RULES[rule][0], data, way, plan=plan, checkpoint=dict(dir=str(tmp_path / str(step))))
+        runs.append(run_ranks(world, link, config, path, step, with_context=False)[0])
+        path = tmp_path / str(step) / f"step-{step + 1:08d}"
+    expected = in_torch(rule, runs[0].weights[0], None)
+    found = Run()
+    found.losses, found.norms = [run.losses[0] for run in runs], [run.norms[0] for run in runs]
+    found.weights = [runs[0].weights[0], *(run.weights[1] for run in runs)]
+    found.state = runs[-1].state
+    assert found.state["0.words.weight"], "state of the tables went on"
+    assert_same(found, expected, rule)
+
+    def other_rule(rank: int) -> str:
+        section = dict(type=RULES[rule][0]["type"], lr=0.01, tables=dict(type="Adagrad"))
+        engine = colossus.initialize(config_of(section, data=2), model=Words, loss_fn=loss_fn)
+        with pytest.raises(CheckpointError, match="rule") as caught:
+            engine.checkpoints.load(path)
+        engine.close()
+        return str(caught.value)
+
+    for told in run_ranks(2, other_rule, with_context=False):
+        before = "rowwise_adagrad" if rule == "rowwise_adagrad" else "of SGD"
+        assert f"was saved with the rule {before} of tables with sparse gradients, this run has adagrad" in told
+
+
+def link(rank: int, config: dict[str, Any], path: Path | None, step: int) -> Run:
+    engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
+    if path is not None:
+        engine.checkpoints.load(path)
+    run = Run()
+    run.weights.append(full_state_dict(engine.model, engine.context))
+    result = engine.train_step(own_part(batch_of(step), engine))
+    run.losses.append(result.loss)
+    run.norms.append(result.grad_norm)
+    run.weights.append(full_state_dict(engine.model, engine.context))
+    run.state = gathered_state(engine)
+    engine.checkpoints.save().wait()
+    engine.close()
+    return run

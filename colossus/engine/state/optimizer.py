@@ -177,8 +177,8 @@ def require_same_optimizer(
     if rules != before:
         raise CheckpointError(
             f"{reader.folder} was saved with the rule {' and '.join(before) or 'of ' + kind} of tables with sparse "
-            f"gradients, this run has {' and '.join(rules) or 'that of ' + kind}: what the one has kept tells the other "
-            f"nothing. Take the same optimizer.tables, or begin a run with the weights alone (checkpoint.weights)"
+            f"gradients, this run has {' and '.join(rules) or 'that of ' + kind}: what the one has kept tells the "
+            f"other nothing. Take the same optimizer.tables, or begin a run with the weights alone (checkpoint.weights)"
         )
     if needs_maxima and "exp_avg_sq" in kept and not kept & _MAXIMA:
         raise CheckpointError(
