@@ -77,6 +77,7 @@ class Tables:
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 attach(weight, StoredSpec(spec, axes, context.grid.sizes))
+            spec_of(weight).is_wide = True  # it is updated where it is stored: no wide copy stands behind it
 
     def __bool__(self) -> bool:
         return bool(self._plans)
