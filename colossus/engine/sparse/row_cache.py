@@ -14,14 +14,14 @@ class RowCache:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
+        self._like = like.new_empty((0, like.shape[1]))  # not the memory of the table itself
         self.clear()
 
     def clear(self) -> None:
         #: ascending, and of each the place of its row
         self._ids = torch.empty(0, dtype=torch.int64, device=self._like.device)
         self._places = self._ids
-        self._rows = self._like.new_empty((0, self._like.shape[1]))
+        self._rows = self._like
         self._used = 0
 
     def missing(self, ids: Tensor) -> Tensor:

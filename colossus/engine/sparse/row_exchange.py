@@ -63,6 +63,10 @@ class OwnedRows(Protocol):
         """Of each id the index of its owner."""
         ...
 
+    def count(self, ids: Tensor) -> None:
+        """Ids whose gradients have come to this rank, each as often as it has come."""
+        ...
+
     def stored_rows(self, ids: Tensor) -> Tensor:
         """The rows of ids that this rank owns."""
         ...
@@ -126,7 +130,9 @@ class RowExchange:
                 parts = _parts(ids.wait(), rows.wait(), lengths.received)
 
         def finish() -> RowGradient | None:
-            total = RowGradient.added(_parts(ids.wait(), rows.wait(), lengths.received))
+            received = ids.wait()
+            self._tables[table].count(received)
+            total = RowGradient.added(_parts(received, rows.wait(), lengths.received))
             return total if word.is_used else None
 
         return finish

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.hosts import Hosts
 from colossus.engine.sparse.levels import Level, levels_over
-from colossus.engine.sparse.placement import Placement
+from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
 from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.row_update import row_rule
@@ -27,10 +28,6 @@ from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.rows.rules import Features
-
-#: into how many partitions the rows of an owner are cut
-PARTS_PER_OWNER = 8
-
 
 #: what looks up rows, if it has sparse=True: in its parameters of two dims
 _LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
@@ -144,6 +141,11 @@ class Tables:
             self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
         placement = Placement.equal(num_rows, ranks, self._partitions or PARTS_PER_OWNER * ranks)
         return Owners(weight, spec.name, placement, self._exchanges[axes])
+
+    def owned(self) -> list[tuple[Owners, AxisGroup]]:
+        """The tables whose rows have owners, and these."""
+        ways = [table.way for table in self if isinstance(table.way, Owners)]
+        return [(way, self._context.group(self._plans[way.name][1])) for way in ways]
 
     def _levels(self, axes: tuple[str, ...], *, two: bool = True) -> list[Level]:
         return levels_over(self._context, axes, self._hosts if two else None)
