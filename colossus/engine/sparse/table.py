@@ -49,6 +49,8 @@ class Table:
                 f"{self.name}: ids range over {int(distinct[0])}..{int(distinct[-1])}, outside the table's "
                 f"0..{self.num_rows - 1}"
             )
+        if not torch.is_grad_enabled():  # an evaluation ends with no step that would forget the rows
+            return self.way.read(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 

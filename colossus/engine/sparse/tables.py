@@ -16,7 +16,7 @@ from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.hosts import Hosts
 from colossus.engine.sparse.levels import Level, levels_over
 from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
-from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
+from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.row_update import row_rule
 from colossus.engine.sparse.table import Table
@@ -43,29 +43,6 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
                     yield name, module, table
 
 
-def require_lookups_alone(model: nn.Module) -> None:
-    """That the tables of a model are looked up in, and nothing else.
-
-    Raises:
-        ValueError: for one that a module shares which does something else with it, and for what lookups of torch's
-            modules cannot do here.
-    """
-    tables = {}
-    for name, module, table in table_modules(model):
-        require_lazy(name, module)
-        tables[id(table)] = name
-    for name, module in model.named_modules():
-        if isinstance(module, _LOOKUPS) and module.sparse:
-            continue
-        for leaf, parameter in module._parameters.items():
-            if id(parameter) in tables:
-                raise ValueError(
-                    f"{tables[id(parameter)]} has sparse=True, but its table is {name}.{leaf} "
-                    f"({type(module).__name__}), too, whose gradient is of all rows: leave sparse out, or let {name} "
-                    f"have a parameter of its own"
-                )
-
-
 class Tables:
     """Of a rank's part of a model.
 
@@ -83,7 +60,6 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
     ) -> None:
-        require_lookups_alone(model)
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}

@@ -96,11 +96,13 @@ class SampledSoftmax(Layer):
         x = move(x, source, self.looked_up, self.context)
         if labels.shape != x.shape[:-1]:
             raise refusal(f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank")
-        valid = labels != self.ignore_index
-        x, labels = x[valid], labels[valid]  # of tokens that do not count there is not even a NaN
+        count = (labels != self.ignore_index).sum()
+        counted = (labels.reshape(-1) != self.ignore_index).nonzero().squeeze(1)
+        x = x.reshape(-1, x.shape[-1]).index_select(0, counted)  # of other tokens not even a NaN matters
+        labels = labels.reshape(-1).index_select(0, counted)
         check_range(labels, self.num_classes, f"{self.title}: labels")
         x = x.to(product_dtype(x) or x.dtype)
-        return self._sampled(x, labels) if self.training else self._whole(x, labels), valid.sum()
+        return self._sampled(x, labels) if self.training else self._whole(x, labels), count
 
     def sample(self) -> LogUniformSample:
         """The classes that this step has drawn."""
