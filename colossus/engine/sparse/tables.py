@@ -14,7 +14,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.hosts import Hosts
-from colossus.engine.sparse.levels import Level, levels_over
+from colossus.engine.sparse.levels import levels_over
 from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
 from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.row_exchange import RowExchange
@@ -107,12 +107,12 @@ class Tables:
         ranks = self._context.size(axes)
         if ranks == 1:
             return Way(weight, num_rows)
-        levels = self._levels(axes)
+        levels = levels_over(self._context, axes, self._hosts)
+        groups = [level.group for level in levels]
         if way == "dense":
-            groups = [level.group for level in levels] if len(levels) > 1 else [self._context.group(axes)]
-            return Dense(weight, num_rows, groups)
+            return Dense(weight, num_rows, groups if len(groups) > 1 else [self._context.group(axes)])
         if way == "gather":
-            return Gather(weight, num_rows, self._levels(axes, two=False)[0].group)
+            return Gather(weight, num_rows, groups)
         if axes not in self._exchanges:
             self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
         placement = Placement.equal(num_rows, ranks, self._partitions or PARTS_PER_OWNER * ranks)
@@ -122,9 +122,6 @@ class Tables:
         """The tables whose rows have owners, and these."""
         ways = [table.way for table in self if isinstance(table.way, Owners)]
         return [(way, self._context.group(self._plans[way.name][1])) for way in ways]
-
-    def _levels(self, axes: tuple[str, ...], *, two: bool = True) -> list[Level]:
-        return levels_over(self._context, axes, self._hosts if two else None)
 
     def _features(self, spec: ParameterSpec) -> Features | None:
         """Where ranks have parts of the features of a table."""
