@@ -54,7 +54,8 @@ def batch_of(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
 def engine_of(
     data: int, microbatches: int = 1, checkpoint: str = "none", through_memory: bool = True, **strategy: Any
 ) -> colossus.engine.Engine:
-    chosen = dict(type="hybrid", **{"ways": {"*": "owners"}, **strategy}) if data > 1 else "all_reduce"
+    strategy = {"type": "hybrid", "ways": {"*": "owners"}, **strategy}
+    chosen = {key: value for key, value in strategy.items() if value is not None} if data > 1 else "all_reduce"
     modules = dict(modules=["block"]) if checkpoint != "none" else {}
     config = dict(
         parallel=dict(data=data, strategy=chosen),
@@ -99,6 +100,7 @@ CASES: list[dict[str, Any]] = [
     dict(ways={"*": "gather"}, through_memory=False),
     dict(ways={"*": "dense"}, per_host=2),
     dict(ways={"*": "gather"}, per_host=2),
+    dict(type="hierarchical", per_host=2, ways=None),
 ]
 
 
@@ -147,8 +149,13 @@ def counted(rank: int, strategy: dict[str, Any]) -> accounting.Counter:
     )
     engine = colossus.initialize(config, model=OneTable, loss_fn=loss_fn)
     ids = torch.tensor(uniform_ids(rank)).view(2, -1)
+    reduction, before_finish = engine.strategy._reduction, []
+    finish = reduction.finish
     with accounting.count() as moved:
+        reduction.finish = lambda: (before_finish.append(moved.bytes(operation="all_to_all rows")), finish())[1]
         engine.train_step((ids, torch.tensor([1, 3])))
+    # gradients of rows are under way while those of the buckets are
+    assert before_finish == [moved.bytes(operation="all_to_all rows")]
     engine.close()
     return moved
 

@@ -87,20 +87,20 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = layers.Embedding(ROWS, DIM, padding_idx=2, sparse=True)
-        self.plain = nn.Embedding(3, DIM, sparse=True)
+        self.plain = nn.Embedding(5, DIM, sparse=True)
         self.out = layers.Linear(DIM, CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.table(ids) + self.plain(ids % 3)).mean(1))
+        return self.out(torch.tanh(self.table(ids) + self.plain(ids % 5)).mean(1))
 
 
 def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
 
 
-def run(strategy: dict[str, Any], tables: dict[str, Any], steps: int, data: int = 3) -> dict[str, Any]:
+def run(strategy: dict[str, Any], tables: dict[str, Any], steps: int, data: int = 3, **plan: Any) -> dict[str, Any]:
     config = dict(
-        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": "owners"}, **strategy)),
+        parallel=dict(data=data, **plan, strategy=dict(type="hybrid", ways={"*": "owners"}, **strategy)),
         optimizer=dict(type="SGD", lr=0.3, tables=tables),
         train=dict(steps=steps, global_batch_size=SAMPLES, precision="fp64"),
     )
@@ -145,6 +145,22 @@ def test_rows_and_their_state_move_without_a_trace() -> None:
             assert moved["shape"] == (moved["placement"].rows(rank), DIM)
             assert moved["losses"] == stayed["losses"], rule
             assert torch.equal(moved["whole"], stayed["whole"]), rule
+
+
+def moved_beside(rank: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    adagrad = dict(type="RowWiseAdagrad", lr=0.1)
+    return [
+        (run(dict(balance_after=0), adagrad, 4, **plan), run(dict(balance_after=1), adagrad, 4, **plan))
+        for plan in (dict(data=2, tensor=2), dict(data=1, tensor=dict(mode="2d", size=4)))
+    ]
+
+
+def test_rows_move_where_features_are_split() -> None:
+    for cases in run_ranks(4, moved_beside, with_context=False):
+        for stayed, moved in cases:
+            assert moved["placement"].owners != stayed["placement"].owners
+            assert moved["losses"] == stayed["losses"]
+            assert torch.equal(moved["whole"], stayed["whole"])
 
 
 def searched(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:

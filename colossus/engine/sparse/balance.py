@@ -87,14 +87,15 @@ class Balance:
         for table, group in self._tables:
             sizes = [max(sizes[0], group.size), max(sizes[1], table.num_rows)]
         world = self._context.group(self._context.grid.names)
-        low, high = collectives.all_reduce(torch.tensor(sizes), world, op="max").wait().tolist()
+        most = torch.tensor(sizes, device=self._context.device)
+        low, high = collectives.all_reduce(most, world, op="max", owned=True).wait().tolist()
         self._search = PartitionSearch(low, high)
         self._place(self._search.parts, optimizer)
 
     def _sampled(self, search: PartitionSearch, optimizer: torch.optim.Optimizer) -> None:
         world = self._context.group(self._context.grid.names)
-        mean = torch.tensor([self._seconds / STEPS_EACH], dtype=torch.float64)
-        search.record(collectives.all_reduce(mean, world, op="max").wait().item())
+        mean = torch.tensor(self._seconds / STEPS_EACH, dtype=torch.float64, device=self._context.device)
+        search.record(collectives.all_reduce(mean, world, op="max", owned=True).wait().item())
         self._seconds = 0.0
         self._place(search.parts, optimizer)
         if search.fit is not None:

@@ -103,10 +103,8 @@ class Hybrid(AllReduce):
         return self.choices[name].way
 
     def hosts_of_rows(self) -> Hosts | None:
-        hosts = self.hosts
-        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
-            return None
-        return hosts
+        hosts = self.hosts if self.options.aggregate else None
+        return hosts if hosts is not None and hosts.are_levels else None
 
     def partitions(self) -> int | None:
         partitions = self.options.partitions
