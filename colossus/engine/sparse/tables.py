@@ -75,6 +75,7 @@ class Tables:
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 attach(weight, StoredSpec(spec, axes, context.grid.sizes))
+            spec_of(weight).is_wide = True  # it is updated where it is stored: no wide copy stands behind it
 
     def __bool__(self) -> bool:
         return bool(self._plans)
@@ -96,7 +97,8 @@ class Tables:
         for _, module, weight in table_modules(model):
             spec = spec_of(weight)
             if id(weight) not in self._tables:
-                table = Table(weight, self._way(weight, spec, *self._plans[spec.name]), self._features(spec))
+                way = self._way(weight, spec, *self._plans[spec.name])
+                table = Table(weight, way, self._context, self._features(spec))
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
