@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossus.arithmetic import byte_count
+from colossus.cli.show_servers import render_servers
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
 from colossus.engine.sparse.choice import Choice, Parties
 from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
 from colossus.engine.sparse.forecast import Forecast, forecast
+from colossus.engine.strategies.options.server import ServerOptions
 
 _HEADER = ("parameter", "shape", "on a rank", "alpha", "dense", "gather", "owners", "way")
 _NONE = "-"
@@ -39,8 +41,8 @@ def render_strategy(config: Config, width: int) -> str:
     if found.choices:
         sections.append(_totals(found))
         sections.append("\n".join(line for note in _notes(found) for line in _wrapped("", note, width)))
-    if hasattr(found.strategy, "describe_servers"):
-        sections.append(found.strategy.describe_servers(found))
+    if isinstance(options, ServerOptions):
+        sections.append(render_servers(found, options.servers))
     return "\n\n".join(sections)
 
 
