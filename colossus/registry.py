@@ -167,6 +167,7 @@ DATASETS = Registry(
     {
         "Digits": "colossus.data.images:Digits",
         "PythonStdlib": "colossus.data.text:PythonStdlib",
+        "PythonStdlibWords": "colossus.data.words:PythonStdlibWords",
         "TextFolder": "colossus.data.text:TextFolder",
         "TokenFile": "colossus.data.tokens:TokenFile",
     },
