@@ -37,7 +37,7 @@ from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
 from colossus.engine.sparse.samples import Samples
 from colossus.engine.sparse.survey import survey
-from colossus.engine.sparse.table_group import has_tables, require_optimizer_of_tables
+from colossus.engine.sparse.table_group import require_optimizer_of_tables
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
@@ -149,19 +149,19 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
-    read = loaders.train.peek if loaders is not None else None
+    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
     with_tables = False
 
     def prepare(whole: nn.Module) -> None:
         nonlocal with_tables
-        with_tables = has_tables(whole)
-        require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
         tables = survey(whole, context)
+        with_tables = bool(tables.untied)
+        require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         strategy.check_tables(tables)
-        strategy.choose_ways(tables, Samples(config, plain_factory, read, loss_fn), context)
+        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole, costs)
         strategy.prepare(whole, context)
 

@@ -65,7 +65,7 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.pipeline import PipelineRuntime
     from colossus.engine.sparse.survey import survey
-    from colossus.engine.sparse.table_group import has_tables, require_optimizer_of_tables
+    from colossus.engine.sparse.table_group import require_optimizer_of_tables
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
@@ -80,13 +80,14 @@ def check_model(config: Config) -> ModelInfo | None:
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
-            require_optimizer_of_tables(config.optimizer, has_tables(model), is_given=False)  # type: ignore[arg-type]
             tables = survey(model, context)  # type: ignore[arg-type]
             try:
+                require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
                 strategy.check_tables(tables)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
             pipeline.split(model)  # type: ignore[arg-type]
+            strategy.prepare(model, context)
 
         factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
         model = build(factory, context, materialize=False, prepare=cut)

@@ -56,6 +56,7 @@ class ParameterSpec:
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
+        is_wide: whether it is stored as wide as the optimizer's state, also where other parameters are not.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
             it, in the user layout wherever it is used.
         intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
@@ -71,6 +72,7 @@ class ParameterSpec:
         self.name = ""
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
+        self.is_wide = False
 
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:
@@ -185,6 +187,7 @@ class LogicalParameter:
         parameter: the torch parameter; its shape is the rank's.
         rows: of the parameter's dim 0, (start, stop); None for all of it.
         shard_name: within the parameter; empty where it holds no other.
+        intervals: as of `ParameterSpec`.
     """
 
     name: str
@@ -194,6 +197,7 @@ class LogicalParameter:
     parameter: nn.Parameter
     rows: tuple[int, int] | None
     shard_name: str = ""
+    intervals: tuple[tuple[int, int], ...] | None = None
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
@@ -213,7 +217,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name, spec.intervals)
 
 
 def record_full_order(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ def bound(table: TableFacts, num_ids: int | None, parties: Parties) -> Alpha:
 
 def touched(table: TableFacts, calls: Sequence[Tensor]) -> float:
     """Of a rank, from the lookups of its data rank: the mean over those that share its samples."""
-    return _mean([len(part) for part in distinct(calls, table.per_data)]) / max(1, table.shape[0])
+    return mean([len(part) for part in distinct(calls, table.per_data)]) / max(1, table.shape[0])
 
 
 def touched_together(table: TableFacts, ids: Sequence[Tensor]) -> float:
@@ -48,8 +48,8 @@ def touched_together(table: TableFacts, ids: Sequence[Tensor]) -> float:
 
 def mean_of(found: Sequence[tuple[float, float]]) -> Alpha:
     """From what was measured by several ranks: of a rank, and of its host."""
-    return Alpha(_mean([rank for rank, _ in found]), _mean([host for _, host in found]), "measured")
+    return Alpha(mean([rank for rank, _ in found]), mean([host for _, host in found]), "measured")
 
 
-def _mean(numbers: Sequence[float]) -> float:
+def mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,18 +35,17 @@ class UnknownIds(Exception):
 def lookups_of(
     factory: Callable[[], nn.Module],
     config: Config,
-    batch: Any,
-    microbatches: int,
+    batches: Sequence[Any],
     loss_fn: LossFunction | None = None,
     step: int = 0,
-) -> Lookups:
-    """What a model looks up in its tables in one step of one process that has this batch, loss included.
+) -> list[Lookups]:
+    """What a model looks up in its tables in one step of one process, for each of some batches, loss included.
 
-    The model is built on the meta device and gets the batch's integers as they are, everything else without values;
+    The model is built on the meta device and gets the integers of a batch as they are, everything else without values;
     what is computed from integers alone stays real. Nothing is allocated for its parameters, nothing is communicated.
 
     Args:
-        batch: of a data rank: all its microbatches.
+        batches: each of a data rank: all its microbatches.
         loss_fn: by default the model's own ``loss``, where it has one.
         step: of the random streams, of which sampled negatives are drawn.
 
@@ -56,25 +55,36 @@ def lookups_of(
     """
     alone = config.model_copy(update={"parallel": Parallel(data=1)})
     context = ParallelContext.from_config(alone, connect=False)
+    found: list[Lookups] = []
     with GLOBAL_RNG.preserved():
         model = build(factory, context, materialize=False)
-        found: Lookups = {}
-        for _, module, weight in table_modules(model):
-            calls = found.setdefault(spec_of(weight).name, [])
-            give_row_source(weight, _Recorder(weight, calls))
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                look_up_in_rows(module)
-        for module in model.modules():
-            if isinstance(module, Dropout | nn.modules.dropout._DropoutNd):
-                module.eval()
+        recorders = _record(model)
         loss = loss_fn or getattr(model, "loss", None)
-        batch = map_batch(_integers, batch)
-        with context, torch.no_grad(), _RealIntegers():
-            for number, microbatch in enumerate(split_microbatches(batch, microbatches)):
-                context.rng.move_to(step, number)
-                outputs = model(model_input(microbatch))
-                if loss is not None:
-                    loss(outputs, microbatch)
+        for batch in batches:
+            for recorder in recorders.values():
+                recorder.calls = []
+            given = map_batch(_integers, batch)
+            with context, torch.no_grad(), _RealIntegers():
+                for number, microbatch in enumerate(split_microbatches(given, config.schedule.microbatches)):
+                    context.rng.move_to(step, number)
+                    outputs = model(model_input(microbatch))
+                    if loss is not None:
+                        loss(outputs, microbatch)
+            found.append({name: recorder.calls for name, recorder in recorders.items()})
+    return found
+
+
+def _record(model: nn.Module) -> dict[str, _Recorder]:
+    """Let all lookups in tables be noted; dropout, which has nothing to drop, is off."""
+    found: dict[str, _Recorder] = {}
+    for _, module, weight in table_modules(model):
+        recorder = found.setdefault(spec_of(weight).name, _Recorder(weight))
+        give_row_source(weight, recorder)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            look_up_in_rows(module)
+    for module in model.modules():
+        if isinstance(module, Dropout | nn.modules.dropout._DropoutNd):
+            module.eval()
     return found
 
 
@@ -94,18 +104,21 @@ def _integers(x: Tensor) -> Tensor:
 class _Recorder:
     """A `RowSource` that notes what is looked up, and gives rows without values."""
 
-    def __init__(self, table: Tensor, calls: list[Tensor]) -> None:
-        self._table, self._calls = table, calls
+    def __init__(self, table: Tensor) -> None:
+        self._table = table
+        self.calls: list[Tensor] = []
 
     def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
         if ids.is_meta:
             raise UnknownIds("ids are computed from what has no values on the meta device")
-        self._calls.append(ids)
+        self.calls.append(ids)
         distinct, where = torch.unique(ids, return_inverse=True)
         return self.read(distinct), where
 
     def read(self, ids: Tensor) -> Tensor:
         return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
+
+    def require_ids(self, ids: Tensor) -> None: ...
 
 
 class _RealIntegers(TorchDispatchMode):
@@ -113,6 +126,15 @@ class _RealIntegers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor:  # where a mask is true is known while it has values
+            args = args[0], [each for index in args[1] for each in _places(index)]
         if any(leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
             args, kwargs = tree_map_only(Tensor, lambda x: x if x.is_meta else x.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """A mask as the indices of its true elements; other indices as they are."""
+    if index is None or index.is_meta or index.dtype != torch.bool:
+        return [index]
+    return index.nonzero(as_tuple=True)

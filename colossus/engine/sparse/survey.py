@@ -18,14 +18,13 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
     Tables that something else computes with, too, are from now on dense in all their lookups: every row is touched.
 
     Raises:
-        ValueError: for a lookup of torch's that no plan repeats.
+        ValueError: for what lookups of torch's modules cannot do here.
     """
-    lookups: dict[int, set[int]] = {}
-    tables = {}
-    for name, module, weight in table_modules(model):
+    lookups: dict[int, list[nn.Parameter]] = {}
+    for name, module, table in table_modules(model):
         require_lazy(name, module)
-        lookups.setdefault(id(module), set()).add(id(weight))
-        tables[id(weight)] = weight
+        lookups.setdefault(id(module), []).append(table)
+    tables = {id(table): table for each in lookups.values() for table in each}
     tied: dict[int, str] = {}
     for name, module in model.named_modules():
         for param in module.parameters(recurse=False):
@@ -41,7 +40,7 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
             TableFacts(spec.name, shape, held, weight.element_size(), ranks, ranks // data, tied.get(id(weight)))
         )
     for module in model.modules():
-        if not lookups.get(id(module), set()).isdisjoint(tied):
+        if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]
     others = (name for name, param in model.named_parameters() if id(param) not in tables)
     return Survey(tuple(facts), tuple(others))

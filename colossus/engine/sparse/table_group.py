@@ -11,21 +11,16 @@ from torch import nn
 from colossus.config import Config
 from colossus.config.schema import Optimizer
 from colossus.engine.sparse.row_update import no_sparse_form, rule_of_kind
-from colossus.engine.sparse.tables import table_modules
 from colossus.registry import TABLE_OPTIMIZERS
 
 log = logging.getLogger("colossus.engine")
-
-
-def has_tables(model: nn.Module) -> bool:
-    """Whether anything in a model looks up in a table with a sparse gradient."""
-    return next(table_modules(model), None) is not None
 
 
 def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: bool) -> None:
     """That the optimizer of a config fits a whole model with tables, or without.
 
     Args:
+        tables: whether it has some.
         is_given: whether the optimizer is a function's, which the config does not know.
 
     Raises:
@@ -34,7 +29,8 @@ def require_optimizer_of_tables(section: Optimizer, tables: bool, *, is_given: b
     if section.tables is not None and not tables:
         raise ValueError(
             "optimizer.tables is for tables with sparse gradients, but the model has none: make one with sparse=True "
-            "(colossus.layers.Embedding, torch.nn.Embedding), or leave optimizer.tables out"
+            "(colossus.layers.Embedding, torch.nn.Embedding) that nothing else computes with, or leave "
+            "optimizer.tables out"
         )
     if not tables or section.tables is not None or is_given:
         return

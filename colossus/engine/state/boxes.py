@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from colossus.layout.parameter import LogicalParameter
 
 @dataclass(frozen=True)
 class ParameterBox:
-    """A logical parameter and the rank's box of it.
+    """A logical parameter and the rank's box of it: one of several where the rank holds it in ranges of rows.
 
     Attributes:
         name: full logical name, the first of a tied one.
@@ -84,9 +84,25 @@ def parameter_boxes(
         box, scalars = shares.takes(logical.layout, logical.shape, item), shares.takes(Layout.whole(0), (), item)
         writes[name] = box and is_here, scalars and is_here
     return [
-        ParameterBox(name, aliases, logical, logical.layout.box(logical.shape, sizes, at), *writes[name])
+        ParameterBox(name, aliases, part, box, writes[name][0], is_first and writes[name][1])
         for name, aliases, logical in named
+        for part, box, is_first in _boxes(logical, logical.layout.box(logical.shape, sizes, at))
     ]
+
+
+def _boxes(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParameter, Box, bool]]:
+    """What a rank holds of a parameter, maybe in several ranges of its rows; whether it is the first of them.
+
+    Args:
+        box: as the layout says.
+    """
+    if logical.intervals is None:
+        yield logical, box, True
+        return
+    at = 0
+    for number, (start, stop) in enumerate(logical.intervals or [(0, 0)]):
+        yield replace(logical, rows=(at, at + stop - start)), ((start, stop), *box[1:]), number == 0
+        at += stop - start
 
 
 def buffers_of(model: nn.Module) -> dict[str, Entry]:
