@@ -163,8 +163,9 @@ def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
     key = path[-1]
     _, inner = _field(section, key)
     if inner is not None and issubclass(inner, ShortSection) and is_number(value) and isinstance(here.get(key), dict):
-        here[key].update(inner.keys_of(value) or {})  # of a size: the mode that the file gives stays
-        return
+        if (keys := inner.keys_of(value)) is not None:
+            here[key].update(keys)  # of a size: the mode that the file gives stays
+            return
     here[key] = value
 
 
