@@ -60,7 +60,9 @@ def check(handler: Adder, workers: int, count: int) -> None:
 def test_through_a_way_that_breaks(length: int) -> None:
     workers, count = 2, 1200 if length == SMALL else 100
     with adding(length) as (handler, server):
-        proxies = [CuttingProxy(server.endpoint, seed, 60_000 if length == SMALL else 500 * length) for seed in range(workers)]
+        proxies = [
+            CuttingProxy(server.endpoint, seed, 60_000 if length == SMALL else 500 * length) for seed in range(workers)
+        ]
         clients = [RpcClient(proxy.endpoint, TOKEN, worker) for worker, proxy in enumerate(proxies)]
         threads = [threading.Thread(target=add_many, args=(client, count, length)) for client in clients]
         for thread in threads:
