@@ -86,11 +86,13 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
-    """The parameters of norms, and scalars."""
+    """The parameters of norms, scalars, and what says so itself."""
     norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
     found = [param for norm in norms for param in norm.parameters(recurse=False)]
     found += [
-        param for param in model.parameters() if not isinstance(param, UninitializedParameter) and not param.dim()
+        param
+        for param in model.parameters()
+        if not isinstance(param, UninitializedParameter) and (not param.dim() or spec_of(param).is_wide)
     ]
     return {id(param): param for param in found}
 
@@ -164,9 +166,11 @@ class _Materializer:
         if not spec.layout.stored:
             return whole
         (shard,) = spec.shards
-        (start, stop), *_ = shard.layout.box(shard.shape, self.context.grid.sizes, self.context.coordinates)
         out = whole.new_zeros((shard.rows[1], *whole.shape[1:]))
-        out[: stop - start] = whole[start:stop]
+        at = 0
+        for (start, stop), *_ in spec.boxes(shard, self.context.grid.sizes, self.context.coordinates):
+            out[at : at + stop - start] = whole[start:stop]
+            at += stop - start
         return out
 
     def _traced_value(self, tensor: Tensor, name: str) -> Tensor:

@@ -11,28 +11,23 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from colossus import machine
-from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, deaths, failure, run_folder, slurm
+from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.origin import Taken, choose
+from colossus.launch.report import DONE, FAILED, USAGE, report
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
-from colossus.launch.stopped import code_of_stop, failure_block, stopped_line
+from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
 from colossus.launch.worker import run_worker
 
-if TYPE_CHECKING:
-    from colossus.launch.agent import Outcome
-
-DONE, FAILED, USAGE = 0, 1, 2
 #: no machine has cores for more; what asks for them is a slip of the keyboard
 _MOST_LOCAL_RANKS = 4096
 _EXAMPLES = {"model": "model = dict(type='GPT', ...) or a class of yours", "data": "data = dict(type='PythonStdlib')"}
@@ -195,17 +190,10 @@ def _launch(
     with _stop_raises():
         try:
             # torch is imported here: everything above answers without it
-            from colossus.launch.agent import run_workers
+            from colossus.launch.agent import Launch, run_workers
 
-            outcome = run_workers(
-                config_path,
-                overrides,
-                local_ranks=local_ranks,
-                begin=begin,
-                nodes=nnodes,
-                endpoint=endpoint,
-                survives=grid if _goes_on_after_a_death(config) else None,
-            )
+            survives = grid if _goes_on_after_a_death(config) else None
+            outcome = run_workers(Launch(config_path, overrides, begin, local_ranks, nnodes, endpoint, survives))
         except _Stopped as stop:
             print(stopped_line(None, config, stop.signum))
             return exit_code(stop.signum)
@@ -216,65 +204,7 @@ def _launch(
             where = f" at {endpoint}" if endpoint else ""
             print(f"colossus: the processes could not be started{where}: {error}", file=sys.stderr)
             return FAILED
-    return _report(outcome, config, grid)
-
-
-def _report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
-    folder, exits = outcome.folder, dict(outcome.exits)
-    records = {record.rank: record for record in failure.read_all(folder)} if folder is not None else {}
-    for end in outcome.others:
-        exits |= end.exits
-        records |= {record.rank: record for record in end.records}
-    _tell_losses(outcome, config)
-    if len(outcome.lost) < len(exits):
-        exits = {rank: ended for rank, ended in exits.items() if rank not in outcome.lost}
-        records = {rank: record for rank, record in records.items() if rank not in outcome.lost}
-    signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
-    if signum is not None:
-        print(stopped_line(folder, config, signum))
-        unsaved = next((record for record in records.values() if record.type == CheckpointError.__name__), None)
-        if unsaved is not None:
-            print(f"colossus: {unsaved.message}", file=sys.stderr)
-        if unsaved is not None:
-            return FAILED
-        found = causes.rank_causes(records.values(), exits)
-        return exit_code(signum) if outcome.is_hurried else code_of_stop(exit_code(signum), found, config, grid, folder)
-    found = causes.rank_causes(records.values(), exits)
-    if outcome.gone and not (found and found[0].kind in causes.CULPRITS):
-        print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
-        return FAILED
-    if exits and all(ended.code == 0 and not ended.is_early for ended in exits.values()):
-        return DONE
-    stopped = causes.was_only_stopped(records.values(), exits)
-    if stopped is not None:
-        print(stopped_line(folder, config, stopped - 128))
-        return stopped if outcome.is_hurried else code_of_stop(stopped, found, config, grid, folder)
-    if found and found[0].record is not None and found[0].record.kind == "config":
-        print(f"colossus: {found[0].record.message}", file=sys.stderr)
-        return USAGE
-    if found and (found[0].rank in outcome.exits or len(outcome.exits) == grid.world_size):
-        print(failure_block(found, config, grid, folder), file=sys.stderr)
-    elif found:
-        print(causes.elsewhere(found[0], grid, folder), file=sys.stderr)
-    else:
-        print(f"colossus: the run ended with exit codes {exits} and no record in {folder}", file=sys.stderr)
-    return FAILED
-
-
-def _tell_losses(outcome: Outcome, config: Config) -> None:
-    """The replicas that the run went on without: on the terminal and in the run folder."""
-    folder, replicas = outcome.folder, config.parallel.data
-    if outcome.losses and folder is not None and replicas is not None:
-        deaths.write(folder, outcome.losses)
-        row = run_folder.last_metrics(folder)
-        last_step = None if row is None else int(row["step"])
-        print(
-            deaths.report(outcome.losses, config.train.global_batch_size // replicas, last_step),
-            file=sys.stderr,
-            flush=True,
-        )
-    if outcome.verdict is not None:
-        print(f"colossus: the run could not go on after a death: {outcome.verdict}", file=sys.stderr, flush=True)
+    return report(outcome, config, grid)
 
 
 def _goes_on_after_a_death(config: Config) -> bool:

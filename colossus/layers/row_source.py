@@ -21,12 +21,25 @@ class RowSource(Protocol):
             padding_idx: an id whose row gets no gradient.
 
         Returns:
-            rows [distinct ids, dim], under autograd, in the dtype in which the table is stored; and of each id its
-            place among them, of the shape of ``ids``.
+            rows [distinct ids, dim], under autograd, in the dtype in which the gradients of the table are summed; and
+            of each id its place among them, of the shape of ``ids``.
 
         Raises:
             ValueError: for an id that is not in the table.
         """
+        ...
+
+    def require_ids(self, ids: Tensor) -> None:
+        """That ids [samples of a microbatch, ..] are in the table. A lookup asks so itself; this is for ids of which it
+        gets a part, or another order, since the error names their place.
+
+        Raises:
+            ValueError: for an id that is not; where rows are exchanged the other ranks raise, too.
+        """
+        ...
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows [n, dim] of distinct ascending ids [n], without a gradient; nothing keeps them."""
         ...
 
 

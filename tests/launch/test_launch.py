@@ -32,7 +32,7 @@ from helpers.launching import (
     wait_for,
 )
 
-from colossus.launch import agent, command, failure, run_folder, versions
+from colossus.launch import command, failure, lingering, run_folder, versions
 from colossus.launch.run_folder import default_folder
 
 # -- a run that goes well -------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_a_culprit_that_is_slower_than_its_victims_is_named(tmp_path: Path) -> N
 
 
 def test_a_rank_that_does_not_come_to_its_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", 0.5)  # of the forked launcher, too
     code, _, err = launch(tmp_path, TROUBLE="linger")
     assert code == 0, err
     assert err.count("rank 1 is still at work 0.5 s after others have ended") == 1

@@ -1,0 +1,32 @@
+"""Servers within this process, and the workers' views of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from colossus.server.client import Servers
+from colossus.server.rpc import RpcClient, RpcServer
+from colossus.server.store import ShardStore
+
+_TOKEN = b"t" * 32
+
+
+@contextmanager
+def local_servers(num_servers: int = 1, num_workers: int = 1) -> Iterator[list[Servers]]:
+    """One `Servers` for each worker."""
+    stores = [ShardStore() for _ in range(num_servers)]
+    servers = [
+        RpcServer(store.handle, _TOKEN, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)
+    ]
+    workers = []
+    try:
+        for worker in range(num_workers):
+            clients = [RpcClient(server.endpoint, _TOKEN, worker) for server in servers]
+            workers.append(Servers(clients, worker, range(num_workers)))
+        yield workers
+    finally:
+        for view in workers:
+            view.close()
+        for server in servers:
+            server.close()
