@@ -138,7 +138,8 @@ class Servers:
             values: by name a tensor of the whole shape (a sparse one: its rows), rows (`RowGradient`), or None: all of
                 it for ``zero``, no change for ``gradient``.
             rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
-            options: of this update: ``lr``, ``scale`` (a factor of the gradient), or what else the optimizer has.
+            options: of this update: ``lr``, ``scale`` (a factor of the gradient), ``clip_value`` (the largest absolute
+                value of an element, after that), or what else the optimizer has.
             options_of: the same by name, where they differ.
 
         Returns:
@@ -261,7 +262,7 @@ class Servers:
         """One update by the sums of a step, whose `squares` are known. All workers may ask for it; it is done once.
 
         Args:
-            options: of the optimizers: ``lr``; ``scale``: a factor of the gradient (one over the tokens, the clip).
+            options: of the optimizers, as for `push`; ``scale`` is one over the tokens, say, times the clip.
             options_of: the same by name, where they differ.
             found_inf: do not update, and forget the sums.
             into: where the values go afterwards, by name.
