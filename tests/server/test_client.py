@@ -7,31 +7,18 @@ import threading
 
 import pytest
 import torch
+from helpers.servers import local_servers, made, pulled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
 from colossus.server.messages import Refused, ServerGone
 from colossus.server.rpc import RpcClient, RpcServer
 from colossus.server.store import ShardStore
-from tests.helpers.servers import local_servers
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=5)
-
-
-def made(workers: list[Servers], tensors: dict[str, Tensor], **options: object) -> None:
-    """All workers make tensors, in an order in which the one with values comes last."""
-    handles = [worker.create(tensors, **options) for worker in reversed(workers)]  # type: ignore[arg-type]
-    for handle in handles:
-        handle.wait()
-
-
-def pulled(worker: Servers, name: str, like: Tensor) -> Tensor:
-    into = torch.empty_like(like)
-    worker.pull({name: into}).wait()
-    return into
 
 
 @settings(deadline=None, max_examples=40)
@@ -197,7 +184,7 @@ def test_prefetched_values_are_those_of_their_time() -> None:
     with local_servers(2, 2) as [worker, other]:
         start = torch.arange(6.0)
         made([worker, other], {"w": start})
-        worker.prefetch({"w": start}).wait()
+        worker.prefetch(["w"]).wait()
         other.push({"w": torch.ones(6)}, "add").wait()
         assert torch.equal(pulled(worker, "w", start), start)
         assert worker.push({"w": torch.ones(6)}, "add").wait() == {"w": 1}  # one update since what it has pulled

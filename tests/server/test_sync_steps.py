@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers.servers import local_servers, made, pulled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ from colossus.server.arrivals import Arrivals
 from colossus.server.client import Servers
 from colossus.server.clocks import Clocks
 from colossus.server.messages import Refused
-from tests.helpers.servers import local_servers
-from tests.server.test_client import made, pulled
 
 NAMES = ["w", "table"]
 
