@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
+from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
 from colossus.server import environment
 from colossus.server.client import Servers
@@ -113,14 +114,7 @@ def _group() -> AxisGroup:
     context = current_context()
     if context.world_size > 1:
         return context.group(context.grid.names)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return AxisGroup(("world",), tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     started, rank = (os.environ.get(name, default) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
-    if started.isdecimal() and int(started) > 1 and not dist.is_initialized():
-        if environment.is_given() and rank.isdecimal():  # nothing has to be exchanged
-            return AxisGroup(("world",), tuple(range(int(started))), int(rank), None)
-        raise ValueError(
-            f"colossus.server: {started} processes were started (WORLD_SIZE), but they are not joined yet: call "
-            f"colossus.initialize or torch.distributed.init_process_group first"
-        )
-    return AxisGroup((), (0,), 0, None)
+    if environment.is_given() and not dist.is_initialized() and started.isdecimal() and rank.isdecimal():
+        return AxisGroup(("world",), tuple(range(int(started))), int(rank), None)  # nothing has to be exchanged
+    return launched_ranks("colossus.server")
