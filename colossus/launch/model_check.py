@@ -87,6 +87,7 @@ def check_model(config: Config) -> ModelInfo | None:
             except ValueError as error:
                 raise ConfigError(str(error)) from error
             pipeline.split(model)  # type: ignore[arg-type]
+            strategy.prepare(model, context)
 
         factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
         model = build(factory, context, materialize=False, prepare=cut)

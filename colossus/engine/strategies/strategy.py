@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.values import values_of
 from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
@@ -94,6 +95,12 @@ class Strategy:
         self._data_group = context.group("data")
 
     @property
+    def own_parameters(self) -> bool:
+        """Whether each replica has parameters and an optimizer of its own, which a checkpoint keeps beside those that
+        are evaluated."""
+        return not self.exact
+
+    @property
     def summed_axes(self) -> tuple[str, ...]:
         """Over which gradients and the step's numbers are summed: all, or those inside of a replica."""
         context = self.parts.context
@@ -140,6 +147,14 @@ class Strategy:
         parameter in one piece; what no collective sums is in none.
         """
         return []
+
+    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
+        """What this rank adds to the square of the gradient norm, for each entry of ``norm``: float64 [entries].
+
+        Args:
+            squares: of the gradients that are here, not finite where one of these is not.
+        """
+        return squares
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
@@ -274,6 +289,13 @@ class Strategy:
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
 
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
+        return optimizer.state
+
+    def parameters_loaded(self) -> None:
+        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""
+
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or
         plain values. It is saved by logical name, so that it can be taken back under another plan."""
@@ -281,6 +303,14 @@ class Strategy:
 
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take back what `parameter_state` gave; empty when the checkpoint has none."""
+
+    def heading(self) -> list[str]:
+        """Lines for the start of a run: what it has chosen."""
+        return []
+
+    def in_short(self) -> str:
+        """The same in a few words, for the end of a run; empty where it had nothing to choose."""
+        return ""
 
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
