@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 def usable_cores() -> int:
@@ -77,6 +78,14 @@ def address_towards(host: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def own_address() -> str:
+    """The address of this machine for the other hosts of a run: that of gloo's interface where it is set, else that
+    from which the first rank's host (MASTER_ADDR) is reached, else the loopback's."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    own = interface_address(interface) if interface else None
+    return own or address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK
 
 
 def address_among(own: str, others: Iterable[str]) -> str:

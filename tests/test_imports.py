@@ -287,6 +287,7 @@ def test_light_modules_load_no_torch() -> None:
         *graphs,
         "colossus.engine.strategies.options.gossip",
         "colossus.server.environment",
+        "colossus.server.process",
         "colossus.cli.show",
         "colossus.cli.show_graph",
         "colossus.cli.main",

@@ -81,7 +81,7 @@ class LocalStreams:
                 if address is None:
                     return False
                 stream.connect(address)
-                if _stranger(stream):
+                if is_stranger(stream):
                     _warn(stream, f"listens at the address of rank {to} of the group")
                     return False
                 stream.sendall(_HELLO.pack(purpose, self.index, to, self._proof(b"hello", purpose, self.index, to)))
@@ -152,7 +152,7 @@ class LocalStreams:
             stream.close()
 
     def _read_hello(self, stream: socket.socket) -> Key | None:
-        if _stranger(stream):
+        if is_stranger(stream):
             return None
         hello = b""
         with contextlib.suppress(OSError):
@@ -178,7 +178,8 @@ def _credentials(stream: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _stranger(stream: socket.socket) -> bool:
+def is_stranger(stream: socket.socket) -> bool:
+    """Whether another user is at the other end. Linux only."""
     return _credentials(stream)[1] != os.geteuid()
 
 

@@ -7,7 +7,6 @@ Tensors on an accelerator are copied to the host by the caller.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from colossus import machine
 from colossus.comm import accounting
+from colossus.comm.buffer_pool import BufferPool
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peer_connections import PeerConnections
 from colossus.comm.peer_reader import Message
@@ -28,7 +28,6 @@ from colossus.context.groups import AxisGroup
 
 #: how often a rank that waits looks up
 _LOOK_SECONDS = 1.0
-_LOOPBACK = "127.0.0.1"
 
 
 class PeerGone(RuntimeError):
@@ -59,7 +58,6 @@ class PeerLinks:
     """
 
     def __init__(self, group: AxisGroup, most_bytes: int, timeout_seconds: float, *, pinned: bool = False) -> None:
-        self._pinned = pinned
         # of a copy: its indices are those of all, also when some of them have died
         self.group, self._timeout = replace(group), timeout_seconds
         self.waited_seconds, self.bytes_sent = 0.0, 0
@@ -73,7 +71,7 @@ class PeerLinks:
         self._left: set[int] = set()
         #: from whom there is or was a connection
         self._heard: set[int] = set()
-        self._pool: dict[int, list[Tensor]] = {}
+        self._pool = BufferPool(pinned=pinned)
         self._closed = False
         self._failure: BaseException | None = None
         self._connections = PeerConnections(_own_address(group), group.index, group.size, most_bytes, self)
@@ -84,17 +82,11 @@ class PeerLinks:
 
     def buffer(self, size: int) -> Tensor:
         """Memory of ``size`` bytes, uint8, on the host: used again after `send(owned=True)` or `release`."""
-        with self._changed:
-            free = self._pool.get(size)
-            if free:
-                return free.pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._pool.take(size)
 
     def release(self, data: Tensor) -> None:
         """Give back the memory of `buffer` or of a message."""
-        if data.numel():
-            with self._changed:
-                self._pool.setdefault(data.numel(), []).append(data)
+        self._pool.give_back(data)
 
     def send(
         self,
@@ -269,9 +261,6 @@ class PeerLinks:
 
 
 def _own_address(group: AxisGroup) -> str:
-    """The address of this host at which the other ranks reach it: that of gloo's interface where it is set, else that
-    from which the first rank's host is reached. Collective."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    own = machine.interface_address(interface) if interface else None
-    own = own or machine.address_towards(os.environ.get("MASTER_ADDR", _LOOPBACK)) or _LOOPBACK
+    """The address of this host at which the other ranks reach it. Collective."""
+    own = machine.own_address()
     return machine.address_among(own, all_gather_object(own, group))

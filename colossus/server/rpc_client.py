@@ -1,0 +1,411 @@
+"""The end of a worker: its calls, and one thread that reads, and connects again when the connection is lost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from colossus import machine
+from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.peer_wire import WireError
+from colossus.comm.wake import Wake
+from colossus.server import wire
+from colossus.server.arrays import Packing, copy, unpack
+from colossus.server.connect import TurnedAway, address_of, greet
+from colossus.server.connection import Connection
+from colossus.server.environment import wrong_endpoint
+from colossus.server.frame_parser import Frame
+from colossus.server.messages import Call, Refused, Reply, ServerGone
+from colossus.server.outgoing import Outgoing
+from colossus.server.rpc_server import BEAT_SECONDS
+from colossus.server.segments import SegmentMap, SegmentPool
+from colossus.server.wire import Head, Hello
+
+#: calls under way, and bytes of them that are held for the socket; then `call` waits
+_MOST_CALLS = 256
+_MOST_HELD_BYTES = 256 << 20
+_POOLED_BYTES = 256 << 20
+_LOOK_SECONDS = 0.2
+#: after which replies are acknowledged without a request
+_ACKNOWLEDGE_SECONDS = 0.02
+_MOST_UNACKNOWLEDGED = 32
+#: how long it is tried where nothing listens any more, or another client of this number is connected
+_REFUSED_SECONDS = 0.5
+_BUSY_SECONDS = 2.0
+_PAUSES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+LEAST_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
+
+
+@dataclass(eq=False)
+class _Pending:
+    call: Call
+    message: Outgoing
+    into: Sequence[Tensor] | None
+
+
+class RpcClient:
+    """The calls of one worker at one server. From any thread.
+
+    Args:
+        endpoint: `RpcServer.endpoint`.
+        token: of the run.
+        worker: number of this worker, an int32; one client of a number at a time.
+        timeout_seconds: of silence after which the server is taken for dead, at least `LEAST_TIMEOUT_SECONDS`.
+        on_progress: called by a thread of the client whenever a reply has come.
+
+    Raises:
+        ServerGone: nothing answers at the endpoint.
+        Refused: the server does not take this worker: a wrong token, or another client of its number is connected.
+        ValueError: the endpoint is none.
+    """
+
+    def __init__(
+        self,
+        endpoint: dict[str, Any],
+        token: bytes,
+        worker: int,
+        timeout_seconds: float = 60.0,
+        on_progress: Callable[[], object] = lambda: None,
+    ) -> None:
+        if (wrong := wrong_endpoint(endpoint)) is not None:
+            raise ValueError(f"the endpoint of a server: {wrong}")
+        if timeout_seconds < LEAST_TIMEOUT_SECONDS:
+            raise ValueError(
+                f"timeout_seconds = {timeout_seconds:g}: a sign of life comes each {BEAT_SECONDS:g} s, so that a "
+                f"server can be taken for dead after {LEAST_TIMEOUT_SECONDS:g} s at the earliest"
+            )
+        self.index: int = endpoint["index"]
+        self.address = address_of(endpoint)
+        self._endpoint, self._token, self._worker = endpoint, token, worker
+        self._timeout, self._on_progress = timeout_seconds, on_progress
+        self._most_bytes = machine.memory_bytes()[0] // 4
+        self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
+        self._changed = threading.Condition(threading.RLock())
+        #: by sequence, in the order of the calls
+        self._pending: dict[int, _Pending] = {}
+        self._last = 0
+        self._held = 0
+        self._acknowledged: list[int] = []
+        self._read_at = 0.0
+        self._connection: Connection | None = None
+        self._segments, self._mapped = SegmentPool(), SegmentMap()
+        self._can_map, self._takes_segments = True, False
+        self._buffers = BufferPool(_POOLED_BYTES)
+        self._last_sign: float | None = None
+        self._gone: ServerGone | None = None
+        self._is_closing = False
+        self._selector = selectors.DefaultSelector()
+        self._wake = Wake()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            self._connect(is_new=True)
+        except BaseException:
+            self._selector.close()
+            self._wake.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="colossus-server-client", daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def call(
+        self,
+        op: str,
+        header: dict[str, Any] | None = None,
+        arrays: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+    ) -> Call:
+        """Start a call. Waits while too much is under way.
+
+        Args:
+            op: what is asked for.
+            header: data of JSON.
+            arrays: on the host; copied before this returns, so that they may be changed afterwards.
+            into: where the arrays of the reply go, of the same number, shapes and dtypes: written to by a thread of the
+                client at any time until the call is done. None: new tensors.
+
+        Raises:
+            ServerGone: it is gone already.
+            ValueError: what cannot be sent.
+        """
+        segments = self._segments if self._takes_segments else None
+        with self._changed:
+            self._changed.wait_for(self._has_room)
+        message = Outgoing(wire.REQUEST, {"o": op, "h": header or {}}, arrays, segments, self._buffers)
+        call = Call(op, f"server {self.index} at {self.address}")
+        with self._changed:
+            if self._gone is not None:
+                raise self._gone
+            if self._is_closing:
+                raise RuntimeError(f"a call {op!r} at server {self.index} by a client that was closed")
+            self._last += 1
+            message.sequence = self._last
+            self._held += message.held_bytes
+            self._pending[self._last] = _Pending(call, message, into)
+            if self._connection is not None:
+                self._acknowledge(self._connection)
+                message.send(self._connection, self._takes_segments)
+                self._connection.forget(self._segments.take_dropped())
+        return call
+
+    def close(self) -> None:
+        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending or self._gone is not None)
+            self._is_closing = True
+        self._wake.call()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        _open.discard(self)
+
+    def _has_room(self) -> bool:
+        room = len(self._pending) < _MOST_CALLS and self._held < _MOST_HELD_BYTES
+        return room or self._gone is not None
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing and self._gone is None:
+                self._turn()
+            self._say_goodbye()
+        except Exception as error:
+            self._lose(f"the thread of its client failed: {type(error).__name__}: {error}")
+        finally:
+            if self._connection is not None:
+                self._connection.close()
+            self._segments.close()
+            self._selector.close()
+            self._wake.close_reading()
+
+    def _turn(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        self._watch_backlog(connection)
+        self._selector.select(_ACKNOWLEDGE_SECONDS if self._acknowledged else _LOOK_SECONDS)
+        self._wake.drain()
+        if connection.has_backlog:
+            connection.write()
+        try:
+            for frame in connection.read():
+                self._take(connection, frame)
+        except (OSError, EOFError) as error:
+            self._reconnect(str(error) or type(error).__name__)
+            return
+        except WireError as error:
+            self._lose(f"it sent what no server sends: {error}")
+            return
+        self._last_sign = connection.last_heard
+        now = time.monotonic()
+        if now - connection.last_heard > self._timeout:
+            self._lose(f"it gave no sign of life for {self._timeout:g} s")
+            return
+        if self._acknowledged and (
+            now - self._read_at > _ACKNOWLEDGE_SECONDS or len(self._acknowledged) >= _MOST_UNACKNOWLEDGED
+        ):
+            with self._changed:
+                self._acknowledge(connection)
+        connection.beat(BEAT_SECONDS)
+
+    def _watch_backlog(self, connection: Connection) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
+        if self._selector.get_key(connection.stream).events != wanted:
+            self._selector.modify(connection.stream, wanted)
+
+    def _say_goodbye(self) -> None:
+        connection = self._connection
+        if connection is None or self._gone is not None:
+            return
+        self._acknowledge(connection)
+        connection.send(wire.frame(wire.BYE))
+        deadline = time.monotonic() + _BUSY_SECONDS
+        while connection.has_backlog and time.monotonic() < deadline:
+            self._watch_backlog(connection)
+            self._selector.select(_LOOK_SECONDS)
+            connection.write()
+
+    def _acknowledge(self, connection: Connection) -> None:
+        if self._acknowledged:
+            connection.send(wire.frame(wire.ACKNOWLEDGE, wire.encode(self._acknowledged)))
+            self._acknowledged = []
+
+    def _reconnect(self, why: str) -> None:
+        with self._changed:
+            connection, self._connection = self._connection, None
+        assert connection is not None
+        self._selector.unregister(connection.stream)
+        connection.close()
+        try:
+            self._connect(is_new=False, why=why)
+        except (ServerGone, Refused) as error:
+            self._lose(error.reason if isinstance(error, ServerGone) else str(error))
+
+    def _connect(self, *, is_new: bool, why: str = "") -> None:
+        """Try it until it goes, or there is no hope."""
+        began = time.monotonic()
+        hello = Hello.make(self._worker, self._incarnation, is_new=is_new, takes_segments=self._can_map)
+        for number in range(1 << 30):
+            waited = time.monotonic() - began
+            try:
+                stream, takes_segments = greet(self._endpoint, self._token, hello, max(0.5, self._timeout - waited))
+                break
+            except TurnedAway as error:
+                if error.is_ended:
+                    raise ServerGone(self.index, self.address, str(error), self._last_sign) from None
+                if error.is_final or waited > _BUSY_SECONDS or not is_new:
+                    raise Refused(
+                        f"server {self.index} at {self.address} refused worker {self._worker}: {error}"
+                    ) from None
+            except ConnectionRefusedError as error:
+                if waited > _REFUSED_SECONDS:
+                    reason = "nothing listens there" + (f" any more ({why})" if why else "")
+                    raise ServerGone(self.index, self.address, reason, self._last_sign) from error
+            except (OSError, WireError, EOFError) as error:
+                if waited > self._timeout - 1.0:
+                    reason = f"it could not be reached within {self._timeout:g} s ({error})"
+                    raise ServerGone(self.index, self.address, reason, self._last_sign) from error
+            time.sleep(_PAUSES[min(number, len(_PAUSES) - 1)])
+            if self._is_closing:
+                raise ServerGone(self.index, self.address, f"the client was closed ({why})", self._last_sign)
+        connection = Connection(stream, self._most_bytes, self._allocate, self._wake.call)
+        self._last_sign = connection.last_heard
+        self._selector.register(stream, selectors.EVENT_READ)
+        with self._changed:
+            self._takes_segments = takes_segments
+            if not is_new:
+                self._acknowledged = []
+                connection.send(wire.frame(wire.RESUME, wire.encode(list(self._pending))))
+                for pending in self._pending.values():
+                    pending.message.send(connection, takes_segments)
+            self._connection = connection
+
+    def _lose(self, reason: str) -> None:
+        gone = ServerGone(self.index, self.address, reason, self._last_sign)
+        with self._changed:
+            self._gone = gone
+            lost = list(self._pending.values())
+            self._pending.clear()
+            self._changed.notify_all()
+        for pending in lost:
+            pending.call.finish(None, gone)
+
+    def _allocate(self, head: Head, header: Any) -> tuple[list[memoryview], Any]:
+        if head.kind != wire.REPLY or not isinstance(header, dict):
+            raise WireError("data that belong to no reply")
+        packing = unpack(header.get("a"), self._most_bytes)
+        pending = self._pending.get(head.sequence)
+        if pending is not None and pending.into is not None and _fits(packing, pending.into):
+            pieces = packing.targets(pending.into)
+            if pieces is not None:
+                return pieces, (packing, None)
+        buffer = torch.empty(head.data_bytes, dtype=torch.uint8)
+        return [memoryview(buffer.numpy())], (packing, buffer)  # type: ignore[arg-type]
+
+    def _take(self, connection: Connection, frame: Frame) -> None:
+        match frame.head.kind:
+            case wire.REPLY | wire.REFUSAL:
+                self._take_reply(frame)
+            case wire.PING:
+                pass
+            case wire.SEGMENT:
+                try:
+                    self._mapped.add(frame.header, connection.take_descriptor())
+                except OSError:
+                    self._can_map = False  # told with the next greeting
+                    raise
+            case wire.FORGET:
+                self._mapped.forget(frame.header)
+            case wire.FAILED:
+                self._lose(str(frame.header))
+            case kind:
+                raise WireError(f"a frame of kind {kind}, which is a worker's")
+
+    def _take_reply(self, frame: Frame) -> None:
+        header, sequence = frame.header, frame.head.sequence
+        if not isinstance(header, dict):
+            raise WireError("a reply without a header")
+        reply: Reply | None = None
+        error: Exception | None = None
+        pending = self._pending.get(sequence)
+        if pending is not None:
+            if frame.head.kind == wire.REFUSAL:
+                error = Refused(str(header.get("e")))
+            else:
+                try:
+                    reply = Reply(header.get("h") or {}, self._arrays(frame, pending.into))
+                except ValueError as wrong:
+                    if isinstance(wrong, WireError):
+                        raise
+                    error = wrong
+        with self._changed:
+            self._acknowledged.append(sequence)
+            self._read_at = time.monotonic()
+            if pending is None:  # it came twice
+                return
+            del self._pending[sequence]
+            self._held -= pending.message.held_bytes
+            self._changed.notify_all()
+        pending.message.release()
+        pending.call.finish(reply, error)
+        self._on_progress()
+
+    def _arrays(self, frame: Frame, into: Sequence[Tensor] | None) -> list[Tensor]:
+        """Of a reply. Raises `ValueError` where they are not as ``into`` wants them."""
+        if frame.context is not None:
+            packing, memory = frame.context
+            if memory is None:  # read to where they belong
+                return list(into or ())
+        else:
+            packing = unpack(frame.header.get("a", []), self._most_bytes)
+            memory = self._mapped.memory(frame.head.segment, packing.num_bytes) if packing.num_bytes else _NOTHING
+        if packing.num_bytes != frame.head.data_bytes:
+            raise WireError("arrays of another length than their description")
+        views = packing.views(memory)
+        if into is None:
+            if frame.context is not None:
+                return views
+            into = [
+                torch.empty(shape, dtype=dtype) for dtype, shape in zip(packing.dtypes, packing.shapes, strict=True)
+            ]
+        elif not _fits(packing, into):
+            raise ValueError(f"the reply has arrays {packing.describe()}, where into has {_described(into)}")
+        for target, view in zip(into, views, strict=True):
+            copy(target, view)
+        return list(into)
+
+    def close_in_child(self) -> None:
+        """After a fork, where the thread does not run."""
+        if self._connection is not None:
+            self._connection.stream.close()
+
+
+def _fits(packing: Packing, into: Sequence[Tensor]) -> bool:
+    return packing.dtypes == tuple(one.dtype for one in into) and packing.shapes == tuple(
+        tuple(one.shape) for one in into
+    )
+
+
+def _described(tensors: Sequence[Tensor]) -> list[list[Any]]:
+    return [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in tensors]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+_open: WeakSet[RpcClient] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
+    for client in tuple(_open):
+        client.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
