@@ -173,7 +173,22 @@ DATASETS = Registry(
 )
 OPTIMIZERS = Registry(
     "optimizer",
-    {"AdamW": "colossus.engine.optimizers:adamw", "SGD": "colossus.engine.optimizers:sgd"},
+    {
+        "AdamW": "colossus.engine.optimizers:adamw",
+        "Adam": "colossus.engine.optimizers:adam",
+        "Adagrad": "colossus.engine.optimizers:adagrad",
+        "SGD": "colossus.engine.optimizers:sgd",
+    },
+)
+#: rules of tables with sparse gradients, each with its options
+TABLE_OPTIMIZERS = Registry(
+    "optimizer of tables",
+    {
+        "SparseAdam": "colossus.engine.sparse.table_optimizers:sparse_adam",
+        "Adagrad": "colossus.engine.sparse.table_optimizers:adagrad",
+        "RowWiseAdagrad": "colossus.engine.sparse.table_optimizers:rowwise_adagrad",
+        "SGD": "colossus.engine.sparse.table_optimizers:sgd",
+    },
 )
 LR_SCHEDULES = Registry("learning-rate schedule", package="colossus.engine.lr_schedules")
 SCHEDULES = Registry("schedule", package="colossus.schedule.builtin")
@@ -187,6 +202,7 @@ STRATEGIES = Registry(
         "hierarchical": "colossus.engine.strategies.hierarchical:Hierarchical",
         "hybrid": "colossus.engine.strategies.hybrid:Hybrid",
         "local_sgd": "colossus.engine.strategies.local_sgd:LocalSGD",
+        "server": "colossus.engine.strategies.server:make_server",
         "sgp": "colossus.engine.strategies.sgp:SGP",
         "slowmo": "colossus.engine.strategies.slowmo:SlowMo",
         "zero": "colossus.engine.strategies.zero:Zero",
@@ -203,6 +219,7 @@ STRATEGY_OPTIONS = Registry(
         "hierarchical": "colossus.engine.strategies.options.exact:HierarchicalOptions",
         "hybrid": "colossus.engine.strategies.options.hybrid:HybridOptions",
         "local_sgd": "colossus.engine.strategies.options.averaging:LocalSGDOptions",
+        "server": "colossus.engine.strategies.options.server:ServerOptions",
         "sgp": "colossus.engine.strategies.options.gossip:SGPOptions",
         "slowmo": "colossus.engine.strategies.options.averaging:SlowMoOptions",
     },

@@ -19,6 +19,7 @@ PACKAGE = Path(colossus.__file__).parent
 #: who may import whom: a room imports rooms of lower levels and itself, never a sibling on its own level
 LEVELS = {
     "context": 0,
+    "rows": 0,
     "comm": 1,
     "layout": 2,
     "checkpoint": 3,

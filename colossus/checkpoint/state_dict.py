@@ -126,7 +126,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
         if isinstance(entry.held, Tensor):
             entry.held.copy_(chosen[name])
         else:
-            entry.held.local().copy_(shard(chosen[name], entry.held.layout, context))
+            entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
 
 
@@ -160,9 +160,10 @@ class _Shard:
 
     def gather(self, context: ParallelContext) -> Tensor:
         """The whole; a copy. Collective over the axes of the layout."""
-        if isinstance(self.entry.held, Tensor):
+        held = self.entry.held
+        if isinstance(held, Tensor):
             return self.held.detach().clone()
-        return gather(self.held, self.layout, self.entry.shape, context)
+        return gather(self.held, held.layout, self.entry.shape, context, held.intervals)
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ def _own(model: nn.Module, *, gradients: bool) -> dict[str, _Shard]:
             continue
         parameter = entry.held.parameter
         buffer = parameter.grad if gradients else parameter.data
+        if buffer is not None and buffer.is_sparse:  # of some rows of a table
+            buffer = buffer.to_dense()
         if buffer is not None:
             own[name] = _Shard(entry, entry.held.local(buffer))
     return own

@@ -11,6 +11,7 @@ import platform
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,15 +199,18 @@ class CheckpointWriter:
         self._make_folder(target)
         if not written:
             return part
-        name = f"rank-{self._context.rank:05d}.safetensors"
-        header = make_header([(held.key, held.local.dtype, tuple(held.local.shape)) for held in written])
-        with naming(target / name):
-            crc = write_file(target / name, header, snapshot.tensors, self._note_progress)
-        part["file"] = [name, header.num_bytes, crc]
-        for held in written:
+        file = f"rank-{self._context.rank:05d}.safetensors"
+        names = _names_in_file(written)
+        header = make_header(
+            [(name, held.local.dtype, tuple(held.local.shape)) for name, held in zip(names, written, strict=True)]
+        )
+        with naming(target / file):
+            crc = write_file(target / file, header, snapshot.tensors, self._note_progress)
+        part["file"] = [file, header.num_bytes, crc]
+        for name, held in zip(names, written, strict=True):
             start = [low for low, _ in held.box]
             part["tensors"].append(
-                [held.key, dtype_name(held.local.dtype), held.shape, header.offsets[held.key], start, held.local.shape]
+                [held.key, dtype_name(held.local.dtype), held.shape, header.offsets[name], start, held.local.shape]
             )
         return part
 
@@ -277,3 +281,9 @@ class CheckpointWriter:
             folder.prune(self.root, self._keep_last, self._keep_every)
         except (OSError, CheckpointError) as error:
             log.warning("%s: old checkpoints cannot be removed: %s", self.root, in_words(error))
+
+
+def _names_in_file(written: Sequence[HeldTensor]) -> list[str]:
+    """What each tensor is called in the rank's file: its key, with the rows where it has several boxes of one."""
+    times = Counter(held.key for held in written)
+    return [held.key if times[held.key] == 1 else f"{held.key}[{held.box[0][0]}:{held.box[0][1]}]" for held in written]

@@ -89,6 +89,9 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.graph is not None:
         graphs = importlib.import_module("colossus.cli.show_graph")  # numpy takes its time
         print(graphs.render_graph(config, arguments.graph))
+    elif arguments.strategy:
+        parameters = importlib.import_module("colossus.cli.show_strategy")  # torch takes its time
+        print(parameters.render_strategy(config, shutil.get_terminal_size((100, 24)).columns))
     elif arguments.timeline is None:
         print(render(config, every_rank=arguments.all))
     else:

@@ -21,7 +21,8 @@ Train large models on many processes, declared in a Python config file.
 commands:
   launch FILE   train
   config FILE   print the resolved config
-  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph)
+  show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph),
+                what becomes of each parameter (--strategy)
   doctor        test this machine: backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
@@ -129,13 +130,15 @@ def _show() -> Parser:
         "Print who is where: for every rank its coordinate on every axis, and the groups along each axis.\n"
         "Works for any plan, of any size, in any tensor mode; nothing is started. With --timeline, what each rank of\n"
         "the pipeline does when, its bubble and the activations it holds, for any schedule. With --graph, which\n"
-        "replica sends to which in each step, with what weight, and how fast that brings replicas together.",
+        "replica sends to which in each step, with what weight, and how fast that brings replicas together. With\n"
+        "--strategy, which way the gradient of each table (sparse=True) takes, and what all of them would send.",
         OVERRIDES + "\nexamples:\n  colossus show config.py parallel.tensor.mode=2.5d parallel.tensor.size=8 "
         "parallel.tensor.depth=2 --nproc 4096\n"
         "  colossus show config.py --timeline parallel.pipeline=4 schedule.type=zb-h1 schedule.microbatches=8\n"
         "  colossus show config.py --timeline timeline.svg   # a picture, too; needs the extra: colossus[plot]\n"
         "  colossus show config.py --graph parallel.data=8 parallel.strategy.type=sgp\n"
-        "  colossus show config.py --graph graph.svg           # a picture of each step, too\n",
+        "  colossus show config.py --graph graph.svg           # a picture of each step, too\n"
+        "  colossus show config.py --strategy parallel.data=8 parallel.strategy=hybrid\n",
     )
     _file(parser)
     _nproc(parser, "processes of the run (default: WORLD_SIZE under torchrun, else the product of the sizes)")
@@ -154,6 +157,11 @@ def _show() -> Parser:
         metavar="OUT",
         help="print the graph of a gossip strategy: peers by step, contraction, steps to consensus; with OUT (.svg) "
         "into this file, too",
+    )
+    parser.add_argument(
+        "--strategy",
+        action="store_true",
+        help="print what the data-parallel strategy does with each parameter, and the bytes that it sends",
     )
     return parser
 

@@ -63,17 +63,18 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False) -> Pending:
+def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
     """Sum (or max) of ``x`` over the group, on every rank.
 
     Args:
         x: any shape, the same on all ranks.
         owned: the caller gives ``x`` away; it may be overwritten with the result.
+        what: the bytes are counted as those of the operation ``all_reduce <what>``.
     """
     n = group.size
     if n == 1:
         return Ready(x)
-    entry = record("all_reduce", x, group)
+    entry = record("all_reduce", x, group, what=what)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
     keep = owned and x.is_contiguous()
@@ -225,14 +226,15 @@ def _maximum_(total: Tensor, x: Tensor) -> Tensor:
     return torch.maximum(total, x, out=total)
 
 
-def record(operation: str, x: Tensor, group: AxisGroup, *, num_chunks: int = 1) -> log.Entry | None:
-    """Log and count a collective of ``num_chunks`` tensors like ``x``; compiled code does neither."""
+def record(operation: str, x: Tensor, group: AxisGroup, *, num_chunks: int = 1, what: str = "") -> log.Entry | None:
+    """Log and count a collective of ``num_chunks`` tensors like ``x``, under ``<operation> <what>``; compiled code does
+    neither."""
     if torch.compiler.is_compiling():
         return None
-    axes = str(group)
+    axes, name = str(group), f"{operation} {what}" if what else operation
     for counter in accounting.listeners:
-        counter.add(operation, axes, x.dtype, cost.sent(operation, group.size, num_chunks * x.nbytes))
-    return log.record(operation, axes, tuple(x.shape), x.dtype)
+        counter.add(name, axes, x.dtype, cost.sent(operation, group.size, num_chunks * x.nbytes))
+    return log.record(name, axes, tuple(x.shape), x.dtype)
 
 
 def _functional_pending(out: Tensor, entry: log.Entry | None) -> Pending:

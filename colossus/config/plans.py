@@ -32,6 +32,7 @@ from colossus.registry import (
     SEQUENCE_MODES,
     STRATEGIES,
     STRATEGY_OPTIONS,
+    TABLE_OPTIMIZERS,
     TENSOR_MODES,
     Registry,
 )
@@ -69,6 +70,7 @@ def check_names(config: Config) -> None:
         ("model", config.model, MODELS),
         ("data", config.data, DATASETS),
         ("optimizer", config.optimizer, OPTIMIZERS),
+        ("optimizer.tables", config.optimizer.tables, TABLE_OPTIMIZERS),
         ("lr_schedule", config.lr_schedule, LR_SCHEDULES),
         ("schedule", config.schedule, SCHEDULES),
         ("parallel.strategy", config.parallel.strategy, STRATEGIES),

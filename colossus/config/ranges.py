@@ -10,7 +10,7 @@ from typing import Any
 from colossus.config.errors import brief
 from colossus.config.schema import Config
 from colossus.config.section import Named
-from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, Registry
+from colossus.registry import DATASETS, LR_SCHEDULES, OPTIMIZERS, TABLE_OPTIMIZERS, Registry
 
 #: datasets whose tokens are bytes, unless there is a tokenizer
 BYTE_DATASETS = ("PythonStdlib", "TextFolder")
@@ -48,8 +48,19 @@ _OPTIMIZER: dict[str, tuple[Callable[[Any], bool], str]] = {
     "eps": (_at_least_0, "must be a number of at least 0"),
     "momentum": (_at_least_0, "must be a number of at least 0"),
     "dampening": (_number, "must be a number"),
+    "lr_decay": (_at_least_0, "must be a number of at least 0"),
+    "initial_accumulator_value": (_at_least_0, "must be a number of at least 0"),
     "betas": (_betas, "must be two numbers, each at least 0 and below 1, such as (0.9, 0.999)"),
     **dict.fromkeys(("amsgrad", "maximize", "nesterov", "fused"), (_switch, "must be True or False")),
+}
+#: of those of tables, beside
+_TABLE_OPTIMIZER: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **_OPTIMIZER,
+    "weight_decay": (
+        lambda value: _number(value) and value == 0,
+        "must be 0: rows that a step has not looked up do not change, so they would not decay",
+    ),
+    "amsgrad": (lambda value: value is False, "must be False: there is no form of amsgrad for rows"),
 }
 
 
@@ -61,14 +72,11 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
         for option in ("params", "named_parameters"):
             if option in options:
                 problems.append(f"{key}.{option}: the parameters are those of the model; leave it out")
-        if named.type in ("AdamW", "SGD"):
-            for option, (right, words) in _OPTIMIZER.items():
-                if option in options and not right(options[option]):
-                    problems.append(f"{key}.{option}: {words}, got {brief(options[option])}")
-            plain = not options.get("momentum") or options.get("dampening")
-            if options.get("nesterov") is True and plain and not problems:
-                problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
+        if named.type in ("AdamW", "Adam", "Adagrad", "SGD"):
+            problems += _optimizer_problems(key, options, _OPTIMIZER)
         return problems
+    if registry is TABLE_OPTIMIZERS:
+        return _optimizer_problems(key, options, _TABLE_OPTIMIZER)
     if registry is DATASETS and "num_workers" in options:
         workers = options["num_workers"]
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
@@ -76,6 +84,20 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
     if registry is LR_SCHEDULES and callable(named.type):
         return _schedule_problems(key, named)
     return []
+
+
+def _optimizer_problems(
+    key: str, options: dict[str, Any], ranges: dict[str, tuple[Callable[[Any], bool], str]]
+) -> list[str]:
+    problems = [
+        f"{key}.{option}: {words}, got {brief(options[option])}"
+        for option, (right, words) in ranges.items()
+        if option in options and not right(options[option])
+    ]
+    plain = not options.get("momentum") or options.get("dampening")
+    if options.get("nesterov") is True and plain and not problems:
+        problems.append(f"{key}.nesterov: needs a momentum above 0 and no dampening")
+    return problems
 
 
 def _schedule_problems(key: str, named: Named) -> list[str]:

@@ -45,9 +45,22 @@ class StrategySection(Named):
     type: Annotated[Any, AfterValidator(require_type)] = "all_reduce"
 
 
+class TableOptimizer(Named):
+    """Of tables with sparse gradients, where it is another than that of the other parameters."""
+
+    type: str
+    #: by default ``optimizer.lr``
+    lr: Positive | None = None
+
+
 class Optimizer(Named):
     type: Annotated[Any, AfterValidator(require_type)] = "AdamW"
     lr: Positive = 3e-4
+    tables: TableOptimizer | None = None
+
+    def spec(self) -> dict[str, Any]:
+        """Without what is for tables."""
+        return {key: value for key, value in super().spec().items() if key != "tables"}
 
 
 class LRSchedule(Named):
@@ -172,13 +185,20 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _one_strategy(self) -> Parallel:
-        if self.zero.stage and "strategy" in self.model_fields_set and self.strategy.type != "hierarchical":
+        if not self.zero.stage or "strategy" not in self.model_fields_set or self.strategy.type == "hierarchical":
+            return self
+        if self.strategy.type == "hybrid":
             raise ValueError(
-                f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
-                f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
-                f"'hierarchical' it shards inside of each host, and sums between hosts"
+                f"zero = {self.zero.stage} and strategy = 'hybrid': a row of a table has one owner, who sums its "
+                f"gradient and updates it, and ZeRO would cut the same table over the same data ranks once more. Leave "
+                f"zero out (tables and their optimizer state are cut over data already), or take zero with dense "
+                f"gradients: embeddings without sparse=True, and no strategy"
             )
-        return self
+        raise ValueError(
+            f"zero = {self.zero.stage} and strategy = {self.strategy.type!r} both say what data ranks do: give one "
+            f"of them. ZeRO wants replicas that are equal, and gathers itself what they exchange; with strategy = "
+            f"'hierarchical' it shards inside of each host, and sums between hosts"
+        )
 
     @property
     def data_strategy(self) -> dict[str, Any]:

@@ -77,9 +77,10 @@ def draw(
     dtype = dtype or torch.get_default_dtype()
     out = torch.zeros(shape, dtype=dtype)
     for shard in spec.shards:
-        box = shard.layout.box(shard.shape, context.grid.sizes, context.coordinates)
         assert shard.init is not None, "of a plain parameter"
-        value = torch.from_numpy(shard.init(key_of(shard.name), shard.shape, box))
         rows = out[shard.rows[0] : shard.rows[1]]
-        rows[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
+        for box in spec.boxes(shard, context.grid.sizes, context.coordinates):
+            value = torch.from_numpy(shard.init(key_of(shard.name), shard.shape, box))
+            rows[tuple(slice(0, size) for size in value.shape)] = value.to(dtype)
+            rows = rows[len(value) :] if value.ndim else rows
     return out.to(device)

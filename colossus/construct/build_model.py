@@ -164,9 +164,11 @@ class _Materializer:
         if not spec.layout.stored:
             return whole
         (shard,) = spec.shards
-        (start, stop), *_ = shard.layout.box(shard.shape, self.context.grid.sizes, self.context.coordinates)
         out = whole.new_zeros((shard.rows[1], *whole.shape[1:]))
-        out[: stop - start] = whole[start:stop]
+        at = 0
+        for (start, stop), *_ in spec.boxes(shard, self.context.grid.sizes, self.context.coordinates):
+            out[at : at + stop - start] = whole[start:stop]
+            at += stop - start
         return out
 
     def _traced_value(self, tensor: Tensor, name: str) -> Tensor:

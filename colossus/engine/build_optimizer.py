@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from colossus.comm.objects import all_gather_object
 from colossus.config import Config
 from colossus.config.schema import Optimizer as OptimizerSection
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.sparse.row_update import table_problem
+from colossus.engine.sparse.table_group import group_tables, tell_of_weight_decay
 from colossus.engine.state.optimizer import why_not_saved
 from colossus.layout.parameter import spec_of
 from colossus.registry import OPTIMIZERS
@@ -48,7 +50,11 @@ def require_factory(factory: Any, config: Config) -> None:
 
 
 def build_optimizer(
-    config: Config, factory: OptimizerFactory | None, params: Sequence[nn.Parameter], context: ParallelContext
+    config: Config,
+    factory: OptimizerFactory | None,
+    params: Sequence[nn.Parameter],
+    context: ParallelContext,
+    tables: Container[int] | None = None,
 ) -> tuple[torch.optim.Optimizer, Config]:
     """The optimizer of this rank, and the config with the learning rate that the schedule starts from.
 
@@ -59,15 +65,22 @@ def build_optimizer(
 
     Args:
         params: what this rank updates, as it is stored.
+        tables: ids of those of them that have sparse gradients; None: no rank has one.
 
     Raises:
         ValueError: on all ranks, when what the user's function returns is no optimizer of these parameters.
     """
     named = [(spec_of(param).name, param) for param in params]
     if factory is None and config.optimizer.type in _OWN:
-        return _from_config(config, named) if named else _updates_nothing([config.optimizer.lr]), config
+        made = _from_config(config, named) if named else _updates_nothing([config.optimizer.lr])
+        _group_tables(made, config, context, tables)
+        return made, config
     made = _make(factory, config, named)
     problem = None if made is _EMPTY else _problem(made, named)
+    if factory is None and made is not _EMPTY and problem is None:
+        _group_tables(made, config, context, tables)
+    if made is not _EMPTY and problem is None and tables:
+        problem = table_problem(made, {id(param): name for name, param in named if id(param) in tables})
     if made is not _EMPTY and problem is None and config.checkpoint.every and (reason := why_not_saved(made)):
         problem = f"{reason}; or set checkpoint.every = 0"
     told = all_gather_object(
@@ -85,15 +98,23 @@ def build_optimizer(
     _warn_of_left_out(optimizer, named, context)
     peak = next((rate for rate in rates if rate), None)
     if factory is not None:
-        section = OptimizerSection(type=factory, **({} if peak is None else {"lr": peak}))
+        lr: dict[str, Any] = {} if peak is None else {"lr": peak}
+        section = OptimizerSection(type=factory, **lr)
         config = config.model_copy(update={"optimizer": section})
     return optimizer, config
 
 
 #: the types that are colossus' own
-_OWN = ("AdamW", "SGD")
+_OWN = ("AdamW", "Adam", "Adagrad", "SGD")
 #: in the place of the optimizer of a rank that has nothing to update
 _EMPTY: Any = object()
+
+
+def _group_tables(made: Any, config: Config, context: ParallelContext, tables: Container[int] | None) -> None:
+    if tables is not None:
+        group_tables(made, config, lambda param: id(param) in tables)
+        if context.is_logging_rank:
+            tell_of_weight_decay(config, made)
 
 
 def _require_equal_replicas(source: str, told: Sequence[_Told], context: ParallelContext) -> None:

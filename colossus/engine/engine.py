@@ -273,9 +273,10 @@ class Engine:
         try:
             batches = list(self.inputs.split_evenly(batch, most))
             self.store.begin_evaluation(sum(len(step_batch.microbatches) for step_batch, _ in batches))
-            for step_batch, times in batches:
-                totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
-                sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
+            with self.strategy.forwards():
+                for step_batch, times in batches:
+                    totals = self._run(self.pipeline.forward_actions(len(step_batch.microbatches)), step_batch)
+                    sums.add(EvalTotals(totals.loss_sum / times, totals.tokens / times, metrics.take() / times))
         except BaseException:
             self.store.abandon_step()
             raise

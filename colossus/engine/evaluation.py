@@ -74,8 +74,11 @@ class Evaluation:
                     self._failed()
                     raise
                 has_ended = batch is _NONE
-                if not has_ended:  # if it has, all ranks hear of it before the next batch, or with the sums
+                if not has_ended:
                     totals.add(self._forward(batch))
+                else:  # all ranks hear of it before the next batch, or with the sums
+                    with self._strategy.forwards():
+                        pass
             return self._reduction.evaluation(totals, self._metrics, has_ended), complete, stops
 
     @contextmanager

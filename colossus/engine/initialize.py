@@ -35,6 +35,9 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.reduction import StepReduction
+from colossus.engine.sparse.samples import Samples
+from colossus.engine.sparse.survey import survey
+from colossus.engine.sparse.table_group import require_optimizer_of_tables
 from colossus.engine.stages import ModelStages, parameters_by_stage
 from colossus.engine.start_check import require_same_settings
 from colossus.engine.start_values import hashes_of_existing, require_same_values
@@ -134,7 +137,7 @@ def _assemble(
     spec = config.model
     dtype = context.precision.params
     factory = model if model is not None else (lambda: MODELS.build(spec.spec()))  # type: ignore[union-attr]
-    factory = with_activation_checkpoint(factory, config.train.activation_checkpoint)
+    plain_factory, factory = factory, with_activation_checkpoint(factory, config.train.activation_checkpoint)
     held = data if data is not None else config.data
     loaders = None
     if held is not None:
@@ -146,11 +149,19 @@ def _assemble(
     pipeline = PipelineRuntime(config, context)
     costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
+    peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
+    with_tables = False
 
     def prepare(whole: nn.Module) -> None:
+        nonlocal with_tables
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
+        tables = survey(whole, context)
+        with_tables = bool(tables.untied)
+        require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
+        strategy.check_tables(tables)
+        strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
         pipeline.split(whole, costs)
         strategy.prepare(whole, context)
 
@@ -170,7 +181,7 @@ def _assemble(
         )
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    return _engine(config, context, module, loss, strategy, pipeline, inputs, loaders, optimizer)
+    return _engine(config, context, module, loss, strategy, pipeline, inputs, loaders, optimizer, with_tables)
 
 
 def _engine(
@@ -183,6 +194,7 @@ def _engine(
     inputs: Inputs,
     loaders: Loaders | None,
     optimizer_factory: OptimizerFactory | None,
+    with_tables: bool,
 ) -> Engine:
     """The parts of an engine, in the order in which they need each other."""
     parallel = model_parallel_of(context)
@@ -196,7 +208,8 @@ def _engine(
     )
     store = ParameterStore(model, context, parallel.weights, lambda: pipeline.chain(model))
     strategy.setup(store, parts)
-    optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context)
+    tables = {id(table.param) for table in strategy.tables or ()} if with_tables else None
+    optimizer, config = build_optimizer(config, optimizer_factory, strategy.optimizer_parameters(), context, tables)
     strategy.optimizer_made(optimizer)
     norm = GradientNorm(store.parameters(), context, {id(store.stored(param)) for param in parts.counted_elsewhere})
     train = config.train

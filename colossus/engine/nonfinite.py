@@ -13,6 +13,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.gradients.values import values_of
 from colossus.layout.parameter import spec_of
 
 
@@ -156,7 +157,9 @@ def _finding(evidence: Evidence) -> _Finding:
     after: dict[str, str] = {}
     for param, norm in zip(params, norms, strict=True):
         if not math.isfinite(norm):
-            is_finite = evidence.grads_are_there and param.grad is not None and bool(param.grad.isfinite().all())
+            is_finite = (
+                evidence.grads_are_there and param.grad is not None and bool(values_of(param.grad).isfinite().all())
+            )
             after[_name(param)] = "too large" if is_finite else "nan" if math.isnan(norm) else "inf"
     summed = {name for names, _ in evidence.local_sums for name in names}
     own = {name for names, own_sum in evidence.local_sums if not own_sum.isfinite() for name in names}

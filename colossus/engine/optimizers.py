@@ -95,6 +95,51 @@ def adamw(
     )
 
 
+def adam(
+    params: Iterable[nn.Parameter],
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    maximize: bool = False,
+    fused: bool = True,
+) -> torch.optim.Optimizer:
+    """``torch.optim.Adam``."""
+    params = list(params)
+    return _without_dynamo(torch.optim.Adam)(
+        params,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        fused=fused and _takes_fused(params),
+    )
+
+
+def adagrad(
+    params: Iterable[nn.Parameter],
+    lr: float,
+    lr_decay: float = 0.0,
+    weight_decay: float = 0.0,
+    initial_accumulator_value: float = 0.0,
+    eps: float = 1e-10,
+    maximize: bool = False,
+) -> torch.optim.Optimizer:
+    """``torch.optim.Adagrad``."""
+    return _without_dynamo(torch.optim.Adagrad)(
+        list(params),
+        lr=lr,
+        lr_decay=lr_decay,
+        weight_decay=weight_decay,
+        initial_accumulator_value=initial_accumulator_value,
+        eps=eps,
+        maximize=maximize,
+    )
+
+
 def sgd(
     params: Iterable[nn.Parameter],
     lr: float,

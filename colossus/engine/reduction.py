@@ -98,7 +98,7 @@ class StepReduction:
                 batch were given different ones; see `BatchCheck.check`.
         """
         zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        squares = self._norm.local_squares(self._context.device)
+        squares = self._strategy.squares_of_step(self._norm, self._norm.local_squares(self._context.device))
         if not self._counts_norm:  # another rank counts the same; what is not finite here stays so
             squares = squares * 0.0
         addends = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colossus.config import Config, ConfigError
-from colossus.registry import MODELS
+from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.build import make_schedule
 
 
@@ -64,6 +64,8 @@ def check_model(config: Config) -> ModelInfo | None:
     from colossus.context.parallel_context import ParallelContext
     from colossus.engine.checkpointed_modules import with_activation_checkpoint
     from colossus.engine.pipeline import PipelineRuntime
+    from colossus.engine.sparse.survey import survey
+    from colossus.engine.sparse.table_group import require_optimizer_of_tables
     from colossus.layout.parameter import num_parameters
 
     if config.model is None:
@@ -73,11 +75,19 @@ def check_model(config: Config) -> ModelInfo | None:
     try:
         context = ParallelContext.from_config(config, connect=False)
         pipeline = PipelineRuntime(config, context)
+        strategy = STRATEGIES.build(config.parallel.data_strategy)
 
         def cut(model: object) -> None:
             nonlocal total
             total = num_parameters(model)  # type: ignore[arg-type]
+            tables = survey(model, context)  # type: ignore[arg-type]
+            try:
+                require_optimizer_of_tables(config.optimizer, bool(tables.untied), is_given=False)
+                strategy.check_tables(tables)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
             pipeline.split(model)  # type: ignore[arg-type]
+            strategy.prepare(model, context)
 
         factory = with_activation_checkpoint(lambda: MODELS.build(spec), config.train.activation_checkpoint)
         model = build(factory, context, materialize=False, prepare=cut)

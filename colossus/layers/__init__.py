@@ -10,6 +10,7 @@ _NAMES = {
     "Classifier": "head",
     "Dropout": "dropout",
     "Embedding": "embedding",
+    "EmbeddingBag": "embedding_bag",
     "GatedMLP": "mlp",
     "LMHead": "head",
     "LayerNorm": "norm",
@@ -20,6 +21,7 @@ _NAMES = {
     "PipelineBlock": "pipeline_block",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
+    "SampledSoftmax": "loss.sampled_softmax",
     "ShardedActivation": "sharded",
     "SplitHeads": "heads",
     "SplitTokens": "tokens",
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from colossus.layers.class_token import ClassToken
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
+    from colossus.layers.embedding_bag import EmbeddingBag
     from colossus.layers.head import Classifier, LMHead
     from colossus.layers.heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.linear import Linear
     from colossus.layers.lora import LoRALinear
     from colossus.layers.loss.accuracy import accuracy
     from colossus.layers.loss.cross_entropy import cross_entropy
+    from colossus.layers.loss.sampled_softmax import SampledSoftmax
     from colossus.layers.mlp import MLP, GatedMLP
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
@@ -62,6 +66,7 @@ __all__ = [
     "Classifier",
     "Dropout",
     "Embedding",
+    "EmbeddingBag",
     "GatedMLP",
     "LMHead",
     "LayerNorm",
@@ -71,6 +76,7 @@ __all__ = [
     "PipelineBlock",
     "PositionEmbedding",
     "RMSNorm",
+    "SampledSoftmax",
     "ShardedActivation",
     "SplitHeads",
     "SplitTokens",

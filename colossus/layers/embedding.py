@@ -17,7 +17,7 @@ from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
 from colossus.layers.layer import Layer
 from colossus.layers.lookup import look_up
-from colossus.layers.sharded import unwrap, wrap
+from colossus.layers.sharded import move, unwrap, wrap
 from colossus.layers.sparse_lookup import sparse_embedding
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local, require_sequences
@@ -44,6 +44,9 @@ class Embedding(Layer):
 
     Args:
         device: accepted as torch does, and ignored: the table is made on the device of the context.
+        sparse: the gradient is of the rows that were looked up: sparse COO, or what the strategy of an engine makes of
+            it. The table is then split by features as activations between blocks are, or replicated where they do not
+            divide, and cannot be tied to a head, which needs all rows.
 
     Shape:
         ids [..] in the user layout, output [.., embedding_dim].
@@ -72,12 +75,13 @@ class Embedding(Layer):
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.sharding = None if sparse else vocabulary_sharding(self, embedding_dim, num_embeddings)
         init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
-        layout = self.sharding.weight if self.sharding else Layout.whole(2)
+        looked_up = self._lookup_layout(self.sharding) if self.sharding else self.split_between_blocks(embedding_dim)
+        layout = self.sharding.weight if self.sharding else Layout(((), looked_up.features))
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
         self._routes: dict[tuple[Activation, int], _LookupRoutes] = {}
         self._target: Activation | None = None
-        rows = self._lookup_layout(self.sharding) if self.sharding else self.parallel.regions.user
-        self.decide_gradients(self.weight, rows)
+        self._looked_up = looked_up
+        self.decide_gradients(self.weight, looked_up)
 
     def forward(self, ids: Tensor) -> Tensor:
         target = self._target or self.parallel.regions.user
@@ -100,7 +104,8 @@ class Embedding(Layer):
         if self.sharding is None:
             find = sparse_embedding if self.sparse else look_up
             rows = find(ids, self.weight, self.padding_idx)
-            return rows.to(activation_dtype(self.weight, self.context.precision))
+            rows = rows.to(activation_dtype(self.weight, self.context.precision))
+            return move(rows, self._looked_up, target, self.context)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
         routes = self._routes.get((target, ndim))
@@ -130,6 +135,7 @@ class Embedding(Layer):
 
     def extra_repr(self) -> str:
         where = f", weight {self.sharding.weight}" if self.sharding else ""
+        where += ", sparse=True" if self.sparse else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{where}"
 
 
@@ -239,10 +245,7 @@ class PositionEmbedding(Layer):
         super().__init__()
         self.num_positions, self.embedding_dim = num_positions, embedding_dim
         shape = (num_positions, embedding_dim)
-        features = self.parallel.regions.outer.features
-        if features and embedding_dim % self.context.size(features):
-            features = ()
-        self.layout = Layout(((), features))
+        self.layout = Layout(((), self.split_between_blocks(embedding_dim).features))
         self.weight = self.make_parameter({"": shape}, self.layout, init or Normal(0.02), dtype=dtype)
         self._seen: set[Activation] = set()
 

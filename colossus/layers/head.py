@@ -60,6 +60,12 @@ class LMHead(Layer):
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
                 f"{tied_to.embedding_dim}: they share one weight, so give both the same sizes"
             )
+        elif tied_to.sparse:
+            raise refusal(
+                f"{type(self).__name__}({hidden_size}, {vocab_size}) cannot be tied to an embedding with sparse=True: "
+                f"the logits of all words give all rows of the table a gradient, which is dense. Leave sparse out, or "
+                f"tie nothing"
+            )
         else:
             self.weight = tied_to.weight
         # split as the rows of the weight are, so that both are padded alike

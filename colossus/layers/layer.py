@@ -111,6 +111,16 @@ class Layer(NamedModule):
             spec.record(gradient_axes(spec.layout, *uses))
             spec.is_decided = True
 
+    def split_between_blocks(self, num_features: int) -> Activation:
+        """An activation in the user layout, but with features split as between blocks; whole where they do not divide.
+
+        What has a row for each id, position or class meets this one: its rows are whole, its columns split alike.
+        """
+        features = self.parallel.regions.outer.features
+        if features and num_features % self.context.size(features):
+            features = ()
+        return replace(self.parallel.regions.user, features=features)
+
     def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
         """Check that a weight has the layout that this layer expects; one tied by assignment may have another.
 

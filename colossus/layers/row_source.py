@@ -21,12 +21,16 @@ class RowSource(Protocol):
             padding_idx: an id whose row gets no gradient.
 
         Returns:
-            rows [distinct ids, dim], under autograd, in the dtype in which the table is stored; and of each id its
-            place among them, of the shape of ``ids``.
+            rows [distinct ids, dim], under autograd, in the dtype in which the gradients of the table are summed; and
+            of each id its place among them, of the shape of ``ids``.
 
         Raises:
             ValueError: for an id that is not in the table.
         """
+        ...
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows [n, dim] of distinct ascending ids [n], without a gradient; nothing keeps them."""
         ...
 
 

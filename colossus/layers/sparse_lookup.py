@@ -1,17 +1,55 @@
-"""Lookups whose gradient is of the rows touched."""
+"""Lookups in a table by its rows: each row once, with a gradient of the rows that were looked up."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.row_source import row_source
 
 
+def distinct_rows(
+    ids: Tensor, table: Tensor, padding_idx: int | None = None, *, sparse: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The rows of some ids, each once, from the source of the table's rows or from the table itself.
+
+    Args:
+        ids: integers, any shape.
+        table: [rows, dim], of which a rank may hold some rows only where there is a source.
+        padding_idx: an id whose row gets no gradient.
+        sparse: without a source, whether ``table.grad`` is sparse COO.
+
+    Returns:
+        rows [distinct ids, dim], and of each id its place among them, of the shape of ``ids``.
+    """
+    source = row_source(table)
+    if source is not None:
+        return source.look_up(ids, padding_idx)
+    distinct, where = torch.unique(ids, return_inverse=True)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += table.shape[0]
+    with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+        return F.embedding(distinct, table, padding_idx, sparse=sparse), where
+
+
 def sparse_embedding(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
-    """``F.embedding(ids, table, padding_idx, sparse=True)``: ids [..], table [rows, dim], result [.., dim]."""
+    """``F.embedding(ids, table, padding_idx, sparse=True)``: ids [..], table [rows, dim], result [.., dim].
+
+    With a source of rows the result has the dtype in which gradients are summed.
+    """
+    if row_source(table) is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return F.embedding(ids, table, padding_idx, sparse=True)
+    rows, where = distinct_rows(ids, table, padding_idx)
+    return F.embedding(where, rows)
+
+
+@torch.no_grad()
+def read_rows(start: int, stop: int, table: Tensor) -> Tensor:
+    """Rows ``start..stop`` of a table, without a gradient; nothing keeps them. Collective if ranks hold parts of it."""
     source = row_source(table)
     if source is None:
-        return F.embedding(ids, table, padding_idx, sparse=True)
-    rows, where = source.look_up(ids, padding_idx)
-    return F.embedding(where, rows)
+        with torch._C.DisableTorchFunctionSubclass():
+            return table.detach()[start:stop]
+    return source.read(torch.arange(start, stop, device=table.device))

@@ -24,6 +24,8 @@ from colossus.refusal import refusal
 
 Dims = tuple[tuple[str, ...], ...]
 Box = tuple[tuple[int, int], ...]
+#: ranges of rows, (start, stop)
+Intervals = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)

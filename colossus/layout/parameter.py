@@ -58,7 +58,11 @@ class ParameterSpec:
         is_decided: whether ``gradient_axes`` is known before the first use.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
             it, in the user layout wherever it is used.
+        intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
+            one below the other in the local buffer; None: those that the layout says.
     """
+
+    intervals: tuple[tuple[int, int], ...] | None = None
 
     def __init__(self, shards: tuple[LogicalShard, ...], description: str, *, is_plain: bool = False) -> None:
         self.shards = shards
@@ -78,6 +82,16 @@ class ParameterSpec:
     def num_elements(self) -> int:
         """Elements of all logical shards, whatever the plan."""
         return sum(math.prod(shard.shape) for shard in self.shards)
+
+    def boxes(self, shard: LogicalShard, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[Box, ...]:
+        """The boxes of a logical shard at coordinates ``at``, this rank's: one below the other in its local rows.
+
+        Rows of the local buffer behind the last are padding.
+        """
+        box = shard.layout.box(shard.shape, sizes, at)
+        if self.intervals is None:
+            return (box,)
+        return tuple((interval, *box[1:]) for interval in self.intervals)
 
     @property
     def gradient_axes(self) -> tuple[str, ...] | None:
@@ -100,7 +114,7 @@ class ParameterSpec:
 
 
 class StoredSpec(ParameterSpec):
-    """Of a parameter whose rows are cut over more axes for storage than for compute (ZeRO).
+    """Of a parameter whose rows are cut over more axes for storage than for compute (ZeRO, tables with owners).
 
     Args:
         computed: of the parameter that ranks compute with.
@@ -114,6 +128,12 @@ class StoredSpec(ParameterSpec):
         shards = (replace(shard, rows=span) for shard, span in zip(cut, rows, strict=True))
         super().__init__(tuple(shards), computed.description, is_plain=computed.is_plain)
         self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
+
+    def place(self, intervals: Sequence[tuple[int, int]]) -> None:
+        """Let this rank hold these row ranges of the one shard, ascending: the local buffer has no other rows."""
+        (shard,) = self.shards
+        self.intervals = tuple(intervals)
+        self.shards = (replace(shard, rows=(0, sum(stop - start for start, stop in self.intervals))),)
 
     @property
     def gradient_axes(self) -> tuple[str, ...] | None:
@@ -165,6 +185,7 @@ class LogicalParameter:
         parameter: the torch parameter; its shape is the rank's.
         rows: of the parameter's dim 0, (start, stop); None for all of it.
         shard_name: within the parameter; empty where it holds no other.
+        intervals: as of `ParameterSpec`.
     """
 
     name: str
@@ -174,6 +195,7 @@ class LogicalParameter:
     parameter: nn.Parameter
     rows: tuple[int, int] | None
     shard_name: str = ""
+    intervals: tuple[tuple[int, int], ...] | None = None
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The rank's shard (a view) of the parameter, or of ``buffer``, a tensor of its shape (its gradient, say)."""
@@ -193,7 +215,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name)
+            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name, spec.intervals)
 
 
 def record_full_order(model: nn.Module) -> None:

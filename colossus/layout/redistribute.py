@@ -10,7 +10,7 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext
-from colossus.layout.layout import Layout
+from colossus.layout.layout import Intervals, Layout
 from colossus.layout.moves import moves
 
 
@@ -32,11 +32,17 @@ def redistribute(x: Tensor, source: Layout, target: Layout, context: ParallelCon
     return x
 
 
-def shard(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
+def shard(x: Tensor, layout: Layout, context: ParallelContext, intervals: Intervals | None = None) -> Tensor:
     """This rank's buffer of a whole tensor: its box, followed by zeros where the box is smaller than the buffer.
 
-    No communication and no autograd. [shape] -> [layout.chunk(shape)].
+    No communication and no autograd. [shape] -> [layout.chunk(shape)], or [rows of all intervals, ..].
+
+    Args:
+        intervals: as of `gather`.
     """
+    if intervals is not None:
+        x = shard(x, layout.computed, context)
+        return torch.cat([x[start:stop] for start, stop in intervals] or [x[:0]])
     sizes = context.grid.sizes
     shape = tuple(x.shape)
     box = layout.box(shape, sizes, context.coordinates)
@@ -49,16 +55,24 @@ def shard(x: Tensor, layout: Layout, context: ParallelContext) -> Tensor:
     return out
 
 
-def gather(x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelContext) -> Tensor:
+def gather(
+    x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelContext, intervals: Intervals | None = None
+) -> Tensor:
     """The whole tensor, on every rank, from the ranks' buffers; the padding of uneven boxes is dropped. No autograd.
 
     [layout.chunk(shape)] -> [shape]
+
+    Args:
+        intervals: the ranges of rows (dim 0) that this rank stores, one below the other in ``x``, of a tensor whose
+            rows nothing but storage cuts; None: those that the layout says.
     """
     x = x.detach()
     layout = layout.drop_trivial_axes(context.grid.sizes)
     if layout.partial:
         x = collectives.all_reduce(x, context.group(layout.partial)).wait()
-    if layout.stored:
+    if layout.stored and intervals is not None:
+        x = collectives.all_reduce(_in_place(x, intervals, shape[0]), context.group(layout.stored), owned=True).wait()
+    elif layout.stored:
         rows = layout.computed.chunk(shape, context.grid.sizes)[0]
         x = collectives.all_gather(x, context.group(layout.stored)).wait()[:rows]
     for dim, axes in enumerate(layout.dims):
@@ -68,6 +82,16 @@ def gather(x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelCon
                 x = _one_of_each(x, dim, axes, layout, context)
     x = x[tuple(slice(0, size) for size in shape)]
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_place(x: Tensor, intervals: Intervals, num_rows: int) -> Tensor:
+    """The rows of this rank among zeros for all others: [num_rows, ..]."""
+    out = x.new_zeros((num_rows, *x.shape[1:]))
+    at = 0
+    for start, stop in intervals:
+        out[start:stop] = x[at : at + stop - start]
+        at += stop - start
+    return out
 
 
 def _one_of_each(x: Tensor, dim: int, axes: Sequence[str], layout: Layout, context: ParallelContext) -> Tensor:

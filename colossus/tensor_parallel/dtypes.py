@@ -15,6 +15,8 @@ from colossus.context.precision import LOW, Precision
 def product_dtype(x: Tensor) -> torch.dtype | None:
     """In what `torch.autocast` takes a product of x; None outside of it, and of float64, which it leaves alone."""
     device = x.device.type
+    if device == "meta":  # of which autocast knows nothing
+        return None
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64 or not x.is_floating_point():
         return None
     return torch.get_autocast_dtype(device)

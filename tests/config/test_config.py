@@ -226,7 +226,7 @@ def test_every_problem_is_told_at_once() -> None:
     [
         (dict(model=dict(type="GTP")), "model.type: no model named 'GTP'. Did you mean 'GPT'?"),
         (dict(data="PythonStdLb"), "data.type: no dataset named 'PythonStdLb'. Did you mean 'PythonStdlib'?"),
-        (dict(optimizer="Adam"), "optimizer.type: no optimizer named 'Adam'. Did you mean 'AdamW'? Known: AdamW, SGD."),
+        (dict(optimizer="AdamV"), "optimizer.type: no optimizer named 'AdamV'. Did you mean 'Adam'? Known: Adagrad, A"),
         (dict(lr_schedule="cosin"), "lr_schedule.type: no learning-rate schedule named 'cosin'. Did you mean 'cosine'"),
         (dict(schedule="1f1"), "schedule.type: no schedule named '1f1'. Did you mean '1f1b'?"),
         (dict(parallel=dict(strategy="allreduce")), "parallel.strategy.type: no data-parallel strategy named 'allred"),

@@ -230,7 +230,16 @@ def test_a_count_is_one_number() -> None:
         run_ranks(1, body, with_context=False)
 
 
-def test_sparse_gradients_are_refused_before_anything_is_trained() -> None:
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        (dict(strategy="local_sgd"), "LocalSGD knows dense gradients only"),
+        (dict(strategy=dict(type="all_reduce", compress="bf16")), "compress = 'bf16' is of dense gradients"),
+        (dict(zero=1), "parallel.zero cuts every parameter over data itself"),
+    ],
+    ids=["local_sgd", "compress", "zero"],
+)
+def test_tables_are_refused_before_anything_is_trained(parallel: dict[str, Any], why: str) -> None:
     def body(rank: int, sparse: bool, trained: bool) -> float:
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -242,15 +251,13 @@ def test_sparse_gradients_are_refused_before_anything_is_trained() -> None:
             def forward(self, x: Tensor) -> Tensor:
                 return self.out(self.words(x))
 
-        settings = dict(train=dict(global_batch_size=SAMPLES, precision="fp64"), device="cpu")
-        engine = colossus.initialize(settings, model=Net, loss_fn=squares)
+        train = dict(global_batch_size=SAMPLES, precision="fp64")
+        engine = colossus.initialize(dict(train=train, parallel=parallel, device="cpu"), model=Net, loss_fn=squares)
         return engine.train_step(torch.arange(SAMPLES)).loss
 
     frozen, dense = (run_ranks(1, body, *how, with_context=False) for how in ((True, False), (False, True)))
     assert frozen == dense
-    with pytest.raises(
-        RankError, match=r"words \(Embedding\) has sparse=True, but a sparse gradient .* leave sparse out"
-    ):
+    with pytest.raises(RankError, match=f"table 'words.weight' has sparse=True, but .*{why}.*: leave sparse out"):
         run_ranks(1, body, True, True, with_context=False)
 
 

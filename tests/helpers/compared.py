@@ -118,6 +118,8 @@ def differences(context: ParallelContext, case: Case, dtype: torch.dtype) -> Ite
         if gradient is not None:
             yield from close(f"gradient of input {index}", x.grad, own(context, gradient), dtype)
     for parameter in ours.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
         axes = gradient_sum_axes(parameter, context)
         if axes and parameter.grad is not None:
             torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)

@@ -2,23 +2,111 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from colossus.layers.bag_lookup import embedding_bag
+from colossus.layers.embedding_bag import require_whole_bags
+from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import sparse_embedding
+from colossus.layers.token_dim import TokenDim, tokens_of
+from colossus.layers.tokens import local, with_tokens
+
+
+def require_lazy(name: str, module: nn.Module) -> None:
+    """That a module of torch's asks nothing that no plan repeats.
+
+    Raises:
+        ValueError: for ``max_norm`` and ``scale_grad_by_freq``.
+    """
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return
+    title = f"{name or 'the model'} ({type(module).__name__})"
+    if module.max_norm is not None:
+        raise ValueError(
+            f"{title} has sparse=True and max_norm = {module.max_norm}: it rescales rows in a lookup, which their "
+            f"owners would not see. Leave max_norm out, or sparse"
+        )
+    if module.scale_grad_by_freq:
+        raise ValueError(
+            f"{title} has sparse=True and scale_grad_by_freq=True: how often an id is in a batch differs between ranks "
+            f"and microbatches. Leave scale_grad_by_freq out, or sparse"
+        )
 
 
 def look_up_in_rows(module: nn.Module) -> None:
-    """Let ``module.forward``, not its hooks, look up in the source of its rows."""
-    module.__dict__["forward"] = RowForward(module)
+    """Let ``module.forward``, a user's own too, look up in the source of its rows; hooks stay outside."""
+    if not isinstance(vars(module).get("forward"), RowForward):
+        module.__dict__["forward"] = RowForward(module)
 
 
 class RowForward:
     """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module, self._own = module, vars(module).get("forward")
 
-    def __call__(self, input: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         module = self._module
-        assert isinstance(module, nn.Embedding), "EmbeddingBag is not there yet"
-        return sparse_embedding(input, module.weight, module.padding_idx)
+        with _RowLookups():
+            if self._own is not None:
+                return self._own(*args, **options)
+            return type(module).forward(module, *args, **options)
+
+
+class _RowLookups(TorchFunctionMode):
+    """Lookups of ``torch.nn.functional`` in a table with a source of rows ask that."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        if func is F.embedding_bag:
+            return _embedding_bag(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
+    if row_source(weight) is None:
+        return F.embedding(input, weight, padding_idx, *rest, **more)
+    return _marked(sparse_embedding(local(input), weight, padding_idx).to(weight.dtype), tokens_of(input), input)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    options: dict[str, Any] = dict(mode=mode, include_last_offset=include_last_offset, padding_idx=padding_idx)
+    if row_source(weight) is None:
+        options |= dict(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        return F.embedding_bag(input, weight, offsets, per_sample_weights=per_sample_weights, **options)
+    token_dim = require_whole_bags(input, offsets, "EmbeddingBag")
+    out = embedding_bag(
+        local(input),
+        weight,
+        offsets,
+        sparse=True,
+        per_sample_weights=None if per_sample_weights is None else local(per_sample_weights),
+        title="EmbeddingBag",
+        **options,
+    )
+    return _marked(out.to(weight.dtype), token_dim, input)
+
+
+def _marked(out: Tensor, token_dim: TokenDim | None, source: Tensor) -> Tensor:
+    return out if token_dim is None else with_tokens(out, token_dim, source.num_ranks)  # type: ignore[attr-defined]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm.first_order import first_order
-from colossus.engine.sparse.row_gradient import RowGradient
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
+from colossus.rows.row_gradient import RowGradient
+from colossus.rows.rules import Features
+from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 class Table:
@@ -21,29 +24,37 @@ class Table:
         param: as this rank stores it.
         num_rows: of the whole table.
         way: where rows are, and how gradients are summed.
+        features: where ranks have parts of them.
+        own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
-    def __init__(self, param: nn.Parameter, way: Way) -> None:
+    def __init__(self, param: nn.Parameter, way: Way, features: Features | None = None) -> None:
+        self.features = features
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
-        self._was_used = False
+        self.own_sum: Tensor | None = None
+        self._sum: Callable[[], RowGradient | None] | None = None
 
     # -- forward and backward -----------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
-        self._was_used = self._was_used or torch.is_grad_enabled()
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             return self._look_up(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
         distinct, where = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
+            self.way.fail()
             raise ValueError(
                 f"{self.name}: ids range over {int(distinct[0])}..{int(distinct[-1])}, outside the table's "
                 f"0..{self.num_rows - 1}"
             )
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
+
+    def read(self, ids: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.way.read(ids)
 
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""
@@ -53,21 +64,42 @@ class Table:
 
     def begin_step(self) -> None:
         """Forget gradients, and the rows that were fetched."""
-        self._parts, self._was_used = [], False
-        self.way.begin_step()
+        self._parts, self.own_sum, self._sum = [], None, None
+        self.way.begin()
 
-    def sum_gradient(self) -> None:
-        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO. Collective.
+    def start_sum(self) -> None:
+        """The gradients of this rank are complete: start to sum them over ranks. Collective, once in a step.
 
-        None where no rank has looked anything up.
+        Raises:
+            ValueError: where something else than a lookup has given the parameter a gradient.
         """
-        dim = self.param.shape[1]
-        nothing = RowGradient(
-            torch.empty(0, dtype=torch.int64, device=self.param.device), self.param.new_empty((0, dim)).detach()
-        )
-        own = RowGradient.added(self._parts or [nothing])
+        if self.param.grad is not None:
+            raise ValueError(
+                f"{self.name} has sparse=True, but something else than a lookup gave it a gradient in this step (a "
+                f"product with its rows, a head or a penalty that uses them): leave sparse out"
+            )
+        ids = torch.empty(0, dtype=torch.int64, device=self.param.device)
+        rows = torch.empty((0, self.param.shape[1]), dtype=gradient_dtype(self.param), device=self.param.device)
+        is_used = bool(self._parts)  # a backward has come here, be it with no row
+        own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
+        self.own_sum = own.rows.sum() if is_used else None
         self._parts = []
-        self.param.grad = self.way.total(own).as_sparse(self.param.shape[0])
+        self._sum = self.way.start_sum(own, is_used=is_used)
+
+    def finish_sum(self) -> None:
+        """Let ``param.grad`` be the sum over ranks of the rows that this one stores, as coalesced COO; None where no
+        rank has used the table."""
+        if self._sum is None:
+            self.start_sum()
+        assert self._sum is not None
+        total, self._sum = self._sum(), None
+        self.param.grad = None if total is None else total.as_sparse(self.param.shape[0])
+        self.way.end()
+
+    def abandon(self) -> None:
+        """Forget a step that failed, without a collective."""
+        self._parts, self._sum = [], None
+        self.way.end()
 
 
 class _Rows(torch.autograd.Function):
@@ -76,7 +108,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: Tensor, table: Table, ids: Tensor, padding_idx: int | None) -> Tensor:
         ctx.table, ctx.ids, ctx.padding_idx = table, ids, padding_idx
-        return table.way.fetch(ids)
+        return table.way.fetch(ids).to(gradient_dtype(param))
 
     @staticmethod
     @first_order

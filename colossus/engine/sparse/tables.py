@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.engine.sparse.plain_modules import look_up_in_rows
-from colossus.engine.sparse.row_update import update_rows
+from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.hosts import Hosts
+from colossus.engine.sparse.levels import Level, levels_over
+from colossus.engine.sparse.placement import Placement
+from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
+from colossus.engine.sparse.row_exchange import RowExchange
+from colossus.engine.sparse.row_update import row_rule
 from colossus.engine.sparse.table import Table
 from colossus.engine.sparse.ways.dense import Dense
 from colossus.engine.sparse.ways.gather import Gather
 from colossus.engine.sparse.ways.owners import Owners
 from colossus.engine.sparse.ways.way import Way
-from colossus.layers import Embedding
+from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
-from colossus.layout.parameter import StoredSpec, attach, spec_of
+from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
+from colossus.rows.rules import Features
 
-WAYS: dict[str, type[Way]] = {"dense": Dense, "gather": Gather, "owners": Owners}
+#: into how many partitions the rows of an owner are cut
+PARTS_PER_OWNER = 8
+
+
+#: what looks up rows, if it has sparse=True: in its parameters of two dims
+_LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
 
 
 def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
     for name, module in model.named_modules():
-        if isinstance(module, Embedding | nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            weight = module.weight
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                yield name, module, weight
+        if isinstance(module, _LOOKUPS) and module.sparse:
+            for leaf in ("weight", "bias"):
+                table = getattr(module, leaf, None)
+                if isinstance(table, nn.Parameter) and table.requires_grad:
+                    yield name, module, table
+
+
+def require_lookups_alone(model: nn.Module) -> None:
+    """That the tables of a model are looked up in, and nothing else.
+
+    Raises:
+        ValueError: for one that a module shares which does something else with it, and for what lookups of torch's
+            modules cannot do here.
+    """
+    tables = {}
+    for name, module, table in table_modules(model):
+        require_lazy(name, module)
+        tables[id(table)] = name
+    for name, module in model.named_modules():
+        if isinstance(module, _LOOKUPS) and module.sparse:
+            continue
+        for leaf, parameter in module._parameters.items():
+            if id(parameter) in tables:
+                raise ValueError(
+                    f"{tables[id(parameter)]} has sparse=True, but its table is {name}.{leaf} "
+                    f"({type(module).__name__}), too, whose gradient is of all rows: leave sparse out, or let {name} "
+                    f"have a parameter of its own"
+                )
 
 
 class Tables:
@@ -49,10 +86,13 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
     ) -> None:
+        require_lookups_alone(model)
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
         self._tables: dict[int, Table] = {}
+        #: by the axes over which the owners of tables are
+        self._exchanges: dict[tuple[str, ...], RowExchange] = {}
         for _, _, weight in table_modules(model):
             spec = spec_of(weight)
             if spec.name in self._plans:
@@ -72,17 +112,49 @@ class Tables:
     def of(self, param: nn.Parameter) -> Table | None:
         return self._tables.get(id(param))
 
-    def connect(self, model: nn.Module) -> None:
-        """The model has its values: lookups go through the tables from now on."""
+    def connect(self, model: nn.Module, hosts: Hosts | None = None, partitions: int | None = None) -> None:
+        """The model has its values: lookups go through the tables from now on.
+
+        Args:
+            hosts: rows are added up inside of these before they leave them; None: nowhere.
+            partitions: into how many parts the rows of an owned table are cut.
+        """
+        self._hosts, self._partitions = hosts, partitions
         for _, module, weight in table_modules(model):
             spec = spec_of(weight)
             if id(weight) not in self._tables:
-                way, axes = self._plans[spec.name]
-                num_rows = spec.shards[0].shape[0]
-                self._tables[id(weight)] = Table(weight, WAYS[way](weight, num_rows, self._context.group(axes)))
-                give_row_source(weight, self._tables[id(weight)])
-            if not isinstance(module, Embedding):
+                table = Table(weight, self._way(weight, spec, *self._plans[spec.name]), self._features(spec))
+                self._tables[id(weight)] = table
+                give_row_source(weight, table)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
+
+    def _way(self, weight: nn.Parameter, spec: ParameterSpec, way: str, axes: tuple[str, ...]) -> Way:
+        num_rows = spec.shards[0].shape[0]
+        ranks = self._context.size(axes)
+        if ranks == 1:
+            return Way(weight, num_rows)
+        levels = self._levels(axes)
+        if way == "dense":
+            groups = [level.group for level in levels] if len(levels) > 1 else [self._context.group(axes)]
+            return Dense(weight, num_rows, groups)
+        if way == "gather":
+            return Gather(weight, num_rows, self._levels(axes, two=False)[0].group)
+        if axes not in self._exchanges:
+            self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
+        placement = Placement.equal(num_rows, ranks, self._partitions or PARTS_PER_OWNER * ranks)
+        return Owners(weight, spec.name, placement, self._exchanges[axes])
+
+    def _levels(self, axes: tuple[str, ...], *, two: bool = True) -> list[Level]:
+        return levels_over(self._context, axes, self._hosts if two else None)
+
+    def _features(self, spec: ParameterSpec) -> Features | None:
+        """Where ranks have parts of the features of a table."""
+        (shard,) = spec.shards
+        group = self._context.group(shard.layout.dims[1])
+        if group.size == 1:
+            return None
+        return Features(shard.shape[1], lambda own: collectives.all_reduce(own.contiguous(), group).wait())
 
     # -- a step -------------------------------------------------------------------------------------------
 
@@ -90,16 +162,62 @@ class Tables:
         for table in self:
             table.begin_step()
 
-    def sum_gradients(self) -> None:
-        """Collective: all ranks that share tables have them in the same order."""
-        for table in self:
-            table.sum_gradient()
+    def start_sums(self, params: Iterable[nn.Parameter]) -> None:
+        """The gradients of those of these parameters that are tables are complete on this rank. Collective: all ranks
+        that share tables have them in the same order."""
+        for param in params:
+            if (table := self.of(param)) is not None:
+                table.start_sum()
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the rows that the step has touched; the optimizer finds no gradient of tables afterwards."""
-        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    def finish_sums(self) -> None:
+        """Let ``param.grad`` of each table be the sum over ranks of the rows that this one stores, as coalesced COO;
+        None where no rank has used it."""
         for table in self:
-            gradient, table.param.grad = table.param.grad, None
-            if gradient is not None and id(table.param) in group_of:
-                ids, rows = gradient._indices()[0], gradient._values()
-                update_rows(optimizer, group_of[id(table.param)], table.param, ids, rows)
+            table.finish_sum()
+
+    def abandon(self) -> None:
+        """Forget a step or an evaluation that failed, without a collective."""
+        for table in self:
+            table.abandon()
+
+    def serve(self) -> None:
+        """Give other ranks the rows that they look up until all have come here. Collective."""
+        for exchange in self._exchanges.values():
+            exchange.serve()
+
+    @contextmanager
+    def forwards(self) -> Iterator[None]:
+        """Around forwards without a step, of which ranks may have unequal numbers, or none. Collective.
+
+        Rows that one forward has fetched the next one finds.
+        """
+        for table in self:
+            table.way.begin()
+        try:
+            yield
+            self.serve()
+        finally:
+            for table in self:
+                table.way.end()
+
+    def local_sums(self) -> list[LocalSum]:
+        """Of what each rank put into the last sums: see `Strategy.local_sums`."""
+        return [((table.name,), table.own_sum) for table in self if table.own_sum is not None]
+
+    @contextmanager
+    def updated(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Update the rows that the step has touched; inside, the optimizer finds no gradient of tables."""
+        group_of = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+        gradients = [(table, table.param.grad) for table in self]
+        for table, gradient in gradients:
+            table.param.grad = None
+            group = group_of.get(id(table.param))
+            if gradient is None or group is None:
+                continue
+            rule = row_rule(optimizer, group)
+            assert rule is not None, "checked when the optimizer was made"
+            ids, rows = gradient._indices()[0], gradient._values()
+            rule.update(table.param.detach(), optimizer.state[table.param], ids, rows, group, table.features)
+        yield
+        for table, gradient in gradients:
+            table.param.grad = gradient

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from colossus.layout.parameter import LogicalParameter
 
 @dataclass(frozen=True)
 class ParameterBox:
-    """A logical parameter and the rank's box of it.
+    """A logical parameter and the rank's box of it: one of several where the rank holds it in ranges of rows.
 
     Attributes:
         name: full logical name, the first of a tied one.
@@ -44,6 +44,19 @@ class ParameterBox:
         """Of the parameter, or of a buffer of the shape of the torch parameter that holds it."""
         local = self.logical.local(buffer)
         return HeldTensor.of_chunk(key, self.logical.shape, self.box, local, writes=self.writes)
+
+    @property
+    def shape_by_row(self) -> tuple[int, ...]:
+        """Full shape of what has a number for each row of dim 0: [rows, 1, ..]."""
+        return (*self.logical.shape[:1], *(1 for _ in self.logical.shape[1:]))
+
+    def held_by_row(self, key: str, buffer: Tensor) -> HeldTensor:
+        """Of a buffer [rows of the torch parameter that holds it, 1, ..]; ranks with other columns have the same."""
+        rows, *columns = self.box
+        box = (rows, *((0, 1) for _ in columns))
+        is_first = all(start == 0 for start, _ in columns)
+        local = self.logical.local(buffer)
+        return HeldTensor.of_chunk(key, self.shape_by_row, box, local, writes=self.writes and is_first)
 
 
 def parameter_boxes(
@@ -71,9 +84,25 @@ def parameter_boxes(
         box, scalars = shares.takes(logical.layout, logical.shape, item), shares.takes(Layout.whole(0), (), item)
         writes[name] = box and is_here, scalars and is_here
     return [
-        ParameterBox(name, aliases, logical, logical.layout.box(logical.shape, sizes, at), *writes[name])
+        ParameterBox(name, aliases, part, box, writes[name][0], is_first and writes[name][1])
         for name, aliases, logical in named
+        for part, box, is_first in _boxes(logical, logical.layout.box(logical.shape, sizes, at))
     ]
+
+
+def _boxes(logical: LogicalParameter, box: Box) -> Iterator[tuple[LogicalParameter, Box, bool]]:
+    """What a rank holds of a parameter, maybe in several ranges of its rows; whether it is the first of them.
+
+    Args:
+        box: as the layout says.
+    """
+    if logical.intervals is None:
+        yield logical, box, True
+        return
+    at = 0
+    for number, (start, stop) in enumerate(logical.intervals or [(0, 0)]):
+        yield replace(logical, rows=(at, at + stop - start)), ((start, stop), *box[1:]), number == 0
+        at += stop - start
 
 
 def buffers_of(model: nn.Module) -> dict[str, Entry]:

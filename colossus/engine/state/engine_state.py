@@ -38,7 +38,7 @@ from colossus.engine.state.optimizer import (
 )
 from colossus.engine.state.parameters import add_parameters, boxes_of
 from colossus.engine.state.per_parameter import read_state, require_state_fits
-from colossus.engine.state.replicas import AVERAGE, Source, has_own_parameters, source_of
+from colossus.engine.state.replicas import AVERAGE, Source, source_of
 from colossus.engine.state.run_state import restore_run, run_values, written_for
 from colossus.engine.state.weights import (
     known_weights,
@@ -163,7 +163,7 @@ class EngineState:
     def _buffer_means(self) -> dict[int, Tensor]:
         """Of buffers that differ between replicas, by id, their mean."""
         strategy = self._engine.strategy
-        if not has_own_parameters(strategy, self._engine.context):
+        if strategy.exact or self._engine.context.living.size("data") == 1:
             return {}
         average = ReplicaAverage(strategy.parts, strategy.trained)
         return {id(buffer): mean.to(buffer.dtype) for buffer, mean in average.buffers()}
@@ -241,6 +241,7 @@ class EngineState:
         restore(engine.optimizer, state, options, saved.own if saved is not None else {})
         of_strategy = [] if source.strategy is None else [f"{source.strategy}strategy"]
         engine.strategy.load_parameter_state(read_state(of_strategy, reader, boxes))
+        engine.strategy.parameters_loaded()
         restore_run(engine, self.hook_states, reader, source, is_same_plan=is_same_plan)
 
     def load_weights(
@@ -277,6 +278,7 @@ class EngineState:
             if not engine.strategy.exact:  # what is on its way, or an anchor, is of other weights
                 engine.strategy.load_parameter_state({})
                 engine.strategy.load_state_dict({})
+            engine.strategy.parameters_loaded()
             self._loaded = beside
         differ = other_functions(reader.manifest.config.get("model"), as_dict(engine.config).get("model"))
         if differ and engine.context.is_logging_rank:

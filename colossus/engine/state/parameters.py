@@ -25,7 +25,10 @@ def boxes_of(engine: Engine, *, replicas_differ: bool = False) -> list[Parameter
 
 def per_parameter(engine: Engine) -> dict[str, Mapping[Any, Mapping[str, Any]]]:
     """What is kept for each parameter, by section."""
-    return {"optimizer": engine.optimizer.state, "strategy": engine.strategy.parameter_state()}
+    return {
+        "optimizer": engine.strategy.optimizer_state(engine.optimizer),
+        "strategy": engine.strategy.parameter_state(),
+    }
 
 
 def add_parameters(state: RankState, engine: Engine) -> list[ParameterBox]:

@@ -30,7 +30,8 @@ def held_of_state(
     """The tensors of a state under ``<section>/<name of the parameter>/<name>``; its plain values go to ``values``.
 
     Raises:
-        CheckpointError: for a tensor that is neither of the shape of its parameter nor the same on all ranks.
+        CheckpointError: for a tensor that is neither of the shape of its parameter, nor a number for each of its rows,
+            nor the same on all ranks.
     """
     for box in boxes:
         plain: dict[str, Any] = {}
@@ -42,13 +43,15 @@ def held_of_state(
                 plain[entry] = value
             elif value.shape == box.parameter.shape:
                 yield box.held(key, value)
+            elif value.dim() == box.parameter.dim() > 1 and value.shape == _by_row(box.parameter):
+                yield box.held_by_row(key, value)
             elif value.dim() == 0 or not box.logical.layout.shard_axes:
                 yield HeldTensor.whole(key, value.detach(), writes=box.writes_scalars)
             else:
                 raise CheckpointError(
                     f"{key} has shape {tuple(value.shape)}, its parameter on this rank {tuple(box.parameter.shape)}, a "
                     f"shard of {box.logical.shape}: what it is of the whole is not known. State of a split parameter "
-                    f"must have its shape, or none"
+                    f"must have its shape, a number for each row ([rows, 1]), or none"
                 )
         if plain and box.writes_scalars:
             tensors: dict[str, Tensor] = {}
@@ -77,8 +80,8 @@ def require_state_fits(
     """That this rank's boxes of the parameters say what their boxes of the state are. Collective.
 
     Raises:
-        CheckpointError: on all ranks, for a tensor that is neither of the shape of its parameter nor without dims,
-            where a rank has a part of the parameter.
+        CheckpointError: on all ranks, for a tensor that is neither of the shape of its parameter, nor a number for each
+            of its rows, nor without dims, where a rank has a part of the parameter.
     """
     problem = None
     entries = {section: _entries(section, reader) for section in sections}
@@ -86,7 +89,7 @@ def require_state_fits(
         for entry in entries[section].get(box.name, ()):
             key = f"{section}/{box.name}/{entry}"
             shape = reader.manifest.tensors[key].shape
-            if shape not in ((), box.logical.shape) and box.logical.layout.shard_axes:
+            if shape not in ((), box.logical.shape, box.shape_by_row) and box.logical.layout.shard_axes:
                 problem = problem or (
                     f"{reader.folder}: {key} has shape {shape}, its parameter {box.logical.shape}, of which a rank "
                     f"holds a part here: what is of that part is not known. Load it under a plan that keeps this "
@@ -130,13 +133,16 @@ def read_state(
         for entry in dict.fromkeys(entry for each in entries.values() for entry in each.get(box.name, ())):
             keys = [f"{each}/{box.name}/{entry}" for each in sections if entry in entries[each].get(box.name, ())]
             saved = reader.manifest.tensors[keys[0]]
-            if saved.shape != box.logical.shape:
+            is_by_row = saved.shape == box.shape_by_row != box.logical.shape and bool(box.logical.layout.shard_axes)
+            if saved.shape != box.logical.shape and not is_by_row:
                 of_param[entry] = reader.tensor(keys[0])
                 continue
             if entry not in of_param:
                 kept = (existing or {}).get(box.parameter, {}).get(entry)
-                of_param[entry] = _buffer(kept, box, saved.dtype, reader.manifest.tensors[f"model/{box.name}"].dtype)
-            held = box.held(keys[0], of_param[entry])
+                shape = _by_row(box.parameter) if is_by_row else box.parameter.shape
+                saved_parameter = reader.manifest.tensors[f"model/{box.name}"].dtype
+                of_param[entry] = _buffer(kept, box, shape, saved.dtype, saved_parameter)
+            held = (box.held_by_row if is_by_row else box.held)(keys[0], of_param[entry])
             if len(keys) == 1 or not held.local.is_floating_point():
                 reader.read_into(held)
             else:
@@ -158,9 +164,14 @@ def _read_mean(keys: Sequence[str], reader: CheckpointReader, into: HeldTensor) 
     into.local.copy_(total / len(keys))
 
 
-def _buffer(kept: Any, box: ParameterBox, saved: str, saved_parameter: str) -> Tensor:
-    """Memory for state of the shape of a rank's parameter."""
+def _by_row(parameter: Tensor) -> torch.Size:
+    """The shape of a number for each row."""
+    return torch.Size((*parameter.shape[:1], *(1 for _ in parameter.shape[1:])))
+
+
+def _buffer(kept: Any, box: ParameterBox, shape: torch.Size, saved: str, saved_parameter: str) -> Tensor:
+    """Memory for state of a rank's parameter."""
     dtype = box.parameter.dtype if saved == saved_parameter else DTYPES[saved]
-    if isinstance(kept, Tensor) and kept.shape == box.parameter.shape and kept.dtype == dtype:
+    if isinstance(kept, Tensor) and kept.shape == shape and kept.dtype == dtype:
         return kept
-    return torch.zeros_like(box.parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=box.parameter.device)

@@ -54,7 +54,7 @@ def record_of(strategy: Strategy, context: ParallelContext) -> dict[str, Any]:
 
 def has_own_parameters(strategy: Strategy, context: ParallelContext) -> bool:
     """Whether replicas have parameters and optimizers of their own."""
-    return not strategy.exact and context.living.size("data") > 1
+    return strategy.own_parameters and context.living.size("data") > 1
 
 
 def has_own_state(strategy: Strategy, context: ParallelContext) -> bool:
@@ -132,9 +132,9 @@ def source_of(reader: CheckpointReader, strategy: Strategy, context: ParallelCon
     if not saved.own_parameters:
         return Source(strategy=of_strategy)
     is_same_kind = saved.kind in (None, kind_of(strategy))
-    if not strategy.exact and saved.num_replicas == num and is_same_kind:
+    if strategy.own_parameters and saved.num_replicas == num and is_same_kind:
         return Source(own, (own,), of_strategy, own)
-    if strategy.exact:
+    if not strategy.own_parameters:
         now = f"{kind_of(strategy)} has none"
     elif not is_same_kind:  # it may never make them equal, and does not know of mass in flight
         now = f"of {saved.kind}, and this run has {kind_of(strategy)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,10 @@ from colossus.engine.gradients.compression import CompressionMemory
 from colossus.engine.gradients.low_sum import LowSum
 from colossus.engine.gradients.power_sum import PowerSGD, PowerSum
 from colossus.engine.gradients.reduction import GradientReduction
+from colossus.engine.hosts import Hosts
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.choice import Survey
 from colossus.engine.sparse.tables import Tables
 from colossus.engine.strategies.options.exact import AllReduceOptions
 from colossus.engine.strategies.strategy import Strategy
@@ -41,10 +44,16 @@ class AllReduce(Strategy):
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
 
-    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+    def check_tables(self, found: Survey) -> None:
         if not self.exact or self._compress.compress is not None:
-            super().prepare(model, context)
-            return
+            super().check_tables(found)
+
+    def dense_because(self) -> str:
+        if self._compress.compress is not None:
+            return f"parallel.strategy.compress = {self._compress.compress!r} is of dense gradients"
+        return super().dense_because()
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
         tables = Tables(model, context, self.way_of)
         self.tables = tables if tables else None
 
@@ -54,13 +63,21 @@ class AllReduce(Strategy):
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         if self.tables is not None:
-            self.tables.connect(parts.model)
+            self.tables.connect(parts.model, self.hosts_of_rows(), self.partitions())
         store.shard(())  # nothing is cut: the copies of low precision that compute takes are kept beside what is stored
         super().setup(store, parts)
         if self._compress.compress is not None:
             self.state_per_replica = True
             self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
+
+    def hosts_of_rows(self) -> Hosts | None:
+        """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""
+        return None
+
+    def partitions(self) -> int | None:
+        """Into how many parts the rows of an owned table are cut; None: as many as is usual."""
+        return None
 
     def make_reduction(self) -> GradientReduction:
         """What sums the gradients of a step."""
@@ -106,11 +123,13 @@ class AllReduce(Strategy):
 
     def reduce(self, stage: int) -> None:
         self._reduction.start(stage)
+        if self.tables is not None:
+            self.tables.start_sums(self.parts.parameters_by_stage[stage])
 
     def finish(self) -> None:
         self._reduction.finish()
         if self.tables is not None:
-            self.tables.sum_gradients()
+            self.tables.finish_sums()
         self.store.accept_whole_gradients()
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
@@ -131,12 +150,23 @@ class AllReduce(Strategy):
             self._memory.end(self._count, found_inf)
 
     def local_sums(self) -> list[LocalSum]:
-        return self._reduction.local_sums()
+        return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
     def abandon(self) -> None:
         self._reduction.abandon()
+        if self.tables is not None:
+            self.tables.abandon()
         if self._memory is not None:
             self._memory.forget()
+
+    def forwards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.tables is None else self.tables.forwards()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        yield
+        if self.tables is not None:
+            self.tables.serve()
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from colossus.context.groups import AxisGroup
 from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum, TwoLevelSum
+from colossus.engine.hosts import Hosts
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
-from colossus.engine.strategies.hosts import Hosts
 from colossus.engine.strategies.options.exact import HierarchicalOptions
 
 

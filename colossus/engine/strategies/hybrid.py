@@ -2,20 +2,107 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+from colossus.comm.objects import all_gather_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.hosts import Hosts
+from colossus.engine.sparse import alphas
+from colossus.engine.sparse.choice import (
+    Alpha,
+    Choice,
+    Parties,
+    Survey,
+    TableFacts,
+    choose,
+    pattern_problems,
+    way_problems,
+)
+from colossus.engine.sparse.samples import Samples
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.hybrid import HybridOptions
+
+log = logging.getLogger("colossus.engine")
 
 
 class Hybrid(AllReduce):
     """Exact. Dense gradients are all-reduced in buckets; of each table (``sparse=True``) the gradient of its rows takes
     the way that sends the fewest bytes, after Parallax (1808.02621).
+
+    Attributes:
+        choices: by full name of the table.
+        hosts: over which data ranks are spread; None where nobody asks, or hosts have unequal numbers of them.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.options = HybridOptions(**options)
+        self.choices: dict[str, Choice] = {}
+        self.hosts: Hosts | None = None
+
+    def check_tables(self, found: Survey) -> None:
+        problems = way_problems(self.options.ways, found) + pattern_problems("alpha", self.options.alpha, found)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    def choose_ways(self, found: Survey, samples: Samples, context: ParallelContext) -> None:
+        options = self.options
+        if not found.tables:
+            return
+        self.hosts = self._hosts(context)
+        num_hosts = len(self.hosts.sets) if self.hosts is not None else 1
+        parties = Parties(num_hosts, options.aggregate is not False)
+        known = alphas.given(found.tables, options.alpha, parties)
+        open_tables = [table for table in found.untied if table.name not in known]
+        if open_tables and context.size("data") > 1:
+            known |= self._agreed(open_tables, samples, context, parties)
+        for table in found.tables:
+            alpha = known.get(table.name) or alphas.bound(table, None, parties)
+            self.choices[table.name] = choose(table, alpha, parties, options.way_of(table.name))
+
+    def _hosts(self, context: ParallelContext) -> Hosts | None:
+        per_host = self.options.ranks_per_host(context.size("data"))
+        if per_host is not None:
+            return Hosts.given(context, per_host)
+        if context.size("data") == 1:
+            return None
+        try:
+            return Hosts.found(context)
+        except ValueError:  # on all ranks: as many data ranks on each are what two levels need
+            return None
+
+    def _agreed(
+        self, tables: Sequence[TableFacts], samples: Samples, context: ParallelContext, parties: Parties
+    ) -> dict[str, Alpha]:
+        """Alpha of tables of which the config says nothing: the same on all ranks."""
+        world = context.group(context.grid.names)
+        lookups = samples.lookups()
+        everyone = all_gather_object((lookups is not None, samples.num_integers()), world)
+        if lookups is None or not all(is_known for is_known, _ in everyone):
+            numbers = [number for _, number in everyone if number is not None]
+            most = max(numbers) if len(numbers) == world.size else None
+            return {table.name: alphas.bound(table, most, parties) for table in tables}
+        own = {}
+        for table in tables:
+            calls = lookups[0][table.name]
+            host = alphas.distinct(calls)
+            if self.hosts is not None and parties.are_hosts:
+                host = all_gather_object(host[0], self.hosts.inside(("data",)))
+            own[table.name] = alphas.touched(table, calls), alphas.touched_together(table, host)
+        by_rank = all_gather_object(own, world)
+        return {table.name: alphas.mean_of([found[table.name] for found in by_rank]) for table in tables}
 
     def way_of(self, name: str, shape: tuple[int, ...], ranks: int) -> str:
-        return self.options.way_of(name) or ("owners" if shape[0] >= ranks else "dense")
+        return self.choices[name].way
+
+    def hosts_of_rows(self) -> Hosts | None:
+        hosts = self.hosts
+        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
+            return None
+        return hosts
+
+    def partitions(self) -> int | None:
+        partitions = self.options.partitions
+        return partitions if isinstance(partitions, int) else None

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import LocalSum
+from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.values import values_of
 from colossus.engine.optimizers import skipping_on_device
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
-from colossus.engine.sparse.tables import Tables, table_modules
+from colossus.engine.sparse.choice import Survey
+from colossus.engine.sparse.samples import Samples
+from colossus.engine.sparse.tables import Tables
 
 #: a backward of inputs and weights (dgrad and wgrad), or one of its halves under a schedule that splits them
 BackwardKind = Literal["backward", "backward_input", "backward_weight"]
@@ -59,18 +62,27 @@ class Strategy:
     loss_scale: Tensor | None = None
     tables: Tables | None = None
 
-    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        """The model of this rank, on the meta device, before its values are drawn: say what is stored how.
+    def check_tables(self, found: Survey) -> None:
+        """The tables of the whole model, before a pipeline cuts it; also called before a process is started.
 
         Raises:
-            ValueError: for a model that this strategy cannot train.
+            ValueError: for tables that this strategy cannot train.
         """
-        name, module, _ = next(table_modules(model), ("", None, None))
-        if module is not None:
+        for table in found.untied:
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) has sparse=True, but {type(self).__name__} knows "
-                f"dense gradients only: leave sparse out, or take parallel.strategy = 'hybrid' or 'all_reduce'"
+                f"table {table.name!r} has sparse=True, but {self.dense_because()}: leave sparse out, or take "
+                f"parallel.strategy = 'hybrid' or 'all_reduce'"
             )
+
+    def dense_because(self) -> str:
+        """Why this strategy takes no tables, in words."""
+        return f"{type(self).__name__} knows dense gradients only"
+
+    def choose_ways(self, found: Survey, samples: Samples, context: ParallelContext) -> None:
+        """Say how the gradient of each table is summed. Collective, over all ranks, after `check_tables`."""
+
+    def prepare(self, model: nn.Module, context: ParallelContext) -> None:
+        """The model of this rank, on the meta device, before its values are drawn: say what is stored how."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         """Once, before the optimizer is made."""
@@ -81,6 +93,12 @@ class Strategy:
         context = parts.context
         self._step_group = context.group(self.summed_axes)
         self._data_group = context.group("data")
+
+    @property
+    def own_parameters(self) -> bool:
+        """Whether each replica has parameters and an optimizer of its own, which a checkpoint keeps beside those that
+        are evaluated."""
+        return not self.exact
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
@@ -130,6 +148,14 @@ class Strategy:
         """
         return []
 
+    def squares_of_step(self, norm: GradientNorm, squares: Tensor) -> Tensor:
+        """What this rank adds to the square of the gradient norm, for each entry of ``norm``: float64 [entries].
+
+        Args:
+            squares: of the gradients that are here, not finite where one of these is not.
+        """
+        return squares
+
     def replica_scalars(self, numbers: Tensor) -> Tensor:
         """The step's numbers summed over the replica's ranks, and by an exact strategy over all: float64, 1-D.
 
@@ -175,9 +201,8 @@ class Strategy:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters from gradients that are divided and clipped. Not called in a step that is skipped."""
-        if self.tables:
-            self.tables.update(optimizer)
-        optimizer.step()
+        with self.tables.updated(optimizer) if self.tables else nullcontext():
+            optimizer.step()
 
     def after_step(self, step: int) -> None:
         """After the update of step ``step``: mix, average, gather.
@@ -234,6 +259,11 @@ class Strategy:
         nothing."""
         return nullcontext()
 
+    def forwards(self) -> AbstractContextManager[None]:
+        """Around the forwards of one batch of an evaluation, inside of `evaluation`: as many as a rank has, or none.
+        Collective."""
+        return nullcontext()
+
     def export(self) -> AbstractContextManager[None]:
         """Around what gives weights away: inside, parameters and buffers are the same in all replicas. Collective, by
         ranks of all replicas."""
@@ -258,6 +288,13 @@ class Strategy:
         """Take back what `state_dict` gave, under another plan maybe; empty: begin anew."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state, but was given {', '.join(sorted(state))}")
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+        """What an optimizer keeps for each stored parameter, wherever that is. Collective over all ranks."""
+        return optimizer.state
+
+    def parameters_loaded(self) -> None:
+        """Parameters, or the state of their optimizer, were loaded: what is kept of them elsewhere counts no more."""
 
     def parameter_state(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
         """State for each parameter as it is stored: tensors of its shape, others that are the same on all ranks, or

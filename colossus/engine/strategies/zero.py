@@ -33,6 +33,9 @@ class Zero(Strategy):
             raise ValueError(f"zero: stage = {stage!r}; use 1, 2 or 3")
         self._stage, self._offload = stage, offload
 
+    def dense_because(self) -> str:
+        return "parallel.zero cuts every parameter over data itself and scatters dense gradients"
+
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         grid = parts.context.grid
         data = tuple(axis for axis in grid.axes("data") if axis != "replicate")

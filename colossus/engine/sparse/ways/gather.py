@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
-from colossus.comm import collectives
-from colossus.engine.sparse.row_gradient import RowGradient
+from torch import nn
+
+from colossus.comm import uneven
+from colossus.context.groups import AxisGroup
 from colossus.engine.sparse.ways.way import Way
+from colossus.rows.row_gradient import RowGradient
 
 
 class Gather(Way):
-    """All-gather of the rows that ranks have touched, filled up to the most that one of them has."""
+    """All-gather of the rows that ranks have touched, as many as each of them has.
 
-    def total(self, gradient: RowGradient) -> RowGradient:
-        if self.group.size == 1:
-            return gradient
-        own = torch.tensor([len(gradient.ids)], device=gradient.ids.device)
-        counts = collectives.all_gather(own, self.group).wait().tolist()
-        most = max(counts)
-        ids = collectives.all_gather(_filled(gradient.ids, most), self.group)
-        rows = collectives.all_gather(_filled(gradient.rows, most), self.group)
-        gathered = zip(ids.wait().split(most), rows.wait().split(most), counts, strict=True) if most else ()
-        return RowGradient.added([RowGradient(i[:count], r[:count]) for i, r, count in gathered] or [gradient])
+    Args:
+        group: the ranks that share the table.
+    """
 
+    def __init__(self, param: nn.Parameter, num_rows: int, group: AxisGroup) -> None:
+        super().__init__(param, num_rows)
+        self._group = group
 
-def _filled(x: Tensor, size: int) -> Tensor:
-    if len(x) == size:
-        return x
-    return torch.cat((x, x.new_zeros((size - len(x), *x.shape[1:]))))
+    def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        group, device = self._group, gradient.ids.device
+        lengths, heard = uneven.agree([len(gradient.ids)] * group.size, group, device, [is_used])
+        counts = list(lengths.received)
+        ids = uneven.all_gather(gradient.ids, counts, group, "ids")
+        rows = uneven.all_gather(gradient.rows.contiguous(), counts, group)
+
+        def finish() -> RowGradient | None:
+            parts = zip(ids.wait().split(counts), rows.wait().split(counts), strict=True)
+            total = RowGradient.added([RowGradient(*part) for part in parts])
+            return total if any(used for (used,) in heard) else None
+
+        return finish

@@ -2,56 +2,100 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from colossus.comm.uneven import exchange
-from colossus.engine.sparse.row_gradient import RowGradient
+from colossus.engine.sparse.placement import Placement
+from colossus.engine.sparse.row_cache import RowCache
+from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.ways.way import Way
+from colossus.refusal import refusal
+from colossus.rows.row_gradient import RowGradient
 
 
 class Owners(Way):
-    """Rows are cut over the group, ceil(rows / ranks) each, but for the last ranks.
+    """Each partition of a table is stored by its owner (`Placement`).
 
-    A step fetches each row once: what one microbatch has fetched the next one finds (``begin_step`` forgets it).
+    A step fetches each row once: what one microbatch has fetched the next one finds, as does a recomputation, which
+    exchanges nothing.
+
+    Args:
+        exchange: with the ranks that share the table, which are its owners.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._per_rank = -(-self.num_rows // self.group.size)
-        self.begin_step()
+    def __init__(self, param: nn.Parameter, name: str, placement: Placement, exchange: RowExchange) -> None:
+        super().__init__(param, placement.num_rows)
+        self.name, self._exchange = name, exchange
+        self._number = exchange.add(self)
+        self.caches = [RowCache(param.detach()) for _ in exchange.levels]
+        self.place(placement)
 
-    def begin_step(self) -> None:
-        param = self.param
-        self._ids = torch.empty(0, dtype=torch.int64, device=param.device)
-        self._rows = param.new_empty((0, param.shape[1]), requires_grad=False)
+    def place(self, placement: Placement) -> None:
+        """Rows are where a placement says from now on."""
+        device = self.param.device
+        self.placement = placement
+        self._bounds = torch.tensor(placement.bounds[1:], device=device)
+        self._owners = torch.tensor(placement.owners, device=device)
+        #: of each partition, what its owner subtracts from an id
+        starts = torch.tensor(placement.bounds[:-1], device=device)
+        self._shifts = starts - torch.tensor(placement.offsets, device=device)
 
-    def _counts(self, ids: Tensor) -> list[int]:
-        """How many of some ascending ids each rank owns."""
-        bounds = torch.arange(1, self.group.size, device=ids.device) * self._per_rank
-        ends = [0, *torch.searchsorted(ids, bounds).tolist(), len(ids)]
-        return [stop - start for start, stop in pairwise(ends)]
+    # -- what `RowExchange` asks --------------------------------------------------------------------------
+
+    def owners_of(self, ids: Tensor) -> Tensor:
+        return self._owners[self._partitions(ids)]
+
+    def stored_rows(self, ids: Tensor) -> Tensor:
+        return self.param.detach().index_select(0, self._stored(ids))
+
+    def _partitions(self, ids: Tensor) -> Tensor:
+        return torch.searchsorted(self._bounds, ids, right=True)
+
+    def _stored(self, ids: Tensor) -> Tensor:
+        """The places of ids of this owner among the rows that it stores."""
+        return ids - self._shifts[self._partitions(ids)]
+
+    # -- a step -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._forget()
+        self._exchange.keeps = True
+
+    def end(self) -> None:
+        self._forget()
+        self._exchange.keeps = False
+
+    def _forget(self) -> None:
+        for cache in self.caches:
+            cache.clear()
 
     def fetch(self, ids: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return super().fetch(ids)
-        known = torch.isin(ids, self._ids, assume_unique=True)
-        new = ids[~known]
-        wanted = exchange(new, self._counts(new), self.group)
-        found = self.param.detach().index_select(0, torch.cat(wanted) - self.group.index * self._per_rank)
-        rows = torch.cat(exchange(found, [len(part) for part in wanted], self.group))
-        order = torch.argsort(torch.cat((self._ids, new)))
-        self._ids, self._rows = torch.cat((self._ids, new))[order], torch.cat((self._rows, rows))[order]
-        return self._rows[torch.searchsorted(self._ids, ids)]
+        own = self.caches[0]
+        if torch._C._current_graph_task_id() != -1:  # a recomputation: the other ranks may be elsewhere
+            if len(own.missing(ids)):
+                raise refusal(
+                    f"{self.name!r}: a backward looks up rows that no forward has looked up. Under activation "
+                    f"checkpointing the recomputation must look up what the forward did"
+                )
+            return own.rows_of(ids)
+        rows = self._exchange.fetch(self._number, ids)
+        if not self._exchange.keeps and torch.is_grad_enabled():  # outside of a step, for a recomputation alone
+            own.replace(ids, rows)
+        return rows
 
-    def total(self, gradient: RowGradient) -> RowGradient:
-        if self.group.size == 1:
-            return gradient
-        counts = self._counts(gradient.ids)
-        ids = exchange(gradient.ids, counts, self.group)
-        rows = exchange(gradient.rows, counts, self.group)
-        total = RowGradient.added([RowGradient(*part) for part in zip(ids, rows, strict=True)])
-        return RowGradient(total.ids - self.group.index * self._per_rank, total.rows)
+    def read(self, ids: Tensor) -> Tensor:
+        return self._exchange.fetch(self._number, ids, keep=False)
+
+    def fail(self) -> None:
+        self._exchange.fail(self._number)
+
+    def start_sum(self, gradient: RowGradient, *, is_used: bool) -> Callable[[], RowGradient | None]:
+        wait = self._exchange.start_sum(self._number, gradient, is_used=is_used)
+
+        def finish() -> RowGradient | None:
+            total = wait()
+            return None if total is None else RowGradient(self._stored(total.ids), total.rows)
+
+        return finish

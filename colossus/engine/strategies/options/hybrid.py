@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Annotated, Literal
 
-from colossus.engine.strategies.options.base import StrategyOptions
+from pydantic import Field
+
+from colossus.config import Config
+from colossus.engine.sparse.choice import first_fit
+from colossus.engine.sparse.cost import WayName
+from colossus.engine.strategies.options.base import Count, CountOrZero, StrategyOptions
+from colossus.engine.strategies.options.exact import HierarchicalOptions
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class HybridOptions(StrategyOptions):
     #: pattern of full names of tables -> "dense", "gather" or "owners"; the first that fits is taken
-    ways: dict[str, Literal["dense", "gather", "owners"]] = {}
+    ways: dict[str, WayName] = {}
+    #: pattern of full names of tables -> part of the rows that a rank touches in a step; else it is measured
+    alpha: dict[str, Fraction] = {}
+    #: whether ranks of a host add up rows before these leave it; "auto": where there are several hosts
+    aggregate: Literal["auto"] | bool = "auto"
+    #: over how many hosts the data ranks are spread; None: found by what ranks know of their machines
+    hosts: Count | None = None
+    #: data ranks on each host, neighbours along data; the same said otherwise
+    per_host: Count | None = None
+    #: into how many parts of neighbouring rows an owned table is cut; "search": found in the first steps
+    partitions: Count | Literal["search"] | None = None
+    #: steps after which parts are given to owners by the rows that were touched; 0: never
+    balance_after: CountOrZero = 20
 
     def describe(self, data: int) -> str:
-        return "exact: tables by rows"
+        said = [f"{pattern} by {way}" for pattern, way in self.ways.items()]
+        return "exact: tables by rows" + (f"; {', '.join(said)}" if said else "")
 
-    def way_of(self, name: str) -> str | None:
+    def way_of(self, name: str) -> WayName | None:
         """What the user has said of a table."""
-        return next((way for pattern, way in self.ways.items() if fnmatchcase(name, pattern)), None)
+        pattern = first_fit(self.ways, name)
+        return None if pattern is None else self.ways[pattern]
+
+    def ranks_per_host(self, data: int) -> int | None:
+        """Data ranks on each host, None where neither number is given."""
+        return self._hosts_alone.ranks_per_host(data)
+
+    def check(self, config: Config) -> list[str]:
+        return super().check(config) + self._hosts_alone.check(config)
+
+    @property
+    def _hosts_alone(self) -> HierarchicalOptions:
+        return HierarchicalOptions(hosts=self.hosts, per_host=self.per_host)

@@ -31,10 +31,13 @@ class Hosts:
         return cls(context, [range(first, first + per_host) for first in range(0, size, per_host)])
 
     @classmethod
-    def found(cls, context: ParallelContext) -> Hosts:
+    def found(cls, context: ParallelContext, what: str = "parallel.strategy = 'hierarchical'") -> Hosts:
         """By what the ranks say of themselves. Collective, over all ranks.
 
         Replicas of several ranks share a host where all their ranks do, each with its counterpart.
+
+        Args:
+            what: needs them, for errors.
 
         Raises:
             ValueError: on all ranks, where hosts have different numbers of them.
@@ -49,11 +52,15 @@ class Hosts:
         sizes = [len(each) for each in sets.values()]
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"parallel.strategy = 'hierarchical' wants as many data ranks on each host, and found "
+                f"{what} wants as many data ranks on each host, and found "
                 f"{', '.join(map(str, sizes))} of {sum(sizes)}: start as many processes on each host, give hosts= or "
                 f"per_host=, or take 'all_reduce'"
             )
         return cls(context, list(sets.values()))
+
+    def of(self, index: int) -> int:
+        """The number of the host of an index along data."""
+        return self._host_of[index]
 
     @property
     def per_host(self) -> int:

@@ -37,4 +37,6 @@ class RowGradient:
     def as_sparse(self, num_rows: int) -> Tensor:
         """As torch has it: coalesced COO [num_rows, dim]. The same memory."""
         shape = (num_rows, self.rows.shape[1])
-        return torch.sparse_coo_tensor(self.ids.unsqueeze(0), self.rows, shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(
+            self.ids.unsqueeze(0), self.rows, shape, is_coalesced=True, check_invariants=False
+        )

@@ -1,0 +1,93 @@
+"""The servers of a run, as a rank is connected to them: those of the launcher, or some that the first rank starts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from colossus.comm.objects import broadcast_object
+from colossus.context.parallel_context import ParallelContext
+from colossus.server import environment
+from colossus.server.client import Servers
+from colossus.server.rpc import RpcClient
+
+#: for which the first rank waits for others, before it ends servers of its own
+_PATIENCE_SECONDS = 20.0
+
+
+class OwnServer(Protocol):
+    """A server that this rank has started."""
+
+    @property
+    def endpoint(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+def start(index: int, token: bytes) -> OwnServer:
+    """Start a server as a child of this process."""
+    from colossus.server.process import start_server
+
+    return start_server(index, token, {})
+
+
+class ServerConnection:
+    """
+    Attributes:
+        servers: of the run.
+    """
+
+    def __init__(self, servers: Servers, own: Sequence[OwnServer], context: ParallelContext) -> None:
+        self.servers, self._own = servers, list(own)
+        self._ranks, self._rank = context.ranks, context.rank
+        self._store = context.store() if context.world_size > 1 else None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Say goodbye; servers that this rank has started end once all others have."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.servers.close()
+        if self._store is not None:
+            self._store.set(f"servers/left/{self._rank}", "")
+            if self._own and sys.exception() is None:
+                keys, deadline = [f"servers/left/{rank}" for rank in self._ranks], time.monotonic() + _PATIENCE_SECONDS
+                while not self._store.check(keys) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+        for server in self._own:
+            server.close()
+
+
+def connect(
+    num_servers: int, context: ParallelContext, on_progress: Callable[[], None], workers: Sequence[int]
+) -> ServerConnection:
+    """Collective over all ranks. `colossus launch` has started servers, and says where they are; where nothing does
+    (torchrun, srun, processes of one's own) the first rank starts them, as its children.
+
+    Args:
+        workers: ranks that hold what this one holds, one of each replica.
+
+    Raises:
+        ValueError: there are others than the config says.
+    """
+    own: list[OwnServer] = []
+    if environment.is_given():
+        given = environment.read()
+        endpoints, token = given.endpoints, given.token
+    else:
+        token = environment.new_token()
+        if context.rank == context.ranks[0]:
+            own = [start(index, token) for index in range(num_servers)]
+        found = [server.endpoint for server in own], token
+        endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
+    if len(endpoints) != num_servers:
+        raise ValueError(
+            f"parallel.strategy.servers = {num_servers}, but the environment ({environment.SERVERS}) names "
+            f"{len(endpoints)}: those of another run?"
+        )
+    timeout = context.timeout.total_seconds()
+    clients = [RpcClient(endpoint, token, context.rank, timeout, on_progress) for endpoint in endpoints]
+    return ServerConnection(Servers(clients, context.rank, workers), own, context)

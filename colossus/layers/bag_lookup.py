@@ -1,0 +1,115 @@
+"""Bags of rows of a table, reduced to one row each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.layers.row_source import row_source
+from colossus.layers.sparse_lookup import distinct_rows
+from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import gradient_dtype
+
+BagMode = Literal["sum", "mean", "max"]
+
+
+def embedding_bag(
+    ids: Tensor,
+    table: Tensor,
+    offsets: Tensor | None = None,
+    *,
+    mode: str,
+    sparse: bool,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    title: str = "embedding_bag",
+) -> Tensor:
+    """``F.embedding_bag`` on the rows that are looked up, each of them once.
+
+    An id that is ``padding_idx`` belongs to no bag, and its row is not looked up. An empty bag gives zeros. Of ``max``
+    each feature's gradient goes to the row that has the largest value of it.
+
+    Args:
+        ids: [bags, n], or [t] with ``offsets``.
+        table: [rows, dim].
+        offsets: [bags] where each bag begins in ids, ascending from 0; with ``include_last_offset`` [bags + 1], the
+            last is where the last bag ends.
+        per_sample_weights: of the shape of ids, with mode ``sum``; may want a gradient.
+        title: how an error names it.
+
+    Returns:
+        [bags, dim], in the dtype of the table or, with a source of rows, that in which its gradients are summed.
+
+    Raises:
+        ValueError: for shapes, offsets and modes that do not fit.
+    """
+    starts = _starts(ids, offsets, include_last_offset, title)
+    weights = _flat_weights(ids, per_sample_weights, mode, title)
+    ids = ids.reshape(-1)
+    if padding_idx is not None:
+        kept = ids != (padding_idx + table.shape[0] if padding_idx < 0 else padding_idx)
+        before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept in front of each
+        ids, starts = ids[kept], before[starts]
+        weights = None if weights is None else weights[kept]
+    wide = gradient_dtype(table)
+    if sparse or wide != table.dtype or row_source(table) is not None:
+        rows, where = distinct_rows(ids, table, sparse=sparse)
+        rows = rows.to(wide)
+    else:
+        rows, where = table, ids
+    with torch._C.DisableTorchFunctionSubclass():
+        return F.embedding_bag(
+            where,
+            rows,
+            starts.to(where.dtype),
+            mode=mode,
+            per_sample_weights=None if weights is None else weights.to(rows.dtype),
+            include_last_offset=include_last_offset,
+        )
+
+
+def _starts(ids: Tensor, offsets: Tensor | None, include_last_offset: bool, title: str) -> Tensor:
+    """The offsets of ids that are flattened."""
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise refusal(f"{title}: ids [bags, n] = {tuple(ids.shape)} are bags already, so leave offsets out")
+        count = ids.shape[0] + include_last_offset
+        return torch.arange(count, device=ids.device) * ids.shape[1]
+    if ids.dim() != 1:
+        raise refusal(f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n], nor [t] with offsets")
+    if offsets is None or offsets.dim() != 1:
+        given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
+        raise refusal(f"{title}: ids [t] = [{len(ids)}] need offsets [bags], but there are {given}")
+    if offsets.is_floating_point() or offsets.dtype == torch.bool:
+        raise refusal(f"{title}: offsets are {offsets.dtype}, not integers")
+    if include_last_offset and not len(offsets):
+        raise refusal(f"{title}: include_last_offset wants offsets [bags + 1], but they are empty")
+    if offsets.device.type == "cpu" and len(offsets):
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first or last > len(ids) or bool((offsets.diff() < 0).any()):
+            raise refusal(
+                f"{title}: offsets say where bags begin in ids, ascending from 0, at most {len(ids)}; they are "
+                f"{_shown(offsets)}"
+            )
+    return offsets
+
+
+def _flat_weights(ids: Tensor, weights: Tensor | None, mode: str, title: str) -> Tensor | None:
+    if weights is None:
+        return None
+    if mode != "sum":
+        raise refusal(f"{title}: per_sample_weights are there with mode 'sum' only, not {mode!r}")
+    if weights.shape != ids.shape:
+        raise refusal(
+            f"{title}: per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}: one for each"
+        )
+    return weights.reshape(-1)
+
+
+def _shown(offsets: Tensor, most: int = 6) -> str:
+    numbers = ", ".join(map(str, offsets[:most].tolist()))
+    return f"[{numbers}, ..]" if len(offsets) > most else f"[{numbers}]"

@@ -1,0 +1,116 @@
+"""Bags of embeddings."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from colossus.construct.init import Normal, ZeroRow
+from colossus.layers.bag_lookup import BagMode, embedding_bag
+from colossus.layers.embedding import check_range
+from colossus.layers.layer import Layer
+from colossus.layers.row_source import row_source
+from colossus.layers.sharded import move, wrap
+from colossus.layers.token_dim import TokenDim, tokens_of
+from colossus.layers.tokens import local
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer
+from colossus.layout.redistribute import redistribute
+from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import activation_dtype
+
+
+class EmbeddingBag(Layer):
+    """``torch.nn.EmbeddingBag``: sum, mean or largest values of the rows of each bag.
+
+    Under tensor parallelism the table is split by features as activations between blocks are, or replicated where they
+    do not divide. With ``sparse`` its gradient is of the rows that were looked up, in every mode.
+
+    Args:
+        max_norm, scale_grad_by_freq: refused: rows change in a lookup, or gradients by how often a rank has seen an
+            id, which no other plan repeats.
+        device: accepted as torch does, and ignored: the table is made on the device of the context.
+
+    Shape:
+        ids [bags, n], or [t] with offsets [bags], in the user layout; output [bags, embedding_dim].
+        Where an engine splits a batch into microbatches, or over tensor ranks, it does so along dim 0: bags of unlike
+        lengths come as [bags, n], filled up with ``padding_idx``.
+
+    Raises:
+        ValueError: for ids outside the table (checked on CPU), and for what `embedding_bag` refuses.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: BagMode = "mean",
+        sparse: bool = False,
+        *,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        init: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        if max_norm is not None or scale_grad_by_freq:
+            raise refusal("EmbeddingBag: max_norm and scale_grad_by_freq are not there; leave them out")
+        if mode not in ("sum", "mean", "max"):
+            raise refusal(f"EmbeddingBag: mode = {mode!r} is none of 'sum', 'mean', 'max'")
+        num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise refusal(f"EmbeddingBag: padding_idx = {padding_idx} is outside a table of {num_embeddings} rows")
+            padding_idx %= num_embeddings
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.mode, self.sparse, self.include_last_offset = mode, sparse, include_last_offset
+        init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
+        self.looked_up = self.split_between_blocks(embedding_dim)
+        layout = Layout(((), self.looked_up.features))
+        self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
+        self.decide_gradients(self.weight, self.looked_up)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        token_dim = require_whole_bags(ids, offsets, self.title)
+        ids, user = local(ids), self.parallel.regions.user
+        if row_source(self.weight) is None:
+            check_range(ids, self.num_embeddings, f"{self.title}: ids")
+        if per_sample_weights is not None:
+            per_sample_weights, source = local(per_sample_weights), Layout.whole(per_sample_weights.dim())
+            partial = Layout(source.dims, grad_partial=self.looked_up.features)
+            per_sample_weights = redistribute(per_sample_weights, source, partial, self.context)
+        y = embedding_bag(
+            ids,
+            self.weight,
+            None if offsets is None else local(offsets),
+            mode=self.mode,
+            sparse=self.sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+            title=self.title,
+        )
+        y = y.to(activation_dtype(self.weight, self.context.precision))
+        y = move(y, self.looked_up, user, self.context)
+        return wrap(y, user, user, self.parallel, token_dim=token_dim)
+
+    def extra_repr(self) -> str:
+        sparse = ", sparse=True" if self.sparse else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{sparse}"
+
+
+def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> TokenDim | None:
+    """`tokens_of` the bags, of which a rank must have whole ones."""
+    token_dim = tokens_of(ids)
+    if (token_dim is not None and (ids.dim() != 2 or token_dim.dim != 0)) or tokens_of(offsets) is not None:
+        raise refusal(
+            f"{title}: under parallel.sequence a rank has a part of the tokens, and so of each bag: a bag may be made "
+            f"of what belongs to one token, as ids [tokens, n], but not of tokens"
+        )
+    return token_dim

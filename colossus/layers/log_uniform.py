@@ -1,0 +1,70 @@
+"""Log-uniform (Zipfian) samples of classes, as TensorFlow's ``log_uniform_candidate_sampler`` draws them. No torch.
+
+Class k of n has the probability log((k + 2) / (k + 1)) / log(n + 1): right for classes in the order of falling
+frequency.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+#: draws at once
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class LogUniformSample:
+    """Some classes, and how they were drawn.
+
+    Attributes:
+        classes: int64 [n], in the order in which they were drawn.
+        num_classes: of which.
+        num_draws: how many draws gave them: n, or more where those that came again were left out.
+        unique: whether they were left out.
+    """
+
+    classes: np.ndarray
+    num_classes: int
+    num_draws: int
+    unique: bool
+
+    def expected_count(self, classes: np.ndarray) -> np.ndarray:
+        """How often a class is expected in such a sample, float64 of the shape of ``classes``.
+
+        p times the number of draws; of a sample in which each class is once 1 - (1 - p) ** draws (2 of TensorFlow's
+        "candidate sampling algorithms").
+        """
+        p = probability(classes, self.num_classes)
+        return -np.expm1(self.num_draws * np.log1p(-p)) if self.unique else self.num_draws * p
+
+
+def probability(classes: np.ndarray, num_classes: int) -> np.ndarray:
+    """Of drawing each class: float64 of the shape of ``classes``."""
+    return np.log1p(1.0 / (np.asarray(classes, dtype=np.float64) + 1.0)) / math.log(num_classes + 1.0)
+
+
+def sample(key: int, num_samples: int, num_classes: int, *, unique: bool = True) -> LogUniformSample:
+    """Draw classes; the same on every machine for the same key.
+
+    Args:
+        unique: draw until there are ``num_samples`` different ones, and leave out those that come again.
+    """
+    assert num_samples <= num_classes or not unique
+    generator = np.random.Generator(np.random.Philox(key))
+    if not unique:
+        return LogUniformSample(_draw(generator, num_samples, num_classes), num_classes, num_samples, unique)
+    drawn = np.empty(0, dtype=np.int64)
+    while True:
+        drawn = np.concatenate((drawn, _draw(generator, max(_BLOCK, len(drawn)), num_classes)))
+        first = np.sort(np.unique(drawn, return_index=True)[1])
+        if len(first) >= num_samples:
+            first = first[:num_samples]
+            return LogUniformSample(drawn[first], num_classes, int(first[-1]) + 1, unique)
+
+
+def _draw(generator: np.random.Generator, count: int, num_classes: int) -> np.ndarray:
+    values = np.exp(generator.random(count) * math.log(num_classes + 1.0)).astype(np.int64) - 1
+    return np.clip(values, 0, num_classes - 1)  # rounding at the ends

@@ -1,0 +1,165 @@
+"""The loss of a softmax over very many classes, from a sample of them."""
+
+from __future__ import annotations
+
+import operator
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.construct.init import Constant, torch_linear
+from colossus.layers import log_uniform
+from colossus.layers.embedding import check_range
+from colossus.layers.layer import Layer
+from colossus.layers.log_uniform import LogUniformSample
+from colossus.layers.sharded import move, unwrap
+from colossus.layers.sparse_lookup import distinct_rows, read_rows
+from colossus.layers.tokens import local, require_features_last
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer
+from colossus.layout.redistribute import redistribute
+from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
+
+#: classes of which an evaluation has the rows at once
+_BLOCK = 8192
+
+
+class SampledSoftmax(Layer):
+    """Output table, bias and loss of a softmax over a large vocabulary (Jean et al. 1412.2007, section 3).
+
+    In training each token's loss is that of a softmax over its own class and ``num_samples`` others. These are drawn
+    log-uniformly (right for classes numbered by falling frequency) once for a step, from (seed, step, name): the same
+    on all ranks and in all microbatches of a batch. From each logit the logarithm of how often its class is expected in
+    the sample is subtracted, and a class of the sample that is a token's own is left out for it, as in TensorFlow's
+    ``sampled_softmax_loss``. So a step touches the rows of its labels and of the sample.
+
+    In ``eval()`` the loss is that of the whole softmax, summed over blocks of rows, without a gradient: no rank holds
+    all rows at once.
+
+    Args:
+        num_samples: classes in the sample, all of them different if ``unique``; then at most ``num_classes``.
+        unique: draw without replacement (TensorFlow's default): until there are ``num_samples`` different ones.
+        remove_accidental_hits: leave out a sampled class that is a token's label.
+        sparse: whether gradients of weight and bias are of the rows that were looked up.
+        ignore_index: a label that counts for nothing.
+
+    Shape:
+        x [.., hidden_size], labels [..] in the user layout -> (sum, count), scalars over the samples that this rank
+        holds. weight [num_classes, hidden_size], split by features as activations between blocks are or replicated
+        where they do not divide; bias [num_classes, 1], a table, too.
+
+    Raises:
+        ValueError: for shapes that do not fit, and labels outside of the classes (checked on CPU).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_classes: int,
+        num_samples: int,
+        *,
+        bias: bool = True,
+        sparse: bool = True,
+        unique: bool = True,
+        remove_accidental_hits: bool = True,
+        ignore_index: int = -100,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        hidden_size, num_classes, num_samples = map(operator.index, (hidden_size, num_classes, num_samples))
+        if num_samples < 1 or (unique and num_samples > num_classes):
+            raise refusal(
+                f"SampledSoftmax: num_samples = {num_samples} different ones of num_classes = {num_classes}: give 1 to "
+                f"{num_classes}, or unique=False"
+            )
+        self.hidden_size, self.num_classes, self.num_samples = hidden_size, num_classes, num_samples
+        self.sparse, self.unique, self.remove_accidental_hits = sparse, unique, remove_accidental_hits
+        self.ignore_index = ignore_index
+        self.looked_up = self.split_between_blocks(hidden_size)
+        layout = Layout(((), self.looked_up.features))
+        init = init or torch_linear(hidden_size)
+        self.weight = self.make_parameter({"": (num_classes, hidden_size)}, layout, init, dtype=dtype)
+        bias_init, shape = bias_init or Constant(0.0), {"": (num_classes, 1)}
+        self.bias = self.make_parameter(shape, Layout.whole(2), bias_init, dtype=dtype) if bias else None
+        self.decide_gradients(self.weight, self.looked_up)
+        self.decide_gradients(self.bias, self.parallel.regions.user)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        require_features_last(x, self.title)
+        labels = local(labels)
+        x, source, _ = unwrap(x, self.parallel)
+        x = move(x, source, self.looked_up, self.context)
+        if labels.shape != x.shape[:-1]:
+            raise refusal(f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank")
+        valid = labels != self.ignore_index
+        x, labels = x[valid], labels[valid]  # of tokens that do not count there is not even a NaN
+        check_range(labels, self.num_classes, f"{self.title}: labels")
+        x = x.to(product_dtype(x) or x.dtype)
+        return self._sampled(x, labels) if self.training else self._whole(x, labels), valid.sum()
+
+    def sample(self) -> LogUniformSample:
+        """The classes that this step has drawn."""
+        rng = self.context.rng
+        return _sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes, self.unique)
+
+    def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x [t, features], labels [t] -> the sum of the losses."""
+        drawn = self.sample()
+        negatives = torch.from_numpy(drawn.classes).to(labels.device)
+        count = len(labels)
+        rows, where = distinct_rows(torch.cat((labels, negatives)), self.weight, sparse=self.sparse)
+        rows = rows.to(x.dtype)
+        own = (to_wide_dtype(x) * to_wide_dtype(F.embedding(where[:count], rows))).sum(-1, keepdim=True)
+        others = to_wide_dtype(F.linear(x, F.embedding(where[count:], rows)))
+        own, others = self._summed(own), self._summed(others)
+        if self.bias is not None:
+            biases, where = distinct_rows(torch.cat((labels, negatives)), self.bias, sparse=self.sparse)
+            bias = F.embedding(where, biases).to(own.dtype)
+            own, others = own + bias[:count], others + bias[count:].t()
+        own = own - _log_expected(drawn, labels, own.dtype).unsqueeze(1)
+        others = others - _log_expected(drawn, negatives, own.dtype)
+        if self.remove_accidental_hits:
+            others = others.masked_fill(labels.unsqueeze(1) == negatives, float("-inf"))
+        return -F.logsigmoid(own.squeeze(1) - others.logsumexp(1)).sum()
+
+    @torch.no_grad()
+    def _whole(self, x: Tensor, labels: Tensor) -> Tensor:
+        """The same over all classes, without a gradient."""
+        log_sum = torch.full(labels.shape, float("-inf"), dtype=to_wide_dtype(x).dtype, device=x.device)
+        target = torch.zeros_like(log_sum)
+        for start in range(0, self.num_classes, _BLOCK):
+            stop = min(start + _BLOCK, self.num_classes)
+            rows = read_rows(start, stop, self.weight).to(x.dtype)
+            logits = self._summed(to_wide_dtype(F.linear(x, rows)))
+            if self.bias is not None:
+                logits += read_rows(start, stop, self.bias).t().to(logits.dtype)
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))
+            here = (labels >= start) & (labels < stop)
+            column = (labels - start).masked_fill(~here, 0).unsqueeze(1)
+            target += logits.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
+        return (log_sum - target).sum()
+
+    def _summed(self, products: Tensor) -> Tensor:
+        """Products [t, n] of this rank's features, summed over those of all."""
+        whole = Layout.whole(2)
+        features = Layout(whole.dims, partial=self.looked_up.features)
+        return redistribute(products, features, whole, self.context)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.num_classes}, num_samples={self.num_samples}, bias={self.bias is not None}"
+
+
+@lru_cache(maxsize=8)
+def _sample(key: int, num_samples: int, num_classes: int, unique: bool) -> LogUniformSample:
+    """Once for all microbatches of a step."""
+    return log_uniform.sample(key, num_samples, num_classes, unique=unique)
+
+
+def _log_expected(drawn: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:
+    expected = torch.from_numpy(drawn.expected_count(classes.cpu().numpy()))
+    return expected.log().to(classes.device, dtype)

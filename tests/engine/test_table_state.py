@@ -1,0 +1,149 @@
+"""Checkpoints and state dicts of tables whose rows owners store: any plan reads what any other has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint import CheckpointReader, full_state_dict, load_full_state_dict
+from colossus.engine.engine import Engine
+from colossus.layout.parameter import StoredSpec, spec_of
+
+ROWS, DIM, CLASSES, SAMPLES, LENGTH = 37, 6, 5, 12, 3
+#: row ranges of two and of three owners, which leave nothing to the order of ranks
+PLACES = {
+    2: [((0, 3), (20, 31)), ((3, 20), (31, 37))],
+    3: [((30, 37),), ((0, 1), (2, 30)), ((1, 2),)],
+}
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(ROWS, DIM, padding_idx=2, sparse=True)
+        self.plain = nn.Embedding(ROWS, DIM, sparse=True)
+        self.out = layers.Linear(DIM, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.table(ids) + self.plain(ids // 2)).mean(1))
+
+
+def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
+
+
+def step(engine: Engine, number: int) -> float:
+    generator = torch.Generator().manual_seed(number)
+    batch = (
+        torch.randint(0, ROWS, (SAMPLES, LENGTH), generator=generator),
+        torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
+    )
+    share, index = SAMPLES // engine.context.size("data"), engine.context.index("data")
+    return engine.train_step(tuple(each[index * share : (index + 1) * share] for each in batch)).loss
+
+
+def make(data: int, way: str, folder: Path, **optimizer: Any) -> Engine:
+    config = dict(
+        parallel=dict(data=data, strategy=dict(type="hybrid", ways={"*": way}, balance_after=1)),
+        optimizer=optimizer or dict(type="AdamW", lr=0.05),
+        train=dict(steps=9, global_batch_size=SAMPLES, precision="fp64"),
+        checkpoint=dict(dir=str(folder)),
+    )
+    return colossus.initialize(config, model=Words, loss_fn=loss_fn)
+
+
+def save(rank: int, data: int, way: str, folder: Path) -> list[float]:
+    engine = make(data, way, folder)
+    for number in range(2):
+        step(engine, number)
+    engine.checkpoints.save()
+    losses = [step(engine, number) for number in range(2, 4)]
+    engine.close()
+    return losses
+
+
+def resume(rank: int, data: int, way: str, folder: Path) -> list[float]:
+    engine = make(data, way, folder)
+    engine.checkpoints.load(folder)
+    losses = [step(engine, number) for number in range(2, 4)]
+    engine.close()
+    return losses
+
+
+def all_resumed(rank: int, world: int, folders: list[Path]) -> dict[str, list[float]]:
+    ways = [WAYS[(number + world) % len(WAYS)] for number in range(len(folders))]
+    return {f"{at.name} by {way}": resume(rank, world, way, at) for at, way in zip(folders, ways, strict=True)}
+
+
+def all_saved(rank: int, world: int, root: Path) -> list[list[float]]:
+    return [save(rank, world, way, root / f"{world} {way}") for way in WAYS]
+
+
+WAYS = ("owners", "gather", "dense")
+
+
+def test_a_run_goes_on_under_any_number_of_owners_and_any_way(tmp_path: Path) -> None:
+    expected = run_ranks(1, all_saved, 1, tmp_path, with_context=False)[0][0]
+    for saved in (*run_ranks(2, all_saved, 2, tmp_path, with_context=False),
+                  *run_ranks(3, all_saved, 3, tmp_path, with_context=False)):  # fmt: skip
+        for losses in saved:
+            assert losses == pytest.approx(expected, rel=1e-11)
+    folders = [tmp_path / name for name in ("1 owners", "2 owners", "3 owners", "2 dense", "3 gather")]
+    for world in (1, 2, 3):
+        for found in run_ranks(world, all_resumed, world, folders, with_context=False):
+            for name, losses in found.items():
+                assert losses == pytest.approx(expected, rel=1e-11), f"{name} on {world}"
+
+
+def test_a_checkpoint_has_every_row_and_its_optimizer_state_once(tmp_path: Path) -> None:
+    run_ranks(3, save, 3, "owners", tmp_path / "three", with_context=False)
+    run_ranks(1, save, 1, "dense", tmp_path / "one", with_context=False)
+    (three,), (one,) = ((list((tmp_path / name).glob("step-*"))) for name in ("three", "one"))
+    with CheckpointReader(three) as reader, CheckpointReader(one) as reference:
+        reader.verify()
+        of_model = {key: entry for key, entry in reader.manifest.tensors.items() if not key.startswith("ranks/")}
+        assert of_model.keys() == {key for key in reference.manifest.tensors if not key.startswith("ranks/")}
+        for key, entry in of_model.items():
+            assert entry.shape == reference.manifest.tensors[key].shape
+            torch.testing.assert_close(reader.tensor(key), reference.tensor(key), rtol=1e-12, atol=1e-14)
+
+
+def _placed(rank: int, world: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
+    """A state dict out of rows in several ranges, and one that went into other ranges."""
+
+    def put(model: nn.Module, places: list[Any], whole: dict[str, Tensor]) -> None:
+        for name in ("table", "plain"):
+            weight = getattr(model, name).weight
+            spec = spec_of(weight)
+            assert isinstance(spec, StoredSpec)
+            spec.place(places[rank])
+            weight.data = torch.cat([whole[f"{name}.weight"][start:stop] for start, stop in places[rank]])
+
+    engine = make(world, "owners", Path("unused"))
+    before = full_state_dict(engine.model, engine.context)
+    put(engine.model, PLACES[world], before)
+    after = full_state_dict(engine.model, engine.context)
+    put(engine.model, PLACES[world][::-1], {name: torch.zeros_like(value) for name, value in before.items()})
+    load_full_state_dict(engine.model, before, engine.context)
+    again = full_state_dict(engine.model, engine.context)
+    shapes = [tuple(engine.model.table.weight.shape)]
+    engine.close()
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
+    return before, again, shapes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_state_dicts_are_whole_wherever_rows_are(world: int) -> None:
+    for rank, (before, again, shapes) in enumerate(run_ranks(world, _placed, world, with_context=False)):
+        assert shapes == [(sum(stop - start for start, stop in PLACES[world][world - 1 - rank]), DIM)]
+        for name, value in before.items():
+            assert torch.equal(again[name], value), name
