@@ -106,12 +106,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _alpha(choice: Choice) -> str:
-    alpha = choice.alpha
-    if choice.table.tied is not None:
-        return "1 (tied)"
-    if alpha.source == "unknown":
-        return "unknown"
-    return f"{'at most ' if alpha.is_bound else ''}{alpha.rank:.3g}{'' if alpha.is_bound else f' ({alpha.source})'}"
+    return "1 (tied)" if choice.table.tied is not None else choice.alpha.in_words
 
 
 def _totals(found: Forecast) -> str:

@@ -86,11 +86,13 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 
 
 def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
-    """The parameters of norms, and scalars."""
+    """The parameters of norms, scalars, and what says so itself."""
     norms = (each for each in model.modules() if isinstance(each, _NORMS) or getattr(type(each), "is_norm", False))
     found = [param for norm in norms for param in norm.parameters(recurse=False)]
     found += [
-        param for param in model.parameters() if not isinstance(param, UninitializedParameter) and not param.dim()
+        param
+        for param in model.parameters()
+        if not isinstance(param, UninitializedParameter) and (not param.dim() or spec_of(param).is_wide)
     ]
     return {id(param): param for param in found}
 

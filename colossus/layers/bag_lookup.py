@@ -53,8 +53,9 @@ def embedding_bag(
     if padding_idx is not None:
         kept = ids != (padding_idx + table.shape[0] if padding_idx < 0 else padding_idx)
         before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept in front of each
-        ids, starts = ids[kept], before[starts]
-        weights = None if weights is None else weights[kept]
+        places = kept.nonzero().squeeze(1)
+        ids, starts = ids.index_select(0, places), before[starts]
+        weights = None if weights is None else weights.index_select(0, places)
     wide = gradient_dtype(table)
     if sparse or wide != table.dtype or row_source(table) is not None:
         rows, where = distinct_rows(ids, table, sparse=sparse)
@@ -93,7 +94,8 @@ def _starts(ids: Tensor, offsets: Tensor | None, include_last_offset: bool, titl
         if first or last > len(ids) or bool((offsets.diff() < 0).any()):
             raise refusal(
                 f"{title}: offsets say where bags begin in ids, ascending from 0, at most {len(ids)}; they are "
-                f"{_shown(offsets)}"
+                f"{_shown(offsets)}. Microbatches and tensor ranks take samples along dim 0, which cannot be done with "
+                f"offsets: give ids [bags, n], filled up with padding_idx"
             )
     return offsets
 

@@ -103,7 +103,8 @@ class Embedding(Layer):
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
             find = sparse_embedding if self.sparse else look_up
-            rows = find(ids, self.weight, self.padding_idx)
+            with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
+                rows = find(ids, self.weight, self.padding_idx)
             rows = rows.to(activation_dtype(self.weight, self.context.precision))
             return move(rows, self._looked_up, target, self.context)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")

@@ -79,7 +79,9 @@ class EmbeddingBag(Layer):
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         token_dim = require_whole_bags(ids, offsets, self.title)
         ids, user = local(ids), self.parallel.regions.user
-        if row_source(self.weight) is None:
+        if (rows := row_source(self.weight)) is not None:
+            rows.require_ids(ids)
+        else:
             check_range(ids, self.num_embeddings, f"{self.title}: ids")
         if per_sample_weights is not None:
             per_sample_weights, source = local(per_sample_weights), Layout.whole(per_sample_weights.dim())

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: draws at once
-_BLOCK = 4096
-
 
 @dataclass(frozen=True)
 class LogUniformSample:
@@ -58,7 +55,7 @@ def sample(key: int, num_samples: int, num_classes: int, *, unique: bool = True)
         return LogUniformSample(_draw(generator, num_samples, num_classes), num_classes, num_samples, unique)
     drawn = np.empty(0, dtype=np.int64)
     while True:
-        drawn = np.concatenate((drawn, _draw(generator, max(_BLOCK, len(drawn)), num_classes)))
+        drawn = np.concatenate((drawn, _draw(generator, len(drawn) or 2 * num_samples, num_classes)))
         first = np.sort(np.unique(drawn, return_index=True)[1])
         if len(first) >= num_samples:
             first = first[:num_samples]

@@ -38,7 +38,7 @@ class Decoder(Transformer[DecoderOptions]):
     def __init__(self, **options: Any) -> None:
         o = self.options_class(**options)
         super().__init__(o)
-        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=INIT)
+        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=INIT, sparse=o.sparse_embeddings)
         self.positions = None if o.is_rotary else PositionEmbedding(o.seq_len, o.hidden_size)
         self.dropout = Dropout(o.dropout)
         self.blocks = self.make_blocks(

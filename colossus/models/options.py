@@ -33,6 +33,8 @@ class DecoderOptions(TransformerOptions):
     #: of Llama 3.1 and later: dict(factor=8.0, original_max_position_embeddings=8192), say
     rotary_scaling: RotaryScaling | None = None
     tie_embeddings: bool = True
+    #: the gradient of the embedding is of the rows that a batch touches (`colossus.layers.Embedding`, sparse)
+    sparse_embeddings: bool = False
     label_smoothing: Probability = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
@@ -97,7 +99,20 @@ class DecoderOptions(TransformerOptions):
         features = shardings.ways(shardings.regions.outer.features) if shardings else 1
         positions = 0 if self.is_rotary else self.seq_len * self.hidden_size // features
         (head,) = (self.stored(linear, shardings) for linear in self.other_linears())
+        if self.sparse_embeddings:
+            ways = features if self.hidden_size % features == 0 else 1
+            return self.norm_parameters + positions + head + self.vocab_size * self.hidden_size // ways
         return self.norm_parameters + positions + head * (1 if self.tie_embeddings else 2)
+
+    def check(self, parallel: Any) -> list[str]:
+        """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
+        problems = super().check(parallel)
+        if self.sparse_embeddings and self.tie_embeddings:
+            problems.append(
+                "model.sparse_embeddings = True, but model.tie_embeddings = True shares the table with a head, whose "
+                "softmax gives all rows a gradient: set tie_embeddings=False, or leave sparse_embeddings out"
+            )
+        return problems
 
 
 class GPTOptions(DecoderOptions):

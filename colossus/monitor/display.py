@@ -54,12 +54,14 @@ class Display(Hook):
         self._began = time.monotonic()
         #: steps done before this display began
         self.first = 0
+        self._chosen = ""
         self._flops = 0.0
         self._peak: float | None = None
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
         self.total, self.first = engine.config.train.steps, engine.completed_steps
+        self._chosen = engine.strategy.in_short()
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
@@ -91,6 +93,7 @@ class Display(Hook):
             lines.append(engine.loaders.description)
             if engine.config.train.eval_every and engine.loaders.validation_missing:
                 lines.append(f"no validation: {engine.loaders.validation_missing}")
+        lines += engine.strategy.heading()
         checkpoints = engine.checkpoints
         if checkpoints.resumed_from is not None:
             where = f"resumed from {checkpoints.resumed_from} at step {self.first}"
@@ -192,6 +195,7 @@ class Display(Hook):
             out.append(f"validation {_numbers(self.validation, ', ')}")
         if self.result.num_skipped:
             out.append(f"{self.result.num_skipped} skipped")
+        out += filter(None, [self._chosen])
         return f"{', '.join(out)}; run folder {self.folder}"
 
 

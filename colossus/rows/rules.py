@@ -54,7 +54,9 @@ class Rule:
     options: ClassVar[Options]
 
     def state(self, table: Tensor, options: Options = _NO_OPTIONS) -> dict[str, Tensor]:
-        """State of a table that has never been updated, under torch's names."""
+        """State of a table that has never been updated, under torch's names. What is not empty has a ``step``, the
+        number of updates, which torch's Adam and Adagrad look for in a state that they load.
+        """
         return {}
 
     @torch.no_grad()
@@ -133,7 +135,11 @@ class Momentum(Rule):
         "maximize": False,
     }
 
+    def state(self, table: Tensor, options: Options = _NO_OPTIONS) -> dict[str, Tensor]:
+        return {"step": torch.zeros(())}  # the velocity is made in the first update
+
     def _update(self, table: Tensor, state: State, of: Touched, options: Options) -> None:
+        _count(state)
         momentum = options["momentum"]
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(table)
@@ -174,7 +180,7 @@ class Adagrad(Rule):
 
 class RowWiseAdagrad(Rule):
     """Adagrad with one accumulator a row, as FBGEMM's ``EXACT_ROWWISE_ADAGRAD``: sum += mean of g^2 over the features
-    of the row; w -= lr g / (sqrt(sum) + eps). State: ``sum`` [rows, 1].
+    of the row; w -= lr g / (sqrt(sum) + eps). State: ``sum`` [rows, 1], beside ``step``.
 
     Where features are split over ranks the mean is over all of them.
     """
@@ -184,9 +190,10 @@ class RowWiseAdagrad(Rule):
 
     def state(self, table: Tensor, options: Options = _NO_OPTIONS) -> dict[str, Tensor]:
         initial = options.get("initial_accumulator_value", 0.0)
-        return {"sum": table.new_full((table.shape[0], 1), initial, requires_grad=False)}
+        return {"step": torch.zeros(()), "sum": table.new_full((table.shape[0], 1), initial, requires_grad=False)}
 
     def _update(self, table: Tensor, state: State, of: Touched, options: Options) -> None:
+        _count(state)
         squares = of.rows.square().flatten(1).sum(1) if of.rows.dim() > 1 else of.rows.square()
         count = of.rows[0].numel() if len(of.rows) else 1
         if of.features is not None:

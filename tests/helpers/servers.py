@@ -1,22 +1,32 @@
-"""Parameter servers for tests: threads of the first rank's process, where a run would start processes."""
+"""Servers within this process, and the workers' views of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from colossus.engine.strategies import server_connection
-from colossus.server.rpc import RpcServer
+from colossus.server.client import Servers
+from colossus.server.rpc import RpcClient, RpcServer
 from colossus.server.store import ShardStore
 
-server_connection_start = server_connection.start
+_TOKEN = b"t" * 32
 
 
-def start(index: int, token: bytes) -> Any:
-    """As `server_connection.start`, in this process."""
-    store = ShardStore()
-    return RpcServer(store.handle, token, index=index, on_gone=store.on_gone)
-
-
-def in_threads() -> None:
-    """Ranks that are forked from here on have their servers as threads of the first one."""
-    server_connection.start = start
+@contextmanager
+def local_servers(num_servers: int = 1, num_workers: int = 1) -> Iterator[list[Servers]]:
+    """One `Servers` for each worker."""
+    stores = [ShardStore() for _ in range(num_servers)]
+    servers = [
+        RpcServer(store.handle, _TOKEN, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)
+    ]
+    workers = []
+    try:
+        for worker in range(num_workers):
+            clients = [RpcClient(server.endpoint, _TOKEN, worker) for server in servers]
+            workers.append(Servers(clients, worker, range(num_workers)))
+        yield workers
+    finally:
+        for view in workers:
+            view.close()
+        for server in servers:
+            server.close()

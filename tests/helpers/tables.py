@@ -149,13 +149,14 @@ class LazyMomentum:
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float) -> None:
         self.params, self.lr, self.momentum = params, lr, momentum
-        self.state = {param: {"momentum_buffer": torch.zeros_like(param)} for param in params}
+        self.state = {param: {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(param)} for param in params}
 
     @torch.no_grad()
     def step(self) -> None:
         for param in self.params:
             if param.grad is None:
                 continue
+            self.state[param]["step"] += 1
             gradient = param.grad.coalesce()
             for index, row in zip(gradient.indices()[0].tolist(), gradient.values(), strict=True):
                 velocity = self.state[param]["momentum_buffer"][index]
@@ -168,13 +169,14 @@ class RowWiseAdagrad:
 
     def __init__(self, params: list[nn.Parameter], lr: float, eps: float) -> None:
         self.params, self.lr, self.eps = params, lr, eps
-        self.state = {param: {"sum": param.new_zeros((len(param), 1))} for param in params}
+        self.state = {param: {"step": torch.zeros(()), "sum": param.new_zeros((len(param), 1))} for param in params}
 
     @torch.no_grad()
     def step(self) -> None:
         for param in self.params:
             if param.grad is None:
                 continue
+            self.state[param]["step"] += 1
             gradient = param.grad.coalesce()
             for index, row in zip(gradient.indices()[0].tolist(), gradient.values(), strict=True):
                 total = self.state[param]["sum"][index]

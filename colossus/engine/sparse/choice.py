@@ -78,6 +78,13 @@ class Alpha:
     def is_bound(self) -> bool:
         return self.source in ("bound", "unknown")
 
+    @property
+    def in_words(self) -> str:
+        """``0.01 (measured)``, ``at most 0.3``, ``unknown``"""
+        if self.source == "unknown":
+            return "unknown"
+        return f"at most {self.rank:.3g}" if self.is_bound else f"{self.rank:.3g} ({self.source})"
+
 
 @dataclass(frozen=True)
 class Parties:
@@ -104,6 +111,7 @@ class Choice:
         way: taken.
         why: in a few words.
         sent: way -> bytes that a party sends in a step; ways that the table cannot take are not there.
+        is_pinned: whether the user has said so.
     """
 
     table: TableFacts
@@ -111,6 +119,13 @@ class Choice:
     way: WayName
     why: str
     sent: Mapping[WayName, float]
+    is_pinned: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """``table embedding.weight 100000 x 256: owners (the fewest bytes), alpha 0.01 measured``"""
+        shape = " x ".join(map(str, self.table.shape))
+        return f"table {self.table.name} {shape}: {self.way} ({self.why}), alpha {self.alpha.in_words}"
 
 
 def costs(table: TableFacts, alpha: Alpha, parties: Parties) -> dict[WayName, float]:
@@ -133,7 +148,7 @@ def choose(table: TableFacts, alpha: Alpha, parties: Parties, pinned: WayName | 
     if table.tied is not None:
         return Choice(table, alpha, "dense", f"tied to {table.tied}, which touches every row", sent)
     if pinned is not None:
-        return Choice(table, alpha, pinned, "ways=", sent)
+        return Choice(table, alpha, pinned, "as parallel.strategy.ways says", sent, is_pinned=True)
     if table.ranks == 1:
         return Choice(table, alpha, "dense", "one rank, which sends nothing", sent)
     if table.size <= SMALL_BYTES:

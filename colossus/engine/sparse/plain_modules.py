@@ -92,9 +92,10 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> Tensor:
     options: dict[str, Any] = dict(mode=mode, include_last_offset=include_last_offset, padding_idx=padding_idx)
-    if row_source(weight) is None:
+    if (source := row_source(weight)) is None:
         options |= dict(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         return F.embedding_bag(input, weight, offsets, per_sample_weights=per_sample_weights, **options)
+    source.require_ids(local(input))
     token_dim = require_whole_bags(input, offsets, "EmbeddingBag")
     out = embedding_bag(
         local(input),

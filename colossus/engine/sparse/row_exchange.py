@@ -207,8 +207,15 @@ class RowExchange:
         return f"looks up in {name!r}" if word.looks_up else f"sums the gradient of {name!r}"
 
     def _hear_all(self, word: Word, first: int = 0) -> None:
-        """Go through the levels from ``first`` on for nothing but the word, then raise what this rank knows of it."""
+        """Go through the levels from ``first`` on for nothing but the word, then raise what this rank knows of it.
+
+        As many collectives as of ranks that look up and hear of it at the last level: who catches the error can go on.
+        """
+        nothing = torch.empty(0, dtype=torch.int64, device=self._device)
         for number in range(first, len(self.levels)):
+            if number:
+                group = self.levels[number - 1].group
+                uneven.all_to_all(nothing, uneven.Lengths.zero(group.size), group, "ids").wait()
             _, word = self._agree(number, [0] * self.levels[number].group.size, word)
         told, self._disagreement = self._disagreement, None
         if told is not None:

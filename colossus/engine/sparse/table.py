@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from colossus.comm.first_order import first_order
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.sparse.bad_ids import in_words, outside
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
+from colossus.refusal import refusal
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -25,14 +28,18 @@ class Table:
         num_rows: of the whole table.
         way: where rows are, and how gradients are summed.
         features: where ranks have parts of them.
+        num_touched: rows to which this rank gave a gradient in the last step.
         own_sum: of the gradients of this rank in the last step; None where it had none.
     """
 
-    def __init__(self, param: nn.Parameter, way: Way, features: Features | None = None) -> None:
-        self.features = features
+    def __init__(
+        self, param: nn.Parameter, way: Way, context: ParallelContext, features: Features | None = None
+    ) -> None:
+        self.features, self._context = features, context
         self.name, self.param, self.num_rows, self.way = spec_of(param).name, param, way.num_rows, way
         self._parts: list[RowGradient] = []
         self.own_sum: Tensor | None = None
+        self.num_touched = 0
         self._sum: Callable[[], RowGradient | None] | None = None
 
     # -- forward and backward -----------------------------------------------------------------------------
@@ -44,13 +51,22 @@ class Table:
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
         distinct, where = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
-            self.way.fail()
-            raise ValueError(
-                f"{self.name}: ids range over {int(distinct[0])}..{int(distinct[-1])}, outside the table's "
-                f"0..{self.num_rows - 1}"
-            )
+            self._refuse(ids)
+        if not torch.is_grad_enabled():  # an evaluation ends with no step that would forget the rows
+            return self.way.read(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
+
+    def require_ids(self, ids: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if outside(ids, self.num_rows):
+                self._refuse(ids)
+
+    def _refuse(self, ids: Tensor) -> NoReturn:
+        error: ValueError = refusal(in_words(self.name, ids, self.num_rows, self._context))
+        if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
+            self.way.fail()
+        raise error
 
     def read(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -83,6 +99,7 @@ class Table:
         is_used = bool(self._parts)  # a backward has come here, be it with no row
         own = RowGradient.added(self._parts or [RowGradient(ids, rows)])
         self.own_sum = own.rows.sum() if is_used else None
+        self.num_touched = len(own.ids)
         self._parts = []
         self._sum = self.way.start_sum(own, is_used=is_used)
 

@@ -15,7 +15,7 @@ from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.hosts import Hosts
 from colossus.engine.sparse.levels import Level, levels_over
 from colossus.engine.sparse.placement import Placement
-from colossus.engine.sparse.plain_modules import look_up_in_rows, require_lazy
+from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.row_update import row_rule
 from colossus.engine.sparse.table import Table
@@ -31,7 +31,6 @@ from colossus.rows.rules import Features
 #: into how many partitions the rows of an owner are cut
 PARTS_PER_OWNER = 8
 
-
 #: what looks up rows, if it has sparse=True: in its parameters of two dims
 _LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
 
@@ -44,29 +43,6 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Paramet
                 table = getattr(module, leaf, None)
                 if isinstance(table, nn.Parameter) and table.requires_grad:
                     yield name, module, table
-
-
-def require_lookups_alone(model: nn.Module) -> None:
-    """That the tables of a model are looked up in, and nothing else.
-
-    Raises:
-        ValueError: for one that a module shares which does something else with it, and for what lookups of torch's
-            modules cannot do here.
-    """
-    tables = {}
-    for name, module, table in table_modules(model):
-        require_lazy(name, module)
-        tables[id(table)] = name
-    for name, module in model.named_modules():
-        if isinstance(module, _LOOKUPS) and module.sparse:
-            continue
-        for leaf, parameter in module._parameters.items():
-            if id(parameter) in tables:
-                raise ValueError(
-                    f"{tables[id(parameter)]} has sparse=True, but its table is {name}.{leaf} "
-                    f"({type(module).__name__}), too, whose gradient is of all rows: leave sparse out, or let {name} "
-                    f"have a parameter of its own"
-                )
 
 
 class Tables:
@@ -86,7 +62,6 @@ class Tables:
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
     ) -> None:
-        require_lookups_alone(model)
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
         self._plans: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -102,6 +77,7 @@ class Tables:
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 attach(weight, StoredSpec(spec, axes, context.grid.sizes))
+            spec_of(weight).is_wide = True  # it is updated where it is stored: no wide copy stands behind it
 
     def __bool__(self) -> bool:
         return bool(self._plans)
@@ -123,7 +99,8 @@ class Tables:
         for _, module, weight in table_modules(model):
             spec = spec_of(weight)
             if id(weight) not in self._tables:
-                table = Table(weight, self._way(weight, spec, *self._plans[spec.name]), self._features(spec))
+                way = self._way(weight, spec, *self._plans[spec.name])
+                table = Table(weight, way, self._context, self._features(spec))
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):

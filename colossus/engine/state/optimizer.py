@@ -158,22 +158,38 @@ def require_same_optimizer(
         CheckpointError: on all ranks.
     """
     kept = {name.rpartition("/")[2] for name in reader.manifest.names(f"{replica}optimizer")}
-    mine = None if is_empty(optimizer) else (kind_of(optimizer), _needs_maxima(optimizer))
+    mine = (
+        None
+        if is_empty(optimizer)
+        else (kind_of(optimizer), _needs_maxima(optimizer), _row_rules(optimizer.param_groups))
+    )
     here = next((each for each in all_gather_object(mine, world) if each is not None), None)
     if saved is None or here is None or not kept:
         return
-    kind, needs_maxima = here
+    kind, needs_maxima, rules = here
     if kind != saved.kind:
         raise CheckpointError(
             f"{reader.folder} was saved with the optimizer {saved.kind}, this run has {kind}: what the one has kept of "
             f"each parameter ({', '.join(sorted(kept))}) tells the other nothing. Take {saved.kind}, or begin a run "
             f"with the weights alone: checkpoint.weights, or engine.checkpoints.load_weights"
         )
+    before = _row_rules(saved.made)
+    if rules != before:
+        raise CheckpointError(
+            f"{reader.folder} was saved with the rule {' and '.join(before) or 'of ' + kind} of tables with sparse "
+            f"gradients, this run has {' and '.join(rules) or 'that of ' + kind}: what the one has kept tells the "
+            f"other nothing. Take the same optimizer.tables, or begin a run with the weights alone (checkpoint.weights)"
+        )
     if needs_maxima and "exp_avg_sq" in kept and not kept & _MAXIMA:
         raise CheckpointError(
             f"{reader.folder} was saved by {saved.kind} without amsgrad, this run has amsgrad=True: the maxima that it "
             f"needs were not kept. Leave amsgrad out, or begin a run with the weights alone (checkpoint.weights)"
         )
+
+
+def _row_rules(groups: Any) -> list[str]:
+    """The rules of tables that groups name, other than the form for rows of their optimizer."""
+    return sorted({group["row_rule"] for group in groups if group.get("row_rule") is not None})
 
 
 #: entries in which torch's Adam and AdamW keep the maxima of amsgrad

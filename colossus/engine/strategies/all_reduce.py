@@ -22,8 +22,9 @@ from colossus.engine.gradients.reduction import GradientReduction
 from colossus.engine.hosts import Hosts
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
-from colossus.engine.sparse.choice import Survey
+from colossus.engine.sparse.choice import Choice, Parties, Survey
 from colossus.engine.sparse.tables import Tables
+from colossus.engine.sparse.usage import Usage
 from colossus.engine.strategies.options.exact import AllReduceOptions
 from colossus.engine.strategies.strategy import Strategy
 
@@ -40,6 +41,8 @@ class AllReduce(Strategy):
 
     _compress: AllReduceOptions = AllReduceOptions()
     _memory: CompressionMemory | None = None
+    #: of tables, in numbers; None where there are none
+    usage: Usage | None = None
 
     def __init__(self, **options: Any) -> None:
         self._compress = AllReduceOptions(**options)
@@ -70,6 +73,13 @@ class AllReduce(Strategy):
             self.state_per_replica = True
             self._memory = CompressionMemory(store.stored, parts.context.rng.seed)
         self._reduction = self.make_reduction()
+        if self.tables is not None:
+            dense = [param for param in self.trained if self.tables.of(param) is None]
+            self.usage = Usage(parts.context, self.tables, dense, *self.chosen_ways())
+
+    def chosen_ways(self) -> tuple[Mapping[str, Choice], Parties]:
+        """By full name of a table how its way was chosen, and who sends; nothing where ways are not chosen."""
+        return {}, Parties()
 
     def hosts_of_rows(self) -> Hosts | None:
         """Inside of which hosts the gradients of tables are added up before they leave them; None: nowhere."""
@@ -117,6 +127,8 @@ class AllReduce(Strategy):
             self._memory.begin(step, self.loss_scale)
         if self.tables is not None:
             self.tables.begin_step()
+        if self.usage is not None:
+            self.usage.begin()
 
     def last_backward(self, stage: int) -> None:
         self._reduction.arm(stage)
@@ -130,6 +142,8 @@ class AllReduce(Strategy):
         self._reduction.finish()
         if self.tables is not None:
             self.tables.finish_sums()
+        if self.usage is not None:
+            self.usage.end()
         self.store.accept_whole_gradients()
 
     def replica_scalars(self, numbers: Tensor) -> Tensor:
@@ -152,7 +166,12 @@ class AllReduce(Strategy):
     def local_sums(self) -> list[LocalSum]:
         return self._reduction.local_sums() + ([] if self.tables is None else self.tables.local_sums())
 
+    def report(self) -> dict[str, float]:
+        return super().report() | (self.usage.report() if self.usage is not None else {})
+
     def abandon(self) -> None:
+        if self.usage is not None:
+            self.usage.abandon()
         self._reduction.abandon()
         if self.tables is not None:
             self.tables.abandon()

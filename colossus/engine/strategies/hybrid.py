@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colossus.comm.objects import all_gather_object
@@ -33,6 +33,7 @@ class Hybrid(AllReduce):
 
     Attributes:
         choices: by full name of the table.
+        parties: who sends.
         hosts: over which data ranks are spread; None where nobody asks, or hosts have unequal numbers of them.
     """
 
@@ -41,6 +42,7 @@ class Hybrid(AllReduce):
         self.options = HybridOptions(**options)
         self.choices: dict[str, Choice] = {}
         self.hosts: Hosts | None = None
+        self.parties = Parties()
 
     def check_tables(self, found: Survey) -> None:
         problems = way_problems(self.options.ways, found) + pattern_problems("alpha", self.options.alpha, found)
@@ -52,8 +54,8 @@ class Hybrid(AllReduce):
         if not found.tables:
             return
         self.hosts = self._hosts(context)
-        num_hosts = len(self.hosts.sets) if self.hosts is not None else 1
-        parties = Parties(num_hosts, options.aggregate is not False)
+        hosts = self.hosts_of_rows()
+        self.parties = parties = Parties(len(hosts.sets) if hosts is not None else 1, hosts is not None)
         known = alphas.given(found.tables, options.alpha, parties)
         open_tables = [table for table in found.untied if table.name not in known]
         if open_tables and context.size("data") > 1:
@@ -61,6 +63,24 @@ class Hybrid(AllReduce):
         for table in found.tables:
             alpha = known.get(table.name) or alphas.bound(table, None, parties)
             self.choices[table.name] = choose(table, alpha, parties, options.way_of(table.name))
+        if open_tables and samples.failure and context.is_logging_rank and context.size("data") > 1:
+            log.warning(
+                "alpha of %s could not be measured (%s), so it is an upper bound; parallel.strategy.alpha gives it",
+                ", ".join(table.name for table in open_tables),
+                samples.failure,
+            )
+
+    def chosen_ways(self) -> tuple[Mapping[str, Choice], Parties]:
+        return self.choices, self.parties
+
+    def heading(self) -> list[str]:
+        return [choice.in_words for choice in self.choices.values()]
+
+    def in_short(self) -> str:
+        by_way: dict[str, list[str]] = {}
+        for name, choice in self.choices.items():
+            by_way.setdefault(choice.way, []).append(name)
+        return ", ".join(f"{way}: {' '.join(names)}" for way, names in by_way.items())
 
     def _hosts(self, context: ParallelContext) -> Hosts | None:
         per_host = self.options.ranks_per_host(context.size("data"))
@@ -70,7 +90,9 @@ class Hybrid(AllReduce):
             return None
         try:
             return Hosts.found(context)
-        except ValueError:  # on all ranks: as many data ranks on each are what two levels need
+        except ValueError as error:  # on all ranks: as many data ranks on each are what two levels need
+            if self.options.aggregate is True:
+                raise ValueError(f"parallel.strategy.aggregate = True: {error}") from error
             return None
 
     def _agreed(
@@ -88,8 +110,8 @@ class Hybrid(AllReduce):
         for table in tables:
             calls = lookups[0][table.name]
             host = alphas.distinct(calls)
-            if self.hosts is not None and parties.are_hosts:
-                host = all_gather_object(host[0], self.hosts.inside(("data",)))
+            if (hosts := self.hosts_of_rows()) is not None:
+                host = all_gather_object(host[0], hosts.inside(("data",)))
             own[table.name] = alphas.touched(table, calls), alphas.touched_together(table, host)
         by_rank = all_gather_object(own, world)
         return {table.name: alphas.mean_of([found[table.name] for found in by_rank]) for table in tables}

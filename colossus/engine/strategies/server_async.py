@@ -19,6 +19,7 @@ from colossus.engine.strategies.per_replica import PerReplica
 from colossus.engine.strategies.server_parameters import Pull, ServerParameters
 from colossus.engine.strategies.server_shards import require_rows
 from colossus.engine.strategies.strategy import Strategy
+from colossus.layout.split_parameter import as_shards
 
 log = logging.getLogger("colossus.engine")
 
@@ -105,11 +106,12 @@ class AsyncServer(PerReplica):
 
     def share(self) -> tuple[list[Tensor], float]:
         """The first replica gives all: what the servers have."""
-        params = [param.detach() for param in self.trained]
-        self.at_servers.place()
-        if self._data_group.index:
-            return [torch.zeros_like(param) for param in params], 0.0
-        return self.at_servers.whole(self.at_servers.pull().wait()), 1.0
+        with as_shards():
+            self.at_servers.place()
+            values = self.at_servers.whole(self.at_servers.pull().wait())
+        if self._data_group.index == 0:
+            return values, 1.0
+        return [value.zero_() for value in values], 0.0
 
     def wait_for_all(self) -> None:
         """Until all workers have come this far. Collective over data."""

@@ -13,6 +13,7 @@ from colossus.comm.objects import all_gather_object
 from colossus.engine.parts import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
+from colossus.layout.split_parameter import as_shards
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class ServerShard:
 
     def local(self, buffer: Tensor | None = None) -> Tensor:
         """The values of the box: a view of the parameter, or of a tensor of its shape."""
-        source = self.param.detach() if buffer is None else buffer
-        return source if self.rows is None else source[self.rows[0] : self.rows[1]]
+        with as_shards():
+            source = self.param.detach() if buffer is None else buffer
+            return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
             name = "/".join(filter(None, (spec_of(logical.parameter).name, logical.shard_name)))
             box = logical.layout.box(logical.shape, sizes, at)
             found.append((f"{name}{_suffix(box, logical.shape)}", logical))
-    own = [ShardSize(name, tuple(logical.local().shape), logical.parameter.dtype) for name, logical in found]
+    with as_shards():
+        shapes = {name: tuple(logical.local().shape) for name, logical in found}
+    own = [ShardSize(name, shapes[name], logical.parameter.dtype) for name, logical in found]
     held = all_gather_object(own, replica)
     holders: dict[str, list[int]] = {}
     for index, of_rank in enumerate(held):
@@ -72,7 +76,7 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
     shards = [
         ServerShard(name, logical.parameter, logical.rows, holders[name][0] == replica.index, len(holders[name]) > 1)
         for name, logical in found
-        if logical.local().numel()
+        if 0 not in shapes[name]
     ]
     union = {each.name: each for of_rank in held for each in of_rank if 0 not in each.shape}
     return shards, [union[name] for name in sorted(union)]

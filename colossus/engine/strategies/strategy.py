@@ -304,6 +304,14 @@ class Strategy:
     def load_parameter_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take back what `parameter_state` gave; empty when the checkpoint has none."""
 
+    def heading(self) -> list[str]:
+        """Lines for the start of a run: what it has chosen."""
+        return []
+
+    def in_short(self) -> str:
+        """The same in a few words, for the end of a run; empty where it had nothing to choose."""
+        return ""
+
     def report(self) -> dict[str, float]:
         """Numbers for the metrics of a step, by name."""
         return {}

@@ -14,6 +14,7 @@ from colossus.layers import log_uniform
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
 from colossus.layers.log_uniform import LogUniformSample
+from colossus.layers.row_source import row_source
 from colossus.layers.sharded import move, unwrap
 from colossus.layers.sparse_lookup import distinct_rows, read_rows
 from colossus.layers.tokens import local, require_features_last
@@ -96,11 +97,15 @@ class SampledSoftmax(Layer):
         x = move(x, source, self.looked_up, self.context)
         if labels.shape != x.shape[:-1]:
             raise refusal(f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank")
-        valid = labels != self.ignore_index
-        x, labels = x[valid], labels[valid]  # of tokens that do not count there is not even a NaN
+        is_counted = labels != self.ignore_index
+        if (table := row_source(self.weight)) is not None:
+            table.require_ids(labels.masked_fill(~is_counted, 0))
+        count, counted = is_counted.sum(), is_counted.reshape(-1).nonzero().squeeze(1)
+        x = x.reshape(-1, x.shape[-1]).index_select(0, counted)  # of other tokens not even a NaN matters
+        labels = labels.reshape(-1).index_select(0, counted)
         check_range(labels, self.num_classes, f"{self.title}: labels")
         x = x.to(product_dtype(x) or x.dtype)
-        return self._sampled(x, labels) if self.training else self._whole(x, labels), valid.sum()
+        return self._sampled(x, labels) if self.training else self._whole(x, labels), count
 
     def sample(self) -> LogUniformSample:
         """The classes that this step has drawn."""

@@ -1,0 +1,336 @@
+"""A worker's view of all servers: tensors by name, pushed and pulled whole or by rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.server.handles import Handle, ServerCall
+from colossus.server.messages import Reply
+from colossus.server.pieces import Pieces, Splitter, Value, header_of
+from colossus.server.rpc import RpcClient
+from colossus.server.shard import ShardSpec, check_optimizer
+from colossus.server.sharding import Sharding, TensorSpec
+from colossus.server.step_calls import StepCalls, StepSquares
+from colossus.server.tensor_state import TensorState, gathered_state, split_state
+
+Options = Mapping[str, Any]
+_NONE: Options = MappingProxyType({})
+
+
+class Servers:
+    """All servers of a run, from one worker. Thread-safe.
+
+    A tensor is cut over the servers by rows (`Sharding`): all workers have to make and free the same tensors in the
+    same order, and agree without talking. An operation on several tensors is one message for each server. Everything
+    returns a handle; what a worker starts at one server is done there in the order in which it was started.
+
+    Args:
+        clients: one for each server, in the order of their indices.
+        worker: number of this worker.
+        workers: of all that take part in synchronous steps and clocks; None: this one alone.
+
+    Attributes:
+        sharding: what is where.
+    """
+
+    def __init__(self, clients: Sequence[RpcClient], worker: int, workers: Sequence[int] | None = None) -> None:
+        self._clients, self.worker = list(clients), worker
+        self.workers = tuple(sorted({worker} if workers is None else set(workers)))
+        if worker not in self.workers:
+            raise ValueError(f"worker {worker} is none of the workers {list(self.workers)}")
+        self.sharding = Sharding(len(self._clients))
+        self._splitter = Splitter()
+        self._splitter.ranges = self.sharding.ranges
+        self._versions: dict[tuple[str, int], int] = {}
+        self._prefetched: dict[tuple[str, ...], tuple[Handle[None], dict[str, Tensor]]] = {}
+        self._spare: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        self._steps = StepCalls(self._splitter, self.workers, self._call)
+        self._lock = threading.RLock()
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._clients)
+
+    def names(self) -> list[str]:
+        return list(self.sharding.ranges)
+
+    def close(self) -> None:
+        """Say goodbye to all servers, which go on."""
+        for client in self._clients:
+            client.close()
+
+    # -- tensors --------------------------------------------------------------------------------------------
+
+    def create(
+        self,
+        tensors: Mapping[str, Tensor],
+        optimizer: Options | None = None,
+        *,
+        optimizers: Mapping[str, Options] = _NONE,
+        source: int | None = None,
+    ) -> Handle[None]:
+        """Make tensors. All workers call it with tensors of the same names, shapes and dtypes, and wait for the handle.
+
+        Args:
+            tensors: of ``source`` the values count, of others shapes and dtypes (they may be on the meta device).
+            optimizer: of the rule ``gradient``: dict(type=.., **options) by a name of `colossus.rows.rules`: sgd,
+                momentum, adagrad, rowwise_adagrad, adam; None: these tensors take no gradients.
+            optimizers: by name, where it differs.
+            source: the worker whose values count; None: the first.
+        """
+        source = self.workers[0] if source is None else source
+        has_values = source == self.worker
+        for name in tensors:
+            check_optimizer(name, optimizers.get(name, optimizer or {}))
+        with self._lock:
+            self.sharding.place(TensorSpec(name, tuple(x.shape), x.dtype.itemsize) for name, x in tensors.items())
+            for name, tensor in tensors.items():
+                self._splitter.shapes[name], self._splitter.dtypes[name] = tuple(tensor.shape), tensor.dtype
+        specs: dict[int, list[dict[str, Any]]] = {}
+        for name, tensor in tensors.items():
+            for part in self.sharding.ranges[name]:
+                chosen = dict(optimizers.get(name, optimizer or {}))
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                spec = ShardSpec(name, tuple(tensor.shape), dtype, part.start, part.stop, chosen)
+                specs.setdefault(part.server, []).append(asdict(spec))
+        values = self._splitter.split(tensors) if has_values else {}
+        calls = [
+            self._call(
+                server,
+                "create",
+                [spec["name"] for spec in of_server],
+                {"specs": of_server, "has_values": has_values, "source": source},
+                values[server].arrays if has_values else (),
+            )
+            for server, of_server in specs.items()
+        ]
+        return Handle(calls, _nothing)
+
+    def free(self, names: Sequence[str]) -> Handle[None]:
+        """This worker needs tensors no more; they are gone when all that have made them say so."""
+        with self._lock:
+            servers = self._splitter.by_server(names)
+            for name in names:
+                self.sharding.remove(name)
+            for key in [key for key in self._spare if not set(key).isdisjoint(names)]:
+                self._prefetched.pop(key, None)
+                del self._spare[key]
+        return Handle([self._call(server, "free", of, {"names": of}) for server, of in servers.items()], _nothing)
+
+    def push(
+        self,
+        values: Mapping[str, Value],
+        rule: str = "add",
+        options: Options = _NONE,
+        *,
+        options_of: Mapping[str, Options] = _NONE,
+    ) -> Handle[dict[str, int | None]]:
+        """Change tensors at the servers. Tensors may be changed as soon as this returns.
+
+        Args:
+            values: by name a tensor of the whole shape (a sparse one: its rows), rows (`RowGradient`), or None: all of
+                it for ``zero``, no change for ``gradient``.
+            rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
+            options: of this update: ``lr``, ``scale`` (a factor of the gradient), or what else the optimizer has.
+            options_of: the same by name, where they differ.
+
+        Returns:
+            By name the staleness: how many updates of it were applied since this worker pulled it, the largest over its
+            shards; None where it never did, and for ``zero`` and ``copy``.
+        """
+        counts = rule in ("add", "gradient")
+        found = self._splitter.split(values)
+        calls = []
+        for server, pieces in found.items():
+            bases = [self._versions.get((name, server)) if counts else None for name in pieces.names]
+            chosen = [dict(options_of.get(name, options)) for name in pieces.names]
+            header = header_of(pieces, rule=rule, options=chosen, bases=bases)
+            calls.append(self._call(server, "push", pieces.names, header, pieces.arrays))
+
+        def staleness(replies: list[Reply]) -> dict[str, int | None]:
+            most: dict[str, int | None] = dict.fromkeys(values)
+            for pieces, reply in zip(found.values(), replies, strict=True):
+                for name, stale in zip(pieces.names, reply.header["staleness"], strict=True):
+                    before = most[name]
+                    most[name] = stale if before is None else max(before, stale or 0)
+            return most
+
+        return Handle(calls, staleness)
+
+    def pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
+        """Values of tensors, of each shard at one time. They are written to until the handle was waited for.
+
+        What was prefetched for just these names is taken instead.
+        """
+        with self._lock:
+            ready = self._prefetched.pop(tuple(into), None)
+        if ready is not None:
+            return _then_copy(ready[0], ready[1], into)
+        return self._pull(into)
+
+    def prefetch(self, like: Mapping[str, Tensor]) -> Handle[None]:
+        """Start to pull into spare buffers, for the next `pull` of just these names."""
+        key = tuple(like)
+        with self._lock:
+            if key in self._prefetched:
+                return self._prefetched[key][0]
+            if key not in self._spare:
+                self._spare[key] = {
+                    name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in like
+                }
+            handle = self._pull(self._spare[key])
+            self._prefetched[key] = handle, self._spare[key]
+        return handle
+
+    def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
+        """Some rows of tensors: by name ids int64 [n], ascending and each once -> rows [n, ...]."""
+        found, rows = self._splitter.wanted_rows(ids)
+        calls = [
+            self._call(server, "pull", pieces.names, header_of(pieces), pieces.arrays, pieces.into)
+            for server, pieces in found.items()
+        ]
+
+        def finish(replies: list[Reply]) -> dict[str, Tensor]:
+            self._pulled(found, replies)
+            return rows
+
+        return Handle(calls, finish)
+
+    def _pull(self, into: Mapping[str, Tensor]) -> Handle[None]:
+        found, copy = self._splitter.targets(into)
+        calls = [
+            self._call(server, "pull", pieces.names, header_of(pieces), (), pieces.into)
+            for server, pieces in found.items()
+        ]
+
+        def finish(replies: list[Reply]) -> None:
+            copy()
+            self._pulled(found, replies)
+
+        return Handle(calls, finish)
+
+    def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
+        for (server, pieces), reply in zip(found.items(), replies, strict=True):
+            for name, version in zip(pieces.names, reply.header["versions"], strict=True):
+                self._versions[name, server] = version
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        self._splitter.ranges_of(name)
+        return self._splitter.shapes[name]
+
+    # -- synchronous steps ----------------------------------------------------------------------------------
+
+    def accumulate(self, step: int, values: Mapping[str, Value], *, backups: int = 0) -> Handle[list[str]]:
+        """Give this worker's part of the gradients of a step; None where it has none. All workers give each of them
+        once. A sum does not depend on the order of arrival.
+
+        Args:
+            step: ascending.
+            backups: how many of the slowest workers are not waited for.
+
+        Returns:
+            Names whose step was applied before this part came: it was dropped.
+        """
+        return self._steps.accumulate(step, values, backups)
+
+    def squares(self, step: int, names: Sequence[str] | None = None, *, backups: int = 0) -> Handle[StepSquares]:
+        """The squares of the norms of the sums over workers, each element once; done when all parts are at the servers.
+
+        Args:
+            names: None: all that this worker has given to the step.
+        """
+        return self._steps.squares(step, names, backups)
+
+    def apply(
+        self,
+        step: int,
+        names: Sequence[str],
+        options: Options = _NONE,
+        *,
+        options_of: Mapping[str, Options] = _NONE,
+        found_inf: bool = False,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> Handle[None]:
+        """One update by the sums of a step, whose `squares` are known. All workers may ask for it; it is done once.
+
+        Args:
+            options: of the optimizers: ``lr``; ``scale``: a factor of the gradient (one over the tokens, the clip).
+            options_of: the same by name, where they differ.
+            found_inf: do not update, and forget the sums.
+            into: where the values go afterwards, by name.
+        """
+        return self._steps.apply(step, names, options, options_of, found_inf, into)
+
+    # -- workers --------------------------------------------------------------------------------------------
+
+    def clock(self, step: int, max_staleness: int) -> Handle[None]:
+        """Done when this worker, which has finished ``step`` steps, may begin the next: no other worker that lives has
+        finished fewer than ``step - max_staleness`` (SSP; Ho et al., NIPS 2013). Kept by server 0."""
+        header = {"step": step, "max_staleness": max_staleness, "workers": list(self.workers)}
+        return Handle([self._call(0, "clock", (), header)], _nothing)
+
+    def leave(self, workers: Sequence[int] | None = None) -> Handle[None]:
+        """Workers (None: this one) take part no more; nobody waits for their clocks."""
+        header = {"workers": [self.worker] if workers is None else list(workers)}
+        return Handle([self._call(0, "leave", (), header)], _nothing)
+
+    def alive(self) -> Handle[tuple[list[int], dict[int, str]]]:
+        """Workers that server 0 knows and that live; those that have gone, and why."""
+        return Handle(
+            [self._call(0, "alive", (), {})],
+            lambda replies: (replies[0].header["alive"], dict(replies[0].header["gone"])),
+        )
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def state(
+        self, names: Sequence[str], rows: Mapping[str, tuple[int, int]] = _NONE
+    ) -> Handle[dict[str, TensorState]]:
+        """Values and what optimizers keep.
+
+        Args:
+            rows: by name (start, stop), where not all rows are wanted.
+        """
+        return gathered_state(self._splitter, names, rows, self._call)
+
+    def load_state(self, states: Mapping[str, TensorState]) -> Handle[None]:
+        """Take back what `state` gave, of all rows or of some, for tensors that are there."""
+        return split_state(self._splitter, states, self._call)
+
+    def stats(self) -> Handle[list[dict[str, Any]]]:
+        """Of each server what it has done; see `ServerLoad`, and by tensor its updates."""
+        calls = [self._call(server, "stats", (), {}) for server in range(self.num_servers)]
+        return Handle(calls, lambda replies: [reply.header for reply in replies])
+
+    def _call(
+        self,
+        server: int,
+        op: str,
+        names: Sequence[str],
+        header: Mapping[str, Any],
+        arrays: Sequence[Tensor] = (),
+        into: Sequence[Tensor] | None = None,
+    ) -> ServerCall:
+        return ServerCall(server, op, names, self._clients[server].call(op, dict(header), arrays, into))
+
+
+def _nothing(replies: list[Reply]) -> None:
+    pass
+
+
+def _then_copy(handle: Handle[None], source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Handle[None]:
+    """Wait for a prefetch and take it."""
+
+    def finish(_: list[Reply]) -> None:
+        handle.wait()
+        for name, target in into.items():
+            target.detach().copy_(source[name])
+
+    return Handle(handle.calls, finish)

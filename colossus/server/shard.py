@@ -1,0 +1,186 @@
+"""Some rows of one tensor at a server: values, what its optimizer keeps, and the rules by which they change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.rows.row_gradient import RowGradient
+from colossus.rows.rules import rule_of
+
+#: what a push may do; ``gradient`` is an update by the optimizer of the tensor
+RULES = ("zero", "copy", "add", "gradient")
+
+#: of a shard: all of it, some rows of it, or nothing
+Part = Tensor | RowGradient | None
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """What a shard is, the same from all workers.
+
+    Attributes:
+        name, shape, dtype: of the whole tensor.
+        start, stop: rows of it that are here.
+        optimizer: for the rule ``gradient``: dict(type=name of a rule of `colossus.rows.rules`, **options).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    stop: int
+    optimizer: Mapping[str, Any]
+
+    @classmethod
+    def of_json(cls, data: Mapping[str, Any]) -> ShardSpec:
+        return cls(**{**data, "shape": tuple(data["shape"])})
+
+    def __str__(self) -> str:
+        optimizer = ", ".join(f"{key}={value!r}" for key, value in self.optimizer.items())
+        return f"{self.dtype} {list(self.shape)}, rows {self.start} to {self.stop}, optimizer {optimizer or 'none'}"
+
+
+class Shard:
+    """
+    Args:
+        values: [stop - start, ...], or [1] of a scalar; the shard's own.
+
+    Attributes:
+        state: of the optimizer, under torch's names: tensors with these rows, and scalars.
+        version: how many updates were applied.
+    """
+
+    def __init__(self, spec: ShardSpec, values: Tensor) -> None:
+        self.spec, self.values, self.version = spec, values, 0
+        options = dict(spec.optimizer)
+        name = options.pop("type", None)
+        self._rule, self._options = (None if name is None else rule_of(name)), options
+        self.state: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def check(self, rule: str, part: Part, options: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: what `push` cannot do, before anything is changed.
+        """
+        name, values = repr(self.spec.name), self.values
+        if rule not in RULES:
+            raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
+        sent = part.rows if isinstance(part, RowGradient) else part
+        if sent is None:
+            if rule in ("copy", "add"):
+                raise ValueError(f"{rule} of {name} needs a tensor")
+        elif sent.dtype != values.dtype and not (sent.is_floating_point() and values.is_floating_point()):
+            raise ValueError(f"{name} is {values.dtype}, and {sent.dtype} was sent")
+        if rule == "add" and values.dtype == torch.bool:
+            raise ValueError(f"{name} is torch.bool, which has no sum; there are zero and copy")
+        if rule != "gradient":
+            return
+        if not values.is_floating_point():
+            raise ValueError(f"{name} is {values.dtype}, which has no gradients")
+        if self._rule is None:
+            raise ValueError(
+                f"{name} was made without an optimizer, so it takes no gradients; there are zero, copy and add"
+            )
+        options = {**self._options, **options}
+        if options.get("lr") is None:
+            raise ValueError(f"the optimizer of {name} has no lr")
+        if isinstance(part, RowGradient) and options.get("weight_decay"):
+            raise ValueError(
+                f"the optimizer of {name} has weight_decay = {options['weight_decay']}, which needs all rows in each "
+                f"update; rows alone were sent"
+            )
+
+    @torch.no_grad()
+    def push(self, rule: str, part: Part, options: Mapping[str, Any]) -> None:
+        """One update, which `check` has let pass.
+
+        Args:
+            rule: ``zero``, ``copy``, ``add``, or ``gradient``.
+            part: rows by their number within the shard; None: for ``zero`` all of it, for ``gradient`` nothing.
+            options: of the optimizer, before those that it was made with; ``scale``: a factor of the gradient.
+        """
+        values = self.values
+        if rule == "gradient":
+            if part is None:
+                return
+            self._update(part, {**self._options, **options})
+        elif isinstance(part, RowGradient):
+            if rule == "zero":
+                values.index_fill_(0, part.ids, 0)
+            elif rule == "copy":
+                values.index_copy_(0, part.ids, part.rows.to(values.dtype))
+            else:
+                values.index_add_(0, part.ids, part.rows.to(values.dtype))
+        elif rule == "zero":
+            values.zero_()
+        elif rule == "copy":
+            values.copy_(_given(part))
+        else:
+            values.add_(_given(part))
+        self.version += 1
+
+    def _update(self, gradient: Tensor | RowGradient, options: dict[str, Any]) -> None:
+        assert self._rule is not None
+        scale = options.pop("scale", 1.0)
+        ids, rows = (gradient.ids, gradient.rows) if isinstance(gradient, RowGradient) else (None, gradient)
+        rows = rows.to(self.values.dtype)
+        self._rule.update(self.values, self.state, ids, rows if scale == 1 else rows * scale, options)
+
+    # -- state --------------------------------------------------------------------------------------------
+
+    def by_row(self) -> dict[str, Tensor]:
+        """What has a row for each row of the shard: ``value`` and tensors of the state."""
+        rows = len(self.values)
+        kept = {key: x for key, x in self.state.items() if isinstance(x, Tensor) and x.dim() and len(x) == rows}
+        return {"value": self.values, **kept}
+
+    def scalars(self) -> dict[str, float]:
+        """What the optimizer keeps once for the tensor (the number of its updates)."""
+        rows = self.by_row()
+        return {key: float(x) for key, x in self.state.items() if key not in rows}
+
+    @torch.no_grad()
+    def load(self, start: int, rows: Mapping[str, Tensor], scalars: Mapping[str, float]) -> None:
+        """Take rows from ``start`` within the shard on, under the names of `by_row`, and the scalars.
+
+        State that the optimizer makes with its first update is made. Rows that are not given stay as they are.
+        """
+        for key, value in rows.items():
+            if key == "value":
+                whole = self.values
+            else:
+                if key not in self.state:
+                    self.state[key] = value.new_zeros((len(self.values), *value.shape[1:]))
+                whole = self.state[key]
+            whole[start : start + len(value)] = value
+        for key, scalar in scalars.items():
+            self.state[key] = torch.tensor(scalar)
+
+
+def check_optimizer(name: str, optimizer: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a tensor's optimizer is none that there is, or has not such options.
+    """
+    if not optimizer:
+        return
+    options = dict(optimizer)
+    rule = rule_of(options.pop("type", ""))
+    for key in options:
+        if key not in rule.options:
+            known = ", ".join(rule.options)
+            raise ValueError(f"the optimizer {rule.name!r} of {name!r} has no option {key!r}; it has {known}")
+
+
+def _given(part: Tensor | None) -> Tensor:
+    assert part is not None
+    return part

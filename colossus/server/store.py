@@ -1,0 +1,196 @@
+"""What one server keeps of the tensors of a run, and what it does when workers ask."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from colossus.server.clocks import Clocks
+from colossus.server.load import ServerLoad
+from colossus.server.messages import Request
+from colossus.server.shard import ShardSpec
+from colossus.server.step_requests import StepRequests
+from colossus.server.stored_tensors import StoredTensors, check_ids
+from colossus.server.waiting import Answer, WaitingRequests
+
+
+class ShardStore:
+    """The handler of one `RpcServer`: shards of tensors by name.
+
+    A server hands over one request after the other, so each is atomic: a pull sees a shard before or after an update,
+    never in between. A request that does not fit is refused in words, before it has changed anything.
+
+    In headers ``names`` are the tensors of a request, and other lists go along with them; for ``kinds`` see
+    `StoredTensors.parts`.
+    """
+
+    def __init__(self) -> None:
+        self.load = ServerLoad()
+        self._tensors, self._waiting, self._clocks = StoredTensors(), WaitingRequests(), Clocks()
+        self._seen: set[int] = set()
+        self._gone: dict[int, str] = {}
+        self._steps = StepRequests(self._tensors, self._waiting, self._gone)
+        self._ops: dict[str, Callable[[Request], object]] = {
+            "create": self._create,
+            "free": self._free,
+            "push": self._push,
+            "pull": self._pull,
+            "accumulate": self._steps.accumulate,
+            "arrive": self._steps.arrive,
+            "squares": self._steps.squares,
+            "apply": self._apply,
+            "clock": self._clock,
+            "leave": self._leave,
+            "alive": self._alive,
+            "dump": self._dump,
+            "load": self._load,
+            "stats": self._stats,
+        }
+
+    def handle(self, request: Request) -> None:
+        """Answer a request, now or when others have done what it waits for."""
+        began = time.perf_counter()
+        self.load.requests[request.op] += 1
+        self.load.bytes_in += sum(array.nbytes for array in request.arrays)
+        self._seen.add(request.worker)
+        self._gone.pop(request.worker, None)
+        try:
+            if request.op not in self._ops:
+                raise ValueError(f"there is no {request.op!r}; there are {', '.join(self._ops)}")
+            self._ops[request.op](request)
+        except ValueError as error:
+            request.fail(str(error))
+        except (TypeError, LookupError, RuntimeError) as error:  # of a header that no worker of ours sends
+            request.fail(f"{request.op}: {type(error).__name__}: {error}")
+        self._waiting.look_again()
+        self.load.busy_seconds += time.perf_counter() - began
+
+    def on_gone(self, worker: int, reason: str | None) -> None:
+        """A worker has ended; nobody waits for it any more."""
+        self._gone[worker] = reason or "it has closed its connection"
+        self._clocks.leave(worker)
+        self._tensors.leave(worker)
+        self._waiting.look_again()
+
+    # -- tensors --------------------------------------------------------------------------------------------
+
+    def _create(self, request: Request) -> None:
+        """Header: specs (`ShardSpec`), has_values, source: the worker that gives values. Answered when all are
+        there."""
+        specs = [ShardSpec.of_json(spec) for spec in request.header["specs"]]
+        values = list(request.arrays) if request.header["has_values"] else None
+
+        def joined() -> Answer | None:
+            if self._tensors.join(specs, request.worker, values, request.header["source"], self._gone):
+                return request.reply
+            return None
+
+        self._waiting.add(request, joined)
+
+    def _free(self, request: Request) -> None:
+        names = request.header["names"]
+        self._tensors.free(names, request.worker)
+        self._steps.restart([name for name in names if name not in self._tensors.names()])
+        request.reply()
+
+    def _push(self, request: Request) -> None:
+        """Header: names, kinds, rule, options (for each), bases: the version that the worker has pulled, None: none.
+        The
+        reply: versions, and staleness of each: updates that came between."""
+        header, staleness = request.header, []
+        found = self._tensors.parts(header["names"], header["kinds"], request.arrays)
+        pairs = list(zip(found, header["options"], header["bases"], strict=True))
+        for (shard, part), options, _ in pairs:
+            shard.check(header["rule"], part, options)
+        for (shard, part), options, base in pairs:
+            stale = None if base is None else shard.version - base
+            if stale is not None:
+                self.load.stale(request.worker, stale)
+            staleness.append(stale)
+            shard.push(header["rule"], part, options)
+        request.reply({"versions": [shard.version for shard, _ in found], "staleness": staleness})
+
+    def _pull(self, request: Request) -> None:
+        """Header: names, kinds: "dense", or "rows": an array of ids. The reply: versions; values."""
+        ids, out = iter(request.arrays), []
+        shards = self._tensors.shards(request.header["names"])
+        for shard, kind in zip(shards, request.header["kinds"], strict=True):
+            if kind == "rows":
+                wanted = next(ids)
+                check_ids(wanted, len(shard.values), shard.spec.name)
+                out.append(shard.values.index_select(0, wanted))
+            else:
+                out.append(shard.values)
+        self._reply(request, {"versions": [shard.version for shard in shards]}, out)
+
+    def _apply(self, request: Request) -> None:
+        """See `StepRequests.apply`; pull: whether values are wanted."""
+        values = self._steps.apply(request)
+        versions = [self._tensors.shard(name).version for name in request.header["names"]]
+        self._reply(request, {"versions": versions}, values if request.header["pull"] else [])
+
+    # -- workers --------------------------------------------------------------------------------------------
+
+    def _clock(self, request: Request) -> None:
+        """Header: step (how many the worker has finished), max_staleness, workers. Answered when it may go on."""
+        step, most = request.header["step"], request.header["max_staleness"]
+        self._clocks.expect(worker for worker in request.header["workers"] if worker not in self._gone)
+        self._clocks.advance(request.worker, step)
+
+        def answer() -> Answer | None:
+            return request.reply if self._clocks.may_begin(step, most) else None
+
+        self._waiting.add(request, answer)
+
+    def _leave(self, request: Request) -> None:
+        """Header: workers that take no further part in clocks."""
+        for worker in request.header["workers"]:
+            self._clocks.leave(worker)
+        request.reply()
+
+    def _alive(self, request: Request) -> None:
+        gone = sorted(self._gone.items())
+        request.reply({"alive": sorted(self._seen - self._gone.keys()), "gone": gone})
+
+    # -- state ----------------------------------------------------------------------------------------------
+
+    def _dump(self, request: Request) -> None:
+        """Header: names, bounds: for each (start, stop) of the whole tensor, as much of which as is here is given. The
+        reply: for each of ``tensors`` its start, version, scalars and keys, each of which is an array."""
+        arrays: list[Tensor] = []
+        tensors = []
+        for shard, (start, stop) in zip(
+            self._tensors.shards(request.header["names"]), request.header["bounds"], strict=True
+        ):
+            first = max(start, shard.spec.start)
+            last = max(first, min(stop, shard.spec.stop))
+            rows = {key: x[first - shard.spec.start : last - shard.spec.start] for key, x in shard.by_row().items()}
+            arrays += rows.values()
+            tensors.append({"start": first, "version": shard.version, "scalars": shard.scalars(), "keys": list(rows)})
+        self._reply(request, {"tensors": tensors}, arrays)
+
+    def _load(self, request: Request) -> None:
+        """Header: tensors as `_dump` gives them, with their names."""
+        arrays, steps = iter(request.arrays), []
+        for given in request.header["tensors"]:
+            shard = self._tensors.shard(given["name"])
+            rows = {key: next(arrays) for key in given["keys"]}
+            shard.load(given["start"] - shard.spec.start, rows, given["scalars"])
+            steps.append(given["name"])
+        self._steps.restart(steps)
+        request.reply()
+
+    def _stats(self, request: Request) -> None:
+        shards = {
+            shard.spec.name: {"updates": shard.version, "bytes": shard.values.nbytes, "rows": len(shard.values)}
+            for shard in self._tensors
+        }
+        waiting = len(self._waiting)
+        request.reply({**self.load.as_json(), "late_parts": self._steps.num_late, "shards": shards, "waiting": waiting})
+
+    def _reply(self, request: Request, header: dict[str, Any], arrays: list[Tensor]) -> None:
+        self.load.bytes_out += sum(array.nbytes for array in arrays)
+        request.reply(header, arrays)

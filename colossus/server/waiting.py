@@ -1,0 +1,54 @@
+"""Requests that are answered later, when something that others do has come about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from colossus.server.messages import Request
+
+#: whether a request can be answered now: None, not yet; else what answers it
+Answer = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class _Deferred:
+    request: Request
+    look: Callable[[], Answer | None]
+
+
+class WaitingRequests:
+    """Requests that wait. ``look`` of each says whether it can be answered now, and a ValueError of it refuses the
+    request."""
+
+    def __init__(self) -> None:
+        self._deferred: list[_Deferred] = []
+
+    def __len__(self) -> int:
+        return len(self._deferred)
+
+    def add(self, request: Request, look: Callable[[], Answer | None]) -> None:
+        """Answer a request, at once where it can be."""
+        deferred = _Deferred(request, look)
+        if not self._try(deferred):
+            self._deferred.append(deferred)
+
+    def look_again(self) -> None:
+        """Something has changed. What an answer changes is looked at, too."""
+        before = -1
+        while len(self._deferred) != before:
+            before = len(self._deferred)
+            for deferred in tuple(self._deferred):
+                if self._try(deferred):
+                    self._deferred.remove(deferred)
+
+    @staticmethod
+    def _try(deferred: _Deferred) -> bool:
+        try:
+            answer = deferred.look()
+        except ValueError as error:
+            deferred.request.fail(str(error))
+            return True
+        if answer is not None:
+            answer()
+        return answer is not None

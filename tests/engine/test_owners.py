@@ -1,0 +1,253 @@
+"""Tables that are kept in rows by their owners: against one process, and what leaves a rank or a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.comm import accounting
+from colossus.engine.hosts import BETWEEN
+
+ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 3
+
+
+class Block(nn.Module):
+    """Looks up twice: what is computed again in backward must find the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(ROWS, DIM, padding_idx=2, sparse=True)
+        self.plain = nn.Embedding(ROWS, DIM, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.table(ids) + self.plain(ids // 2) * self.table(ids // 3))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.out = layers.Linear(DIM, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.block(ids).mean(1))
+
+
+def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
+
+
+def batch_of(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, ROWS, (samples, LENGTH), generator=generator)
+    ids[: samples // 4] = 5  # one rank has one id alone
+    return ids, torch.randint(0, CLASSES, (samples,), generator=generator)
+
+
+def engine_of(data: int, microbatches: int = 1, checkpoint: str = "none", **strategy: Any) -> colossus.engine.Engine:
+    chosen = dict(type="hybrid", **{"ways": {"*": "owners"}, **strategy}) if data > 1 else "all_reduce"
+    modules = dict(modules=["block"]) if checkpoint != "none" else {}
+    config = dict(
+        parallel=dict(data=data, strategy=chosen),
+        optimizer=dict(type="Adagrad", lr=0.3),
+        schedule=dict(microbatches=microbatches),
+        train=dict(
+            steps=STEPS,
+            global_batch_size=SAMPLES,
+            precision="fp64",
+            clip_grad_norm=0.5,
+            activation_checkpoint=dict(type=checkpoint, **modules),
+        ),
+    )
+    return colossus.initialize(config, model=Words, loss_fn=loss_fn)
+
+
+def own(batch: tuple[Tensor, Tensor], engine: colossus.engine.Engine) -> tuple[Tensor, Tensor]:
+    index, share = engine.context.index("data"), len(batch[0]) // engine.context.size("data")
+    ids, labels = (each[index * share : (index + 1) * share] for each in batch)
+    return ids, labels
+
+
+def trained(engine: colossus.engine.Engine) -> list[float]:
+    found = []
+    for step in range(STEPS):
+        result = engine.train_step(own(batch_of(step), engine))
+        found += [result.loss, result.grad_norm]
+    found.append(engine.eval_step(own(batch_of(99), engine)).loss)
+    engine.close()
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    dict(microbatches=2),
+    dict(microbatches=2, per_host=2, aggregate=True),
+    dict(per_host=2, aggregate=False),
+    dict(checkpoint="full", microbatches=2, per_host=2),
+    dict(checkpoint="selective"),
+    dict(partitions=9),
+    dict(ways={"*": "dense"}, per_host=2),
+    dict(ways={"*": "gather"}, per_host=2),
+]
+
+
+def all_cases(rank: int) -> list[list[float]]:
+    return [trained(engine_of(4, **case)) for case in CASES]
+
+
+def alone(rank: int) -> list[float]:
+    return trained(engine_of(1))
+
+
+def test_owners_follow_one_process() -> None:
+    wanted = run_ranks(1, alone, with_context=False)[0]
+    for found in run_ranks(4, all_cases, with_context=False):
+        for case, values in zip(CASES, found, strict=True):
+            assert values == pytest.approx(wanted, rel=1e-12, abs=1e-12), case
+
+
+# -- what leaves a rank, or a host ---------------------------------------------------------------------------
+
+TABLE_ROWS, PER_OWNER, WIDTH = 40, 3, 6
+W = TABLE_ROWS * WIDTH * 8
+
+
+class OneTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(TABLE_ROWS, WIDTH, sparse=True)
+        self.out = layers.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.table(ids).mean(1))
+
+
+def uniform_ids(rank: int) -> list[int]:
+    """As many rows of each of four owners, each twice; the two ranks of a host have one row of each in common."""
+    first = [0, 2, 5, 7][rank]
+    return [owner * 10 + first + i for owner in range(4) for i in range(PER_OWNER)] * 2
+
+
+def counted(rank: int, strategy: dict[str, Any]) -> accounting.Counter:
+    config = dict(
+        parallel=dict(data=4, strategy=dict(type="hybrid", balance_after=0, **strategy)),
+        optimizer=dict(type="SGD", lr=0.5),
+        train=dict(steps=1, global_batch_size=8, precision="fp64"),
+    )
+    engine = colossus.initialize(config, model=OneTable, loss_fn=loss_fn)
+    ids = torch.tensor(uniform_ids(rank)).view(2, -1)
+    with accounting.count() as moved:
+        engine.train_step((ids, torch.tensor([1, 3])))
+    engine.close()
+    return moved
+
+
+def counts_of_all(rank: int) -> list[accounting.Counter]:
+    ways: list[dict[str, Any]] = [dict(ways={"*": way}) for way in ("owners", "gather", "dense")]
+    return [counted(rank, each) for each in (*ways, dict(ways={"*": "owners"}, per_host=2))]
+
+
+def test_what_is_sent_is_the_formula() -> None:
+    n, hosts, alpha = 4, 2, 4 * PER_OWNER / TABLE_ROWS
+    for_hosts = 0.0
+    for owners, gather, dense, aggregated in run_ranks(4, counts_of_all, with_context=False):
+        assert owners.bytes("data", "all_to_all rows") == pytest.approx(2 * alpha * W * (n - 1) / n, rel=1e-12)
+        assert gather.bytes("data", "all_gather rows") == pytest.approx(alpha * W * (n - 1), rel=1e-12)
+        table = dense.bytes("data", "all_reduce") - owners.bytes("data", "all_reduce")
+        assert table == pytest.approx(2 * W * (n - 1) / n, rel=1e-12)
+        assert owners.bytes("data", "all_to_all ids") == 2 * 3 * PER_OWNER * 8
+        assert aggregated.bytes("data", "all_to_all rows") == 0
+        for_hosts += aggregated.bytes(BETWEEN, "all_to_all rows")
+    touched = len({*uniform_ids(0), *uniform_ids(1)})  # of a host, each row once
+    assert touched == 4 * (2 * PER_OWNER - 1) == len({*uniform_ids(2), *uniform_ids(3)})
+    of_host = touched / TABLE_ROWS
+    assert for_hosts / hosts == pytest.approx(2 * of_host * W * (hosts - 1) / hosts, rel=1e-12)
+
+
+# -- forwards without a step, and ranks that differ ----------------------------------------------------------
+
+
+def parts_of(batch: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
+    """0, 1, 2, 4 samples on four ranks."""
+    start, stop = [(0, 0), (0, 1), (1, 3), (3, 7)][rank]
+    return batch[0][start:stop], batch[1][start:stop]
+
+
+def evaluated(rank: int, per_host: int | None) -> dict[str, Any]:
+    engine = engine_of(4, microbatches=2, **({} if per_host is None else dict(per_host=per_host)))
+    found: dict[str, Any] = {}
+    found["uneven"] = engine.eval_step(parts_of(batch_of(7), rank)).loss
+    one = batch_of(8)[0][:1], batch_of(8)[1][:1]
+    found["one sample"] = engine.eval_step(one if rank == 3 else (one[0][:0], one[1][:0])).loss
+    engine.train_step(own(batch_of(0), engine))
+    with torch.no_grad(), engine.strategy.evaluation():
+        found["own loop"] = torch.stack([engine.model(batch_of(9)[0]) for _ in range(rank)]) if rank else None
+    found["step"] = engine.train_step(own(batch_of(1), engine)).loss
+    loader = [parts_of(batch_of(7), 3)] * (1 + (rank == 2))
+    with pytest.raises(ValueError, match="batches"):
+        engine._evaluation.all_batches(loader, None, lambda: 0.0)
+    out = engine.model(batch_of(9)[0])  # with a gradient, outside of a step
+    (engine.model(batch_of(5)[0]).sum() + out.sum()).backward()
+    engine.close()
+    return found
+
+
+def evaluated_alone(rank: int) -> dict[str, Any]:
+    engine = engine_of(1)
+    found: dict[str, Any] = {}
+    found["uneven"] = engine.eval_step((batch_of(7)[0][:7], batch_of(7)[1][:7])).loss
+    found["one sample"] = engine.eval_step((batch_of(8)[0][:1], batch_of(8)[1][:1])).loss
+    engine.train_step(batch_of(0))
+    with torch.no_grad():
+        found["own loop"] = engine.model(batch_of(9)[0])
+    found["step"] = engine.train_step(batch_of(1)).loss
+    return found
+
+
+@pytest.mark.parametrize("per_host", [None, 2])
+def test_ranks_with_unequal_numbers_of_forwards(per_host: int | None) -> None:
+    wanted = run_ranks(1, evaluated_alone, with_context=False)[0]
+    for rank, found in enumerate(run_ranks(4, evaluated, per_host, with_context=False)):
+        for name in ("uneven", "one sample", "step"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-12), name
+        if rank:
+            torch.testing.assert_close(found["own loop"], wanted["own loop"].expand(rank, -1, -1), rtol=0, atol=1e-12)
+
+
+def differing(rank: int, per_host: int | None, what: str) -> str:
+    engine = engine_of(4, **({} if per_host is None else dict(per_host=per_host)))
+    ids, labels = own(batch_of(0), engine)
+    engine.train_step((ids, labels))
+    if what == "lookups" and rank == 1:
+        engine.model.register_forward_pre_hook(lambda module, args: (module.block.table(args[0]), None)[1])
+    elif what == "ids" and rank == 2:
+        ids = ids.clone()
+        ids[1, 1] = ROWS
+    try:
+        engine.train_step((ids, labels))
+    except (ValueError, RuntimeError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    if what == "ids":  # on all ranks at the same point: who has caught it may go on
+        engine.train_step(own(batch_of(1), engine))
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("per_host", [None, 2])
+def test_ranks_that_do_not_look_up_alike_end_in_words(per_host: int | None) -> None:
+    for rank, said in enumerate(run_ranks(4, differing, per_host, "lookups", with_context=False)):
+        if per_host is None or rank < 2:
+            assert "looks up in 'block.plain.weight' while rank 1 looks up in 'block.table.weight'" in said, rank
+        else:
+            assert "cannot go on with its lookups" in said, rank
+    for rank, said in enumerate(run_ranks(4, differing, per_host, "ids", with_context=False)):
+        wanted = f"outside the table's 0..{ROWS - 1}" if rank == 2 else "rank 2 cannot go on with its lookups"
+        assert wanted in said, rank

@@ -1,0 +1,368 @@
+"""What updates tables: the optimizer's form for rows, a rule of their own, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.tables import (
+    CLASSES,
+    DIM,
+    RULES,
+    SAMPLES,
+    STEPS,
+    TABLES,
+    Run,
+    Words,
+    assert_same,
+    batch_of,
+    gathered_state,
+    in_torch,
+    loss_fn,
+    own_part,
+    train,
+)
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.checkpoint.errors import CheckpointError
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.engine.nonfinite import NonFiniteGradients
+
+SGD = dict(type="SGD", lr=0.5)
+
+
+def config_of(
+    optimizer: dict[str, Any] | None = SGD, data: int = 1, way: str = "owners", **more: Any
+) -> dict[str, Any]:
+    ways = {"0.small.*": "dense", "*": way}
+    strategy = dict(type="hybrid", ways=ways) if data > 1 else dict(type="all_reduce")
+    plan = more.pop("plan", {})
+    config: dict[str, Any] = dict(
+        parallel=dict(data=data, strategy=strategy, **plan),
+        train={**dict(steps=STEPS, global_batch_size=SAMPLES, precision="fp64", seed=5), **more.pop("train", {})},
+        device="cpu",
+        **more,
+    )
+    return config if optimizer is None else config | {"optimizer": optimizer}
+
+
+def alone(body: Callable[..., Any], *args: Any) -> Any:
+    """On one rank."""
+    return run_ranks(1, lambda rank: body(*args), with_context=False)[0]
+
+
+# -- lazy, and what that is not -----------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = layers.Embedding(9, DIM, sparse=sparse)
+        self.out = nn.Linear(DIM, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.table(ids).mean(1))
+
+
+def adam_on(sparse: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Ids 0..2, then 3..5: the table after each step, and its state."""
+    engine = colossus.initialize(
+        config_of(dict(type="AdamW", lr=0.1, weight_decay=0.5)), model=lambda: Lookup(sparse), loss_fn=loss_fn
+    )
+    held = [engine.model.table.weight.detach().clone()]
+    for first in (0, 3):
+        ids = torch.arange(SAMPLES).remainder(3).view(-1, 1) + first
+        engine.train_step((ids, torch.zeros(SAMPLES, dtype=torch.int64)))
+        held.append(engine.model.table.weight.detach().clone())
+    state = {key: value.clone() for key, value in engine.optimizer.state[engine.model.table.weight].items()}
+    engine.close()
+    return held, state
+
+
+def test_lazy_adam_is_not_dense_adam() -> None:
+    lazy, state = alone(adam_on, True)
+    dense, dense_state = alone(adam_on, False)
+    assert torch.equal(lazy[0], dense[0])
+    # the first touch of a row: averages begin alike, and no weight decays
+    assert not torch.equal(lazy[1][:3], lazy[0][:3])
+    assert torch.equal(lazy[1][3:], lazy[0][3:])
+    assert torch.equal(lazy[2][:3], lazy[1][:3])
+    assert torch.equal(lazy[2][6:], lazy[0][6:])
+    assert not state["exp_avg"][6:].any()
+    # dense: rows of the first step move on in the second, and rows that no step has looked up decay
+    assert ((dense[2][:3] - dense[1][:3]).abs() > 1e-3).all()
+    torch.testing.assert_close(dense[2][6:], dense[0][6:] * (1 - 0.1 * 0.5) ** 2, rtol=1e-12, atol=0)
+    # what the dense averages of the first rows have decayed by in the second step
+    torch.testing.assert_close(dense_state["exp_avg"][:3], 0.9 * state["exp_avg"][:3], rtol=1e-12, atol=0)
+    assert ((lazy[2] - dense[2]).abs() > 1e-3).any(1).all()
+
+
+# -- whose optimizer ---------------------------------------------------------------------------------------------
+
+
+def named_groups(rule: dict[str, Any], named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    tables = [param for name, param in named if name in TABLES]
+    others = [param for name, param in named if name not in TABLES]
+    groups = [{"params": others}, {"params": tables, "weight_decay": 0.0, **rule}]
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def test_a_users_optimizer_is_the_configs() -> None:
+    """Groups of one's own with ``row_rule``, and torch's AdamW as it is."""
+    rule = dict(row_rule="rowwise_adagrad", lr=0.1, eps=1e-3)
+
+    def body(rank: int) -> tuple[Run, Run, Run, Run]:
+        of_config = train(config_of(RULES["rowwise_adagrad"][0], data=2))
+        own = train(config_of(None, data=2), optimizer=lambda named: named_groups(rule, named))
+        adam = train(config_of(dict(type="AdamW", lr=0.01), data=2))
+        own_adam = train(config_of(None, data=2), optimizer=lambda named: named_groups({}, named))
+        return of_config, own, adam, own_adam
+
+    for of_config, own, adam, own_adam in run_ranks(2, body, with_context=False):
+        assert_same(own, of_config, "row_rule", of_config.outputs)
+        assert_same(own_adam, adam, "AdamW", adam.outputs)
+        assert of_config.state["0.words.weight"].keys() == {"step", "sum"}
+        assert adam.state["0.words.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_sparse_adam_over_the_tables_alone() -> None:
+    """torch's class in ``optimizer=``: what it leaves out keeps its values, tables are its own updates."""
+
+    def body(rank: int) -> Run:
+        return train(
+            config_of(None, data=2, way="gather"),
+            optimizer=lambda named: torch.optim.SparseAdam([p for name, p in named if name in TABLES], lr=0.05),
+            steps=range(1),
+        )
+
+    found = run_ranks(2, body, with_context=False)[0]
+    model = Words(nn).double()
+    model.load_state_dict(found.weights[0])
+    batch = batch_of(0)
+    total, count = loss_fn(model(batch[0]), batch)
+    (total / count).backward()
+    named = dict(model.named_parameters())
+    torch.optim.SparseAdam([named[name] for name in TABLES], lr=0.05).step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found.weights[1][name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+# -- refused --------------------------------------------------------------------------------------------------------
+
+
+class OwnAdam(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+def refusals() -> dict[str, tuple[Any, Any, Any, str]]:
+    """Section, model, function of an optimizer, what is said."""
+    plain = lambda: nn.Sequential(nn.Linear(1 + 3, CLASSES))  # noqa: E731
+
+    def given(make: Callable[[list[nn.Parameter]], Any]) -> Any:
+        return lambda named: make([param for _, param in named])
+
+    return {
+        "tables without a table": (dict(type="AdamW", tables=dict(type="SGD")), plain, None, "but the model has none"),
+        "amsgrad": (dict(type="AdamW", amsgrad=True), Words, None, "no form of amsgrad for the tables"),
+        "a class without a form": (dict(type=torch.optim.NAdam), Words, None, "NAdam has no form for sparse gradients"),
+        "an optimizer without a form": (
+            *(None, Words, given(torch.optim.NAdam)),
+            "0.words.weight has sparse gradients, but NAdam has no form for sparse gradients, which update only the "
+            "rows that a step has looked up. AdamW, Adam, SparseAdam, Adagrad, SGD have one",
+        ),
+        "a step of one's own": (None, Words, given(lambda params: OwnAdam(params, weight_decay=0)), "OwnAdam has no"),
+        "weight decay": (
+            *(None, Words, given(lambda params: torch.optim.AdamW(params))),
+            "its parameter group 0 has weight_decay = 0.01 and holds 0.words.weight",
+        ),
+        "amsgrad of one's own": (
+            *(None, Words, given(lambda params: torch.optim.Adam(params, amsgrad=True))),
+            "has amsgrad=True and holds 0.words.weight",
+        ),
+        "an unknown rule": (
+            *(None, Words, lambda named: named_groups(dict(row_rule="lion"), named)),
+            "parameter group 1 has row_rule = 'lion': no rule 'lion' for rows",
+        ),
+    }
+
+
+def test_an_optimizer_that_does_not_fit_is_refused_before_the_first_step() -> None:
+    def body(rank: int) -> dict[str, str]:
+        told = {}
+        for name, (section, model, optimizer, _) in refusals().items():
+            with pytest.raises(ValueError, match=r"table|sparse|rule") as caught:
+                colossus.initialize(config_of(section, data=2), model=model, loss_fn=loss_fn, optimizer=optimizer)
+            told[name] = str(caught.value)
+        return told
+
+    for told in run_ranks(2, body, with_context=False):
+        for name, (*_, words) in refusals().items():
+            assert words in told[name], (name, told[name])
+
+
+def test_weight_decay_is_of_the_others_and_said_once() -> None:
+    def body(rank: int) -> tuple[list[str], list[dict[str, Any]]]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("colossus.engine")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        config = config_of(dict(type="AdamW", lr=0.01, weight_decay=0.2), data=2)
+        engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+        engine.train_step(own_part(batch_of(0), engine))
+        engine.close()
+        return lines, groups
+
+    (first, groups), (second, _) = run_ranks(2, body, with_context=False)
+    assert [line for line in first if "weight_decay = 0.2" in line] == first
+    assert len(first) == 1
+    assert not second
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    assert groups[1]["name"] == "tables"
+
+
+# -- gradients that are not finite, clipping --------------------------------------------------------------------------
+
+
+def poison(engine: Any, rank: int, value: float) -> Any:
+    """Let the gradient of the last lookups of one rank be ``value``: those of ``rare``."""
+    if engine.context.rank != rank:
+        return None
+    return engine.model[0].rare.register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda gradient: gradient * value) and None
+    )
+
+
+@pytest.mark.parametrize("way", ["dense", "gather", "owners"])
+def test_a_row_gradient_that_is_not_finite_names_its_table_and_rank(way: str) -> None:
+    def body(rank: int) -> Any:
+        found = []
+        for kind in ("skip", "raise"):
+            config = config_of(dict(type="Adagrad", lr=0.1), data=2, way=way, train=dict(on_nonfinite=kind))
+            engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
+            engine.train_step(own_part(batch_of(0), engine))
+            before = full_state_dict(engine.model, engine.context)
+            state = gathered_state(engine)
+            hook = poison(engine, 1, float("nan"))
+            if kind == "skip":
+                assert engine.train_step(own_part(batch_of(2), engine)).skipped
+            else:
+                with pytest.raises(NonFiniteGradients) as caught:
+                    engine.train_step(own_part(batch_of(2), engine))
+                found = [str(caught.value), caught.value.culprit]
+            for name, value in full_state_dict(engine.model, engine.context).items():
+                assert torch.equal(value, before[name]), name
+            for name, entries in gathered_state(engine).items():
+                for key, value in entries.items():
+                    assert torch.equal(value, state[name][key]), (name, key)
+            if hook is not None:
+                hook.remove()
+            engine.train_step(own_part(batch_of(3), engine))  # a loop that caught it goes on
+            engine.close()
+        return found
+
+    for told, culprit in run_ranks(2, body, with_context=False):
+        assert told.startswith("step 2: the gradient of 0.rare.weight on rank 1 (data 1) is nan"), told
+        assert culprit == 1
+
+
+def test_elements_are_clipped_and_norms_are_by_group() -> None:
+    """``clip_grad_value`` and ``grad_norm_by_group``, the same for each way."""
+
+    def body(rank: int) -> dict[str, tuple[list[dict[str, Tensor]], list[float]]]:
+        found = {}
+        for data, way in ((2, "dense"), (2, "gather"), (2, "owners")):
+            config = config_of(SGD, data, way, train=dict(clip_grad_value=1e-3, grad_norm_by_group=True))
+            engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
+            start = full_state_dict(engine.model, engine.context)
+            result = engine.train_step(own_part(batch_of(0), engine))
+            end = full_state_dict(engine.model, engine.context)
+            engine.close()
+            found[way] = [start, end], [result.grad_norm, *result.grad_norms.values()]
+        return found
+
+    (found, _) = run_ranks(2, body, with_context=False)
+    (start, end), norms = found["owners"]
+    model = Words(nn).double()
+    model.load_state_dict(start)
+    total, count = loss_fn(model(batch_of(0)[0]), batch_of(0))
+    (total / count).backward()
+    squares = {True: 0.0, False: 0.0}
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+        squares[name in TABLES] += float(gradient.square().sum())
+        torch.testing.assert_close(end[name], start[name] - 0.5 * gradient.clamp(-1e-3, 1e-3), rtol=1e-10, atol=1e-12)
+    expected = [sum(squares.values()) ** 0.5, squares[False] ** 0.5, squares[True] ** 0.5]
+    assert norms == pytest.approx(expected, rel=1e-10)
+    for way in ("dense", "gather"):
+        assert found[way][1] == pytest.approx(norms, rel=1e-12)
+        for name, value in end.items():
+            torch.testing.assert_close(found[way][0][1][name], value, rtol=1e-12, atol=1e-12)
+
+
+# -- going on ------------------------------------------------------------------------------------------------------
+
+
+#: ranks, data, way, the rest of the plan
+CHAIN: list[tuple[int, int, str, dict[str, Any]]] = [
+    (3, 3, "owners", {}),
+    (4, 2, "owners", dict(tensor=2)),
+    (2, 1, "dense", dict(tensor=2)),
+    (2, 2, "gather", {}),
+]
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "momentum"])
+def test_a_chain_of_plans_is_one_run(rule: str, tmp_path: Path) -> None:
+    """Each link trains a step and saves; the next one goes on from that under another plan."""
+    path, runs = None, []
+    for step, (world, data, way, plan) in enumerate(CHAIN):
+        config = config_of(RULES[rule][0], data, way, plan=plan, checkpoint=dict(dir=str(tmp_path / str(step))))
+        runs.append(run_ranks(world, link, config, path, step, with_context=False)[0])
+        path = tmp_path / str(step) / f"step-{step + 1:08d}"
+    expected = in_torch(rule, runs[0].weights[0], None)
+    found = Run()
+    found.losses, found.norms = [run.losses[0] for run in runs], [run.norms[0] for run in runs]
+    found.weights = [runs[0].weights[0], *(run.weights[1] for run in runs)]
+    found.state = runs[-1].state
+    assert found.state["0.words.weight"], "state of the tables went on"
+    assert_same(found, expected, rule)
+
+    def other_rule(rank: int) -> str:
+        section = dict(type=RULES[rule][0]["type"], lr=0.01, tables=dict(type="Adagrad"))
+        engine = colossus.initialize(config_of(section, data=2), model=Words, loss_fn=loss_fn)
+        with pytest.raises(CheckpointError, match="rule") as caught:
+            engine.checkpoints.load(path)
+        engine.close()
+        return str(caught.value)
+
+    for told in run_ranks(2, other_rule, with_context=False):
+        before = "rowwise_adagrad" if rule == "rowwise_adagrad" else "of SGD"
+        assert f"was saved with the rule {before} of tables with sparse gradients, this run has adagrad" in told
+
+
+def link(rank: int, config: dict[str, Any], path: Path | None, step: int) -> Run:
+    engine = colossus.initialize(config, model=Words, loss_fn=loss_fn)
+    if path is not None:
+        engine.checkpoints.load(path)
+    run = Run()
+    run.weights.append(full_state_dict(engine.model, engine.context))
+    result = engine.train_step(own_part(batch_of(step), engine))
+    run.losses.append(result.loss)
+    run.norms.append(result.grad_norm)
+    run.weights.append(full_state_dict(engine.model, engine.context))
+    run.state = gathered_state(engine)
+    engine.checkpoints.save().wait()
+    engine.close()
+    return run

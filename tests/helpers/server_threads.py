@@ -1,0 +1,20 @@
+"""Parameter servers for tests: threads of the first rank's process, where a run would start processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from colossus.engine.strategies import server_connection
+from colossus.server.rpc import RpcServer
+from colossus.server.store import ShardStore
+
+
+def start(index: int, token: bytes) -> Any:
+    """As `server_connection.start`, in this process."""
+    store = ShardStore()
+    return RpcServer(store.handle, token, index=index, on_gone=store.on_gone)
+
+
+def in_threads() -> None:
+    """Ranks that are forked from here on have their servers as threads of the first one."""
+    server_connection.start = start

@@ -1,0 +1,163 @@
+"""Bags against torch's own, alone and in a training step."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.data.batch import split_microbatches
+
+ROWS, DIM = 7, 3
+
+
+def twins(**options: Any) -> tuple[Any, nn.EmbeddingBag]:
+    ours = layers.EmbeddingBag(ROWS, DIM, dtype=torch.float64, **options)
+    options.pop("sparse", None)
+    plain = nn.EmbeddingBag(ROWS, DIM, dtype=torch.float64, **options)
+    plain.load_state_dict(ours.state_dict())
+    return ours, plain
+
+
+@given(
+    lengths=st.lists(st.integers(0, 4), max_size=5),
+    mode=st.sampled_from(["sum", "mean", "max"]),
+    sparse=st.booleans(),
+    last=st.booleans(),
+    padding=st.sampled_from([None, 2, -1]),
+    weighted=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_bags_of_any_length(
+    lengths: list[int], mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool, seed: int
+) -> None:
+    """Offsets, empty bags, padding; outputs, gradients, and which rows have one."""
+    ours, plain = twins(mode=mode, sparse=sparse, include_last_offset=last, padding_idx=padding)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, ROWS, (sum(lengths),), generator=generator)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = ends if last else ends[:-1]
+    weights = [None, None]
+    if weighted and mode == "sum":
+        drawn = torch.randn(len(ids), generator=generator, dtype=torch.float64)
+        weights = [drawn.clone().requires_grad_() for _ in range(2)]
+    found, want = (bag(ids, offsets, own) for bag, own in zip((ours, plain), weights, strict=True))
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    slope = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+    for out in (found, want):
+        (out * slope).sum().backward()
+    grad = ours.weight.grad
+    assert grad.is_sparse is sparse
+    torch.testing.assert_close(grad.to_dense() if sparse else grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+    if sparse:
+        touched = set(ids.tolist()) - ({padding % ROWS} if padding is not None else set())
+        assert set(grad.coalesce().indices()[0].tolist()) == touched
+    if weights[0] is not None:
+        torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_bags_of_one_length() -> None:
+    ours, plain = twins(mode="max", sparse=True, padding_idx=0)
+    ids = torch.tensor([[0, 0], [1, 0], [6, 5]])
+    assert torch.equal(ours(ids), plain(ids))
+    assert torch.equal(ours(ids[:, :0]), torch.zeros(3, DIM, dtype=torch.float64))  # which torch cannot do
+
+
+def test_sums_of_a_narrow_table_are_wide() -> None:
+    """A thousand gradients of one row, which bfloat16 would stop to add up at 256."""
+    bag = layers.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.bfloat16)
+    bag.weight.grad_dtype = torch.float32
+    bag(torch.ones(1, 1000, dtype=torch.int64)).sum().backward()
+    assert bag.weight.grad is not None
+    assert torch.equal(bag.weight.grad[1].float(), torch.full((DIM,), 1000.0))
+
+
+IDS, OFFSETS = torch.tensor([0, 1, 2]), torch.tensor([0, 2])
+BAD: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [
+    ({}, (IDS,), "EmbeddingBag: ids [t] = [3] need offsets [bags], but there are none"),
+    ({}, (IDS, OFFSETS.unsqueeze(0)), "but there are of shape (1, 2)"),
+    ({}, (IDS, OFFSETS.float()), "offsets are torch.float32, not integers"),
+    ({}, (IDS, torch.tensor([1, 2])), "ascending from 0, at most 3; they are [1, 2]"),
+    ({}, (IDS, torch.tensor([0, 4])), "ascending from 0, at most 3; they are [0, 4]"),
+    ({}, (IDS, torch.tensor([0, 2, 1])), "they are [0, 2, 1]"),
+    ({}, (IDS.unsqueeze(0), OFFSETS), "ids [bags, n] = (1, 3) are bags already"),
+    ({}, (IDS.view(1, 1, 3),), "ids have shape (1, 1, 3), not [bags, n]"),
+    ({}, (IDS.unsqueeze(0) + 5,), "ids range over 5..7, outside the vocabulary 0..6"),
+    ({"mode": "max"}, (IDS, OFFSETS, torch.ones(3)), "per_sample_weights are there with mode 'sum' only, not 'max'"),
+    ({"mode": "sum"}, (IDS, OFFSETS, torch.ones(2)), "per_sample_weights have shape (2,), the ids (3,)"),
+    ({"include_last_offset": True}, (IDS, OFFSETS[:0]), "wants offsets [bags + 1], but they are empty"),
+]
+
+
+@pytest.mark.parametrize(("options", "inputs", "words"), BAD, ids=[words for *_, words in BAD])
+def test_bad_bags(options: dict[str, Any], inputs: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        layers.EmbeddingBag(ROWS, DIM, sparse=True, **options)(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (dict(max_norm=1.0), "max_norm and scale_grad_by_freq are not there"),
+        (dict(scale_grad_by_freq=True), "max_norm and scale_grad_by_freq are not there"),
+        (dict(mode="min"), "mode = 'min' is none of 'sum', 'mean', 'max'"),
+        (dict(padding_idx=7), "padding_idx = 7 is outside a table of 7 rows"),
+    ],
+)
+def test_bad_tables_of_bags(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layers.EmbeddingBag(ROWS, DIM, **options)
+
+
+class Bag(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(ROWS, DIM, sparse=True, **options)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.bag(inputs["ids"], inputs["offsets"])
+
+    def loss(self, y: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return y.square().sum(), len(y)
+
+
+def engine(microbatches: int = 1, **options: Any) -> Any:
+    config = dict(
+        optimizer=dict(type="SGD", lr=0.5),
+        schedule=dict(microbatches=microbatches),
+        train=dict(steps=1, global_batch_size=2, precision="fp64"),
+    )
+    return colossus.initialize(config, model=lambda: Bag(**options))
+
+
+@pytest.mark.parametrize("option", [dict(max_norm=1.0), dict(scale_grad_by_freq=True)], ids=["norm", "freq"])
+def test_what_torchs_lookups_do_beside_looking_up(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"bag \(EmbeddingBag\) has sparse=True and {name}.* Leave {name} out"):
+        engine(**option)
+    assert not isinstance(layers.Embedding(2, 2, sparse=True), nn.Embedding)
+
+
+def test_offsets_of_a_whole_batch_and_of_a_part() -> None:
+    """As many ids as bags could be cut along dim 0 without a word: the first offset of the second part is not 0."""
+    batch = {"inputs": {"ids": torch.tensor([0, 1, 2, 3]), "offsets": torch.tensor([0, 1, 3, 4])}}
+    one = engine()
+    start = one.model.bag.weight.detach().clone()
+    result = one.train_step(batch)
+    want = F.embedding_bag(batch["inputs"]["ids"], start, batch["inputs"]["offsets"]).square().sum().item() / 4
+    assert result.loss == pytest.approx(want, rel=1e-12)
+    one.close()
+    two = engine(2)
+    with pytest.raises(ValueError, match=r"offsets say where bags begin .* give ids \[bags, n\]"):
+        two.train_step(batch)
+    two.close()
+    with pytest.raises(ValueError, match="ids"):
+        split_microbatches({"inputs": {"ids": torch.arange(6), "offsets": torch.tensor([0, 2])}}, 2)

@@ -1,0 +1,221 @@
+"""Synchronous steps at servers, and the clocks of workers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from colossus.rows.row_gradient import RowGradient
+from colossus.server.arrivals import Arrivals
+from colossus.server.client import Servers
+from colossus.server.clocks import Clocks
+from colossus.server.messages import Refused
+from tests.helpers.servers import local_servers
+from tests.server.test_client import made, pulled
+
+NAMES = ["w", "table"]
+
+
+def gradients(step: int, worker: int) -> dict[str, Tensor | RowGradient | None]:
+    """Of one worker: dense, some rows, and nothing at times. Magnitudes differ, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    rows = torch.randperm(7, generator=generator)[: worker + 1].sort().values
+    of_rows = RowGradient(rows, torch.randn(len(rows), 2, generator=generator) * 10.0 ** (worker * 3))
+    dense = torch.randn(5, generator=generator) * 10.0 ** (worker * 3)
+    return {"w": None if (step + worker) % 4 == 0 else dense, "table": of_rows}
+
+
+@settings(deadline=None, max_examples=25)
+@given(orders=st.lists(st.permutations([0, 1, 2]), min_size=3, max_size=3), num_servers=st.integers(1, 3))
+def test_a_step_does_not_depend_on_the_order_of_arrival(orders: list[list[int]], num_servers: int) -> None:
+    """Bit for bit, values and norm; and they are those of one process."""
+    w, table = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7, 2))
+    w_optimizer, table_optimizer = torch.optim.SGD([w], lr=0.1), torch.optim.SparseAdam([table], lr=0.1)
+    with local_servers(num_servers, 3) as workers:
+        optimizers = {"w": dict(type="sgd"), "table": dict(type="adam")}
+        made(workers, {"w": w, "table": table}, optimizers=optimizers)
+        for step, order in enumerate(orders):
+            for worker in order:
+                assert not workers[worker].accumulate(step, gradients(step, worker)).wait()
+            found = [workers[worker].squares(step).wait() for worker in order]
+            w.grad, dense = None, [gradients(step, worker)["w"] for worker in range(3)]
+            for part in dense:
+                if isinstance(part, Tensor):
+                    w.grad = part.clone() if w.grad is None else w.grad + part
+            of_rows = [part for worker in range(3) if isinstance(part := gradients(step, worker)["table"], RowGradient)]
+            total = RowGradient.added(of_rows)
+            table.grad = total.as_sparse(7)
+            squares = {"w": 0.0 if w.grad is None else float(w.grad.double().square().sum())}
+            squares["table"] = float(total.rows.double().square().sum())
+            for each in found:
+                assert each.squares == pytest.approx(squares, rel=1e-12)
+                assert each.squares == found[0].squares
+                assert each.included == (0, 1, 2)
+            for param in (w, table):
+                if param.grad is not None:
+                    param.grad *= 0.25
+            w_optimizer.step()
+            table_optimizer.step()
+            for worker in reversed(order):
+                into = {"w": torch.empty(5), "table": torch.empty(7, 2)}
+                workers[worker].apply(step, NAMES, {"lr": 0.1, "scale": 0.25}, into=into).wait()
+                torch.testing.assert_close(into["w"], w.detach(), rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(into["table"], table.detach(), rtol=1e-6, atol=1e-6)
+                first = into if worker == order[-1] else first
+                assert all(torch.equal(into[name], first[name]) for name in NAMES)
+
+
+def test_a_sum_is_the_same_whatever_comes_first() -> None:
+    """Of numbers whose sum depends on the order."""
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        with local_servers(2, 3) as workers:
+            made(workers, {"w": torch.zeros(3)}, optimizer=dict(type="sgd", lr=-1.0))
+            for worker in order:
+                workers[worker].accumulate(0, {"w": torch.full((3,), [1e8, 1.0, -1e8][worker])}).wait()
+            workers[0].squares(0).wait()
+            workers[0].apply(0, ["w"]).wait()
+            found.append(pulled(workers[0], "w", torch.empty(3)).tolist())
+    assert found == [[float(torch.tensor(1e8) + 1.0 - 1e8)] * 3] * 3
+
+
+def test_squares_wait_for_all_parts_and_an_overflow_drops_them() -> None:
+    with local_servers(2, 2) as workers:
+        made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
+        workers[0].accumulate(0, {"w": torch.full((4,), torch.inf)})
+        early = workers[0].squares(0)
+        with pytest.raises(Refused, match="step 0 is to be applied before the squares"):
+            workers[1].apply(0, ["w"]).wait()
+        assert not early.is_done()
+        workers[1].accumulate(0, {"w": torch.ones(4)}).wait()
+        assert early.wait().squares == {"w": torch.inf}
+        workers[1].apply(0, ["w"], found_inf=True).wait()
+        assert workers[1].squares(0, ["w"]).wait().squares == {"w": torch.inf}  # asked for after the update
+        assert torch.equal(pulled(workers[0], "w", torch.empty(4)), torch.ones(4))
+
+
+def test_who_dies_in_a_step_is_named() -> None:
+    with local_servers(1, 2) as workers:
+        made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
+        workers[0].accumulate(7, {"w": torch.ones(4)}).wait()
+        waiting = workers[0].squares(7)
+        workers[1].close()
+        with pytest.raises(Refused, match="worker 1 has gone .* without its part of 'w' in step 7"):
+            waiting.wait()
+
+
+def test_a_part_is_given_once() -> None:
+    with local_servers(1, 2) as workers:
+        made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
+        workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
+        with pytest.raises(Refused, match="worker 0 has given its part already"):
+            workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
+
+
+def test_backup_workers() -> None:
+    """The slowest of three is not waited for; its part is dropped and counted, and it is told which step is the newest."""
+    with local_servers(2, 3) as workers:
+        made(workers, {"w": torch.zeros(6)}, optimizer=dict(type="sgd", lr=-1.0))
+        for step in range(2):
+            for worker in (2, 0):
+                workers[worker].accumulate(step, {"w": torch.full((6,), 10.0**worker)}, backups=1)
+            found = [workers[worker].squares(step, backups=1) for worker in (0, 2)]
+            assert [each.wait().included for each in found] == [(0, 2)] * 2
+            assert found[0].wait().squares == {"w": pytest.approx(6 * 101.0**2)}
+            for worker in (0, 2):
+                workers[worker].apply(step, ["w"]).wait()
+        assert workers[1].accumulate(0, {"w": torch.ones(6)}, backups=1).wait() == ["w"]
+        late = workers[1].squares(0, backups=1).wait()
+        assert late.is_late
+        assert late.newest == 1
+        assert pulled(workers[1], "w", torch.empty(6)).tolist() == [202.0] * 6
+        assert [of["late_parts"] for of in workers[0].stats().wait()] == [1, 1]
+
+
+def test_a_part_that_came_but_was_not_included_is_not_in_the_sum() -> None:
+    with local_servers(1, 2) as workers:
+        made(workers, {"w": torch.zeros(2)}, optimizer=dict(type="sgd", lr=-1.0))
+        workers[1].accumulate(0, {"w": torch.ones(2)}, backups=1).wait()  # at the server, but it has not said so
+        workers[0].accumulate(0, {"w": torch.full((2,), 10.0)}, backups=1).wait()
+        assert workers[0].squares(0, backups=1).wait().included == (0,)
+        workers[0].apply(0, ["w"]).wait()
+        assert workers[1].squares(0, backups=1).wait().is_late
+        assert pulled(workers[1], "w", torch.empty(2)).tolist() == [10.0, 10.0]
+        assert workers[0].stats().wait()[0]["late_parts"] == 1
+
+
+def test_the_dead_are_not_waited_for_among_backups() -> None:
+    arrivals, workers = Arrivals(), (0, 1, 2, 3)
+    arrivals.arrive(0, 3)
+    assert arrivals.included(0, workers, 1, gone={1}) is None
+    arrivals.arrive(0, 0)
+    assert arrivals.included(0, workers, 1, gone={1}) is None
+    assert arrivals.included(0, workers, 1, gone={1, 2}) == (0, 3)
+    assert arrivals.included(0, workers, 1, gone=()) == (0, 3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), num_workers=st.integers(1, 4), most=st.integers(0, 3))
+def test_clocks_bound_the_lead_and_never_lock(data: st.DataObject, num_workers: int, most: int) -> None:
+    """Workers in any order, some of which die: whoever runs is at most ``most`` steps ahead, and someone can always run."""
+    clocks = Clocks()
+    clocks.expect(range(num_workers))
+    finished, living = dict.fromkeys(range(num_workers), 0), set(range(num_workers))
+    for _ in range(30):
+        able = sorted(worker for worker in living if clocks.may_begin(finished[worker], most))
+        assert able
+        for worker in living - set(able):
+            assert finished[worker] - min(finished[other] for other in living) > most
+        worker = data.draw(st.sampled_from(able))
+        if len(living) > 1 and data.draw(st.integers(0, 9)) == 0:
+            living.remove(worker)
+            clocks.leave(worker)
+            continue
+        finished[worker] += 1
+        clocks.advance(worker, finished[worker])
+        assert max(finished[other] for other in living) - min(finished[other] for other in living) <= most + 1
+
+
+def test_stale_synchronous_workers() -> None:
+    """In threads: nobody begins a step more than two ahead; a worker that ends in the middle is not waited for."""
+    most, steps, leads = 2, 20, []
+    finished = [0, 0, 0]
+
+    def run(worker: Servers) -> None:
+        me = worker.worker
+        for step in range(5 if me == 2 else steps):
+            worker.clock(step, most).wait()
+            leads.append(step - min(count for other, count in enumerate(finished) if other != 2 or count < 5))
+            threading.Event().wait(0.002 * me)
+            finished[me] = step + 1
+        worker.leave().wait()
+
+    with local_servers(2, 3) as workers:
+        threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert finished == [steps, steps, 5]
+        assert 0 < max(leads) <= most
+        blocked = workers[0].clock(steps, 0)
+        blocked.wait()
+        workers[0].close()
+        assert workers[1].alive().wait() == ([1, 2], {0: "it has closed its connection"})
+
+
+def test_a_dead_worker_holds_no_clock() -> None:
+    with local_servers(1, 3) as workers:
+        ahead = workers[0].clock(3, 1)
+        workers[1].clock(2, 1)
+        assert not ahead.is_done()
+        workers[1].leave([2]).wait()  # never heard of
+        ahead.wait()
+        further = workers[0].clock(9, 1)
+        workers[1].close()
+        further.wait()
