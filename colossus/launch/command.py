@@ -29,7 +29,6 @@ from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
 from colossus.launch.worker import run_worker
-from colossus.server import environment
 
 #: no machine has cores for more; what asks for them is a slip of the keyboard
 _MOST_LOCAL_RANKS = 4096
@@ -162,11 +161,6 @@ def _join(
             raise ConfigError(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"
-            )
-        if num_servers(config, 1) and not environment.is_given():
-            raise ConfigError(
-                f"parallel.strategy = {config.parallel.strategy.type!r} needs `colossus launch`, which starts the "
-                f"servers beside the ranks: torchrun and srun start ranks alone"
             )
         if dry_run:
             if joined["RANK"] == "0":

@@ -57,7 +57,12 @@ def _through_and_in_two(rank: int, world: int, folder: Path) -> dict[str, tuple[
     found = {}
     for name, (parallel, optimizer, first, second) in CASES[world].items():
         made = [
-            settings(folder / name, {**parallel, "strategy": strategy}, optimizer=optimizer, train=dict(steps=STEPS, precision="fp64"))
+            settings(
+                folder / name,
+                {**parallel, "strategy": strategy},
+                optimizer=optimizer,
+                train=dict(steps=STEPS, precision="fp64"),
+            )
             for strategy in (first, second)
         ]
         engine = engine_of(made[0])
