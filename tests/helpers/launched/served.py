@@ -1,9 +1,10 @@
 """A run of two ranks beside servers that they do not use, so that the launcher is seen alone. When SIGNAL says
 "1:9", rank 0 sends that server that signal after step 3; ranks that DEATHS names ("2:5 0:9", rank and step) kill
-themselves."""
+themselves, and the one of KILLED ("1:0.3") so many seconds after step 10."""
 
 import os
 import signal
+import threading
 import time
 from typing import Any, ClassVar, Literal
 
@@ -62,6 +63,9 @@ class _Signals(Hook):
         if told and result.step == 3 and os.environ["RANK"] == "0":
             index, signum = map(int, told.split(":"))
             os.kill(environment.read().endpoints[index]["process"], signum)
+        rank, _, seconds = os.environ.get("KILLED", "").partition(":")
+        if rank == os.environ["RANK"] and result.step == 10:
+            threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
         for death in os.environ.get("DEATHS", "").split():
             if death == f"{os.environ['RANK']}:{result.step}":
                 os.kill(os.getpid(), signal.SIGKILL)
