@@ -42,7 +42,7 @@ def render_strategy(config: Config, width: int) -> str:
         sections.append(_totals(found))
         sections.append("\n".join(line for note in _notes(found) for line in _wrapped("", note, width)))
     if isinstance(options, ServerOptions):
-        sections.append(render_servers(found, options.servers))
+        sections.append(render_servers(found, options.servers or 1))
     return "\n\n".join(sections)
 
 
