@@ -128,13 +128,13 @@ def _ours(config: dict[str, Any], strategy: dict[str, Any], rank: int) -> RankRe
 
 def _ddp(config: dict[str, Any], sparse: bool, rank: int) -> RankResult:
     world = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():  # ranks of one host have joined
+        dist.init_process_group("gloo")
     loaded = load_config(config, nproc=world)
     loaders = loaders_of(loaded, loaded.data, data_rank=rank, data_size=world, device="cpu")
     peer = WordsDDP(config["model"], config["optimizer"], sparse=sparse)
     result = _steps(loaders.train, peer.step, lambda: 0.0)
     result.held_bytes = peer.held_bytes
-    dist.destroy_process_group()
     return result
 
 
