@@ -75,7 +75,9 @@ class Tables:
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 attach(weight, StoredSpec(spec, axes, context.grid.sizes))
-            spec_of(weight).is_wide = True  # it is updated where it is stored: no wide copy stands behind it
+            if (precision := context.precision).params != precision.optimizer:
+                # it is updated where it is stored: no wide copy stands behind it
+                spec_of(weight).computed_dtype = precision.params
 
     def __bool__(self) -> bool:
         return bool(self._plans)
