@@ -162,10 +162,10 @@ def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
         section = inner
     key = path[-1]
     _, inner = _field(section, key)
-    if inner is not None and issubclass(inner, ShortSection) and is_number(value) and isinstance(here.get(key), dict):
-        if (keys := inner.keys_of(value)) is not None:
-            here[key].update(keys)  # of a size: the mode that the file gives stays
-            return
+    is_short = inner is not None and issubclass(inner, ShortSection) and isinstance(here.get(key), dict)
+    if is_short and is_number(value) and (keys := inner.keys_of(value)) is not None:  # type: ignore[union-attr]
+        here[key].update(keys)  # of a size: the mode that the file gives stays
+        return
     here[key] = value
 
 

@@ -868,7 +868,10 @@ def test_datasets_need_no_torch_to_be_checked() -> None:
         (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
         (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a number of at least 0"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
-        (dict(optimizer=dict(tables="RowWiseAdagrd")), "optimizer.tables.type: no optimizer of tables named 'RowWiseAd"),
+        (
+            dict(optimizer=dict(tables="RowWiseAdagrd")),
+            "optimizer.tables.type: no optimizer of tables named 'RowWiseAd",
+        ),
         (dict(optimizer=dict(tables="AdamW")), "optimizer.tables.type: no optimizer of tables named 'AdamW'. Did you "),
         (dict(optimizer=dict(tables=dict(lr=0.1))), "optimizer.tables.type: "),
         (dict(optimizer=dict(tables=dict(type="SGD", lr=0))), "optimizer.tables.lr: must be greater than 0, got 0"),
