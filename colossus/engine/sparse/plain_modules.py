@@ -50,14 +50,14 @@ class RowForward:
     """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, vars(module).get("forward")
+        self._module, self._replaced = module, vars(module).get("forward")
 
     @uncompiled
     def __call__(self, *args: Any, **options: Any) -> Any:
         module = self._module
         with _RowLookups():
-            if self._own is not None:
-                return self._own(*args, **options)
+            if self._replaced is not None:
+                return self._replaced(*args, **options)
             return type(module).forward(module, *args, **options)
 
 
