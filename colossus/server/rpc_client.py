@@ -62,6 +62,7 @@ class RpcClient:
         worker: number of this worker, an int32; one client of a number at a time.
         timeout_seconds: of silence after which the server is taken for dead, at least `LEAST_TIMEOUT_SECONDS`.
         on_progress: called by a thread of the client whenever a reply has come.
+        shared_memory: whether arrays may go through it, where the server is on this host.
 
     Raises:
         ServerGone: nothing answers at the endpoint.
@@ -76,6 +77,8 @@ class RpcClient:
         worker: int,
         timeout_seconds: float = 60.0,
         on_progress: Callable[[], object] = lambda: None,
+        *,
+        shared_memory: bool = True,
     ) -> None:
         if (wrong := wrong_endpoint(endpoint)) is not None:
             raise ValueError(f"the endpoint of a server: {wrong}")
@@ -99,7 +102,7 @@ class RpcClient:
         self._read_at = 0.0
         self._connection: Connection | None = None
         self._segments, self._mapped = SegmentPool(), SegmentMap()
-        self._can_map, self._takes_segments = True, False
+        self._can_map, self._takes_segments = shared_memory, False
         self._buffers = BufferPool(_POOLED_BYTES)
         self._last_sign: float | None = None
         self._gone: ServerGone | None = None
@@ -282,12 +285,12 @@ class RpcClient:
         self._last_sign = connection.last_heard
         self._selector.register(stream, selectors.EVENT_READ)
         with self._changed:
-            self._takes_segments = takes_segments
+            self._takes_segments = takes_segments and self._can_map
             if not is_new:
                 self._acknowledged = []
                 connection.send(wire.frame(wire.RESUME, wire.encode(list(self._pending))))
                 for pending in self._pending.values():
-                    pending.message.send(connection, takes_segments)
+                    pending.message.send(connection, self._takes_segments)
             self._connection = connection
 
     def _lose(self, reason: str) -> None:

@@ -112,21 +112,21 @@ class RpcServer:
         _open.add(self)
 
     def close(self) -> None:
-        """End: workers that are connected see `ServerGone` (it was closed). Idempotent."""
-        self._end = self._end or "it was closed"
+        """End, when the request at work is done: workers that are connected see `ServerGone` (it was closed).
+        Idempotent; not from the handler."""
         self._is_closing = True
-        self._wake.call()
         self._work.put(None)
-        for thread in (self._handler, self._reader):
-            if thread is not threading.current_thread():
-                thread.join()
+        self._handler.join()
+        self._end = self._end or "it was closed"
+        self._wake.call()
+        self._reader.join()
         self._wake.close()
         _open.discard(self)
 
     # -- the thread of the handler ---------------------------------------------------------------------------
 
     def _run_handler(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._work.get()) is not None and not self._is_closing:
             try:
                 work()
             except Exception as error:
@@ -136,9 +136,9 @@ class RpcServer:
             del work  # and with it what it holds
 
     def _fail(self, error: BaseException) -> None:
+        self._on_failure(error)
         self._end = f"it has failed: {type(error).__name__}: {error}"
         self._wake.call()
-        self._on_failure(error)
 
     def _answer(
         self,
@@ -164,7 +164,7 @@ class RpcServer:
         looked = 0.0
         told = False
         try:
-            while not self._is_closing:
+            while self._end is None or not self._is_closing:
                 self._watch_backlogs()
                 for key, _ in self._selector.select(_LOOK_SECONDS):
                     key.data()
