@@ -136,9 +136,10 @@ def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
 
 
 def test_a_server_that_is_closed_says_so() -> None:
-    with serving() as (_, server):
+    with serving() as (handler, server):
         client = RpcClient(server.endpoint, TOKEN, 0)
         call = client.call("sleep", {"seconds": 0.2})
+        until(lambda: handler.is_asleep)
         later = client.call("echo")
     call.wait(10)  # it was at work
     with pytest.raises(ServerGone, match="it was closed") as error:

@@ -86,7 +86,7 @@ def test_the_ends_in_order(tmp_path: Path) -> None:
         client.call("echo").wait(10)
     with start_server(0, TOKEN, settings) as server:
         os.kill(server.process, signal.SIGTERM)
-        until_ended(server.process)
+        server._child.wait(10)
         assert server.returncode == 128 + signal.SIGTERM
 
 
