@@ -21,8 +21,10 @@ from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
 from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
+from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.origin import Taken, choose
 from colossus.launch.report import DONE, FAILED, USAGE, report
+from colossus.launch.server_plan import num_servers
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
@@ -190,10 +192,23 @@ def _launch(
     with _stop_raises():
         try:
             # torch is imported here: everything above answers without it
-            from colossus.launch.agent import Launch, run_workers
+            from colossus.launch.agent import run_workers
 
-            survives = grid if _goes_on_after_a_death(config) else None
-            outcome = run_workers(Launch(config_path, overrides, begin, local_ranks, nnodes, endpoint, survives))
+            options = strategy_options(config)
+            outcome = run_workers(
+                NodeLaunch(
+                    config_path,
+                    overrides,
+                    begin,
+                    local_ranks,
+                    nodes=nnodes,
+                    endpoint=endpoint,
+                    survives=grid if _goes_on_after_a_death(config) else None,
+                    are_independent=options is not None and options.replicas_are_independent,
+                    servers=num_servers(config, nnodes),
+                    server_timeout_seconds=config.comm.timeout_seconds,
+                )
+            )
         except _Stopped as stop:
             print(stopped_line(None, config, stop.signum))
             return exit_code(stop.signum)
@@ -208,7 +223,8 @@ def _launch(
 
 
 def _goes_on_after_a_death(config: Config) -> bool:
-    return getattr(strategy_options(config), "on_death", "stop") == "continue"
+    options = strategy_options(config)
+    return options is not None and options.goes_on_after_a_death
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

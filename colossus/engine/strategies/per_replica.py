@@ -15,6 +15,7 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
 from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.meeting_gate import MeetingGate
 from colossus.engine.strategies.options.base import PerReplicaOptions
 from colossus.engine.strategies.stop_agreement import StopAgreement
 
@@ -42,6 +43,9 @@ class PerReplica(AllReduce):
     exact = False
     stops_by_store: bool = True
 
+    #: through which those go that live where replicas are independent and a run goes on without who dies
+    gate: MeetingGate | None = None
+
     def __init__(self, options: PerReplicaOptions) -> None:
         self.options = options
         self.evaluates = options.evaluate
@@ -56,8 +60,14 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
+        if has_others and self.options.replicas_are_independent and self.options.goes_on_after_a_death:
+            self.gate = MeetingGate(parts.context, on_progress=lambda: self.on_progress())
         if has_others and self.stops_by_store:
-            self.stop_agreement = StopAgreement(parts.context, on_progress=lambda: self.on_progress())
+            self.stop_agreement = StopAgreement(
+                parts.context,
+                on_progress=lambda: self.on_progress(),
+                dead=self.gate.dead if self.gate is not None else lambda: (),
+            )
         if not has_others and parts.context.rank == 0:
             log.warning(
                 "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
@@ -104,6 +114,9 @@ class PerReplica(AllReduce):
 
     def agree_on_stop(self, step: int, requests: float) -> float:
         self._completed = step + 1
+        if self.gate is not None:
+            self.gate.completed = step + 1
+            self.gate.begin()
         if self.stop_agreement is None:
             return requests
         if self.is_summed(step):
@@ -125,6 +138,12 @@ class PerReplica(AllReduce):
         """What a strategy does where all replicas meet, before they do in a collective over data: wait longer than that
         would, answer the others, take in what is under way."""
         self._is_apart = False
+        if self.gate is not None:
+            self.gate.meet()
+
+    def close(self) -> None:
+        if self.gate is not None:
+            self.gate.close()
 
     def part(self) -> None:
         """Before links are closed that others may need: meet them, unless nothing was done since the last meeting, or

@@ -160,6 +160,7 @@ class AsyncServer(PerReplica):
 
     def close(self) -> None:
         self.part()
+        super().close()
         self.at_servers.close()
 
 
