@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_other_servers_and_with_all_reduce(tmp_path: Path) ->
 
 
 def _asynchronous(rank: int, folder: Path) -> tuple[Tensor, Tensor, list[float]]:
-    """Two workers of their own pace save; what is in the checkpoint, what was evaluated, and what all_reduce makes of it."""
+    """Two workers of their own pace save: what was evaluated, and with what all_reduce goes on."""
     plan = dict(data=2, strategy=server(mode="async"))
     engine = engine_of(settings(folder, plan, optimizer=ADAMW, train=dict(steps=STEPS, precision="fp64")))
     engine.loss_fn = _uneven

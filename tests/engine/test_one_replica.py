@@ -15,8 +15,9 @@ EVERY_STEP = {"local_sgd": {"period": 1}, "slowmo": {"period": 1}, "diloco": {"p
 
 
 def several_replicas() -> list[str]:
-    """All strategies whose replicas have parameters of their own."""
-    return [name for name in STRATEGY_OPTIONS.names() if issubclass(STRATEGY_OPTIONS.get(name), PerReplicaOptions)]
+    """All strategies whose replicas have parameters of their own; of servers see `test_server_async`."""
+    names = [name for name in STRATEGY_OPTIONS.names() if issubclass(STRATEGY_OPTIONS.get(name), PerReplicaOptions)]
+    return [name for name in names if name != "server"]
 
 
 @pytest.mark.parametrize("name", several_replicas())

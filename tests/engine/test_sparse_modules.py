@@ -211,7 +211,7 @@ def test_the_ids_of_all_lookups_are_known_before_training() -> None:
     """From which follows how much of a table a step touches: padding in bags is not looked up, negatives are."""
     batch = batches()[0]
     config = Config(optimizer=dict(type="SGD", lr=LR), train=dict(steps=1, global_batch_size=SAMPLES, seed=SEED))
-    found = lookups_of(ours, config, batch, 1)
+    (found,) = lookups_of(ours, config, [batch])
     ids, bags, labels = batch["inputs"]["ids"], batch["inputs"]["bags"].flatten(), batch["labels"].flatten()
     drawn = log_uniform.sample(RngStreams(SEED).key("negatives", 0, "head"), NEGATIVES, CLASSES)
     want = dict.fromkeys(("largest", "mean", "rate"), bags) | dict.fromkeys(("table", "scaled"), ids)

@@ -9,10 +9,10 @@ from colossus.server.rpc import RpcServer
 from colossus.server.store import ShardStore
 
 
-def start(index: int, token: bytes) -> Any:
+def start(num_servers: int, token: bytes) -> list[Any]:
     """As `server_connection.start`, in this process."""
-    store = ShardStore()
-    return RpcServer(store.handle, token, index=index, on_gone=store.on_gone)
+    stores = [ShardStore() for _ in range(num_servers)]
+    return [RpcServer(store.handle, token, index=index, on_gone=store.on_gone) for index, store in enumerate(stores)]
 
 
 def in_threads() -> None:

@@ -115,6 +115,9 @@ class _Recorder:
         distinct, where = torch.unique(ids, return_inverse=True)
         return self.read(distinct), where
 
+    def read(self, ids: Tensor) -> Tensor:
+        return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
+
     def require_ids(self, ids: Tensor) -> None: ...
 
 

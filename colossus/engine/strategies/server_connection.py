@@ -11,6 +11,7 @@ from colossus.comm.objects import broadcast_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.server import environment
 from colossus.server.client import Servers
+from colossus.server.process import start_servers
 from colossus.server.rpc import RpcClient
 
 #: for which the first rank waits for others, before it ends servers of its own
@@ -26,11 +27,9 @@ class OwnServer(Protocol):
     def close(self) -> None: ...
 
 
-def start(index: int, token: bytes) -> OwnServer:
-    """Start a server as a child of this process."""
-    from colossus.server.process import start_server
-
-    return start_server(index, token, {})
+def start(num_servers: int, token: bytes) -> Sequence[OwnServer]:
+    """Start servers as children of this process."""
+    return start_servers(range(num_servers), token, {})
 
 
 class ServerConnection:
@@ -74,14 +73,14 @@ def connect(
     Raises:
         ValueError: there are others than the config says.
     """
-    own: list[OwnServer] = []
+    own: Sequence[OwnServer] = ()
     if environment.is_given():
         given = environment.read()
         endpoints, token = given.endpoints, given.token
     else:
         token = environment.new_token()
         if context.rank == context.ranks[0]:
-            own = [start(index, token) for index in range(num_servers or 1)]
+            own = start(num_servers or 1, token)
         found = [server.endpoint for server in own], token
         endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
     if num_servers is not None and len(endpoints) != num_servers:
