@@ -110,7 +110,8 @@ def _elastic(rank: int, mode: str) -> list[tuple[float, float]]:
         x = engine.model.x[0, 0].item()
         with engine.strategy.evaluation():
             seen.append((x, engine.model.x[0, 0].item()))
-            assert engine.model.x.max() - engine.model.x.min() < 1e-14  # servers add in orders of their own
+            # the rows are on two servers, which add in orders of their own
+            assert mode == "async" or engine.model.x.max() - engine.model.x.min() < 1e-14
         assert engine.model.x[0, 0].item() == x
     engine.close()
     return seen
