@@ -157,7 +157,7 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
-        if _goes_on_after_a_death(config):
+        if getattr(strategy_options(config), "on_death", None) == "continue":
             raise ConfigError(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"
