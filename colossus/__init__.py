@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
     from colossus.engine.average import average
+    from colossus.engine.check_replicas import check_replicas
     from colossus.engine.initialize import initialize
     from colossus.export.plain_module import plain
 
 __version__ = "0.1.0"
-__all__ = ["ParallelContext", "average", "build", "current_context", "initialize", "plain"]
+__all__ = ["ParallelContext", "average", "build", "check_replicas", "current_context", "initialize", "plain"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -20,6 +21,7 @@ __getattr__, __dir__ = lazy_names(
         "ParallelContext": "context.parallel_context",
         "current_context": "context.parallel_context",
         "average": "engine.average",
+        "check_replicas": "engine.check_replicas",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
         "plain": "export.plain_module",

@@ -30,18 +30,22 @@ def render_strategy(config: Config, width: int) -> str:
     assert parallel.data is not None
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
-    what = textwrap.wrap(_first_line(found.strategy), max(40, width - 12))
-    lines = [f"strategy    {name}" + (f" ({promise})" if promise else ""), *(f"{'':<12}{line}" for line in what)]
-    lines.append(f"plan        {describe_sizes(parallel)}")
+    head = [("strategy", name + (f" ({promise})" if promise else "")), ("", _first_line(found.strategy))]
+    head.append(("plan", describe_sizes(parallel)))
     if found.choices:
-        lines.append(f"bytes       {_parties(found)}; rows alone, without their ids")
+        head.append(("bytes", f"{_parties(found)}; rows alone, without their ids"))
+    lines = [line for key, text in head for line in _wrapped(f"{key:<12}", text, width)]
     sections = ["\n".join(lines), _table(found, width)]
     if found.choices:
         sections.append(_totals(found))
-        sections.append("\n".join(_notes(found)))
+        sections.append("\n".join(line for note in _notes(found) for line in _wrapped("", note, width)))
     if hasattr(found.strategy, "describe_servers"):
         sections.append(found.strategy.describe_servers(found))
     return "\n\n".join(sections)
+
+
+def _wrapped(key: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(key + text, max(50, width), subsequent_indent=" " * len(key))
 
 
 def _first_line(strategy: Any) -> str:

@@ -39,3 +39,6 @@ class Wake:
         if self._write >= 0:
             os.close(self._write)
             self._write = -1
+
+    def __del__(self) -> None:
+        self.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -12,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from colossus.comm.objects import all_gather_object
 from colossus.comm.peers import PeerLinks
 from colossus.context.groups import AxisGroup
+from colossus.context.launched_ranks import launched_ranks
 from colossus.context.parallel_context import current_context
 from colossus.engine.parameter_vector import ParameterVector
 from colossus.graphs.analysis import consensus
@@ -91,16 +90,7 @@ def _group() -> tuple[AxisGroup, float]:
     context = current_context()
     if context.world_size > 1:
         return context.group("data"), context.timeout.total_seconds()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        ranks = tuple(range(dist.get_world_size()))
-        return AxisGroup(("world",), ranks, dist.get_rank(), dist.group.WORLD), _TIMEOUT_SECONDS
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started.isdecimal() and int(started) > 1 and not dist.is_initialized():
-        raise ValueError(
-            f"colossus.average: {started} processes were started (WORLD_SIZE), but they are not joined yet: call "
-            f"colossus.initialize or torch.distributed.init_process_group first"
-        )
-    return AxisGroup((), (0,), 0, None), _TIMEOUT_SECONDS
+    return launched_ranks("colossus.average"), _TIMEOUT_SECONDS
 
 
 @cache

@@ -138,7 +138,8 @@ class Servers:
             values: by name a tensor of the whole shape (a sparse one: its rows), rows (`RowGradient`), or None: all of
                 it for ``zero``, no change for ``gradient``.
             rule: ``zero``, ``copy``, ``add``, or ``gradient``: an update by the tensor's optimizer.
-            options: of this update: ``lr``, ``scale`` (a factor of the gradient), or what else the optimizer has.
+            options: of this update: ``lr``, ``scale`` (a factor of the gradient), ``clip_value`` (the largest absolute
+                value of an element, after that), or what else the optimizer has.
             options_of: the same by name, where they differ.
 
         Returns:
@@ -172,18 +173,18 @@ class Servers:
         with self._lock:
             ready = self._prefetched.pop(tuple(into), None)
         if ready is not None:
-            return _then_copy(ready[0], ready[1], into)
+            return ready[0].then(lambda _: _copy(ready[1], into))
         return self._pull(into)
 
-    def prefetch(self, like: Mapping[str, Tensor]) -> Handle[None]:
-        """Start to pull into spare buffers, for the next `pull` of just these names."""
-        key = tuple(like)
+    def prefetch(self, names: Sequence[str]) -> Handle[None]:
+        """Start to pull into spare buffers, for the next `pull` of just these names, in this order."""
+        key = tuple(names)
         with self._lock:
             if key in self._prefetched:
                 return self._prefetched[key][0]
             if key not in self._spare:
                 self._spare[key] = {
-                    name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in like
+                    name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in names
                 }
             handle = self._pull(self._spare[key])
             self._prefetched[key] = handle, self._spare[key]
@@ -261,7 +262,7 @@ class Servers:
         """One update by the sums of a step, whose `squares` are known. All workers may ask for it; it is done once.
 
         Args:
-            options: of the optimizers: ``lr``; ``scale``: a factor of the gradient (one over the tokens, the clip).
+            options: of the optimizers, as for `push`; ``scale`` is one over the tokens, say, times the clip.
             options_of: the same by name, where they differ.
             found_inf: do not update, and forget the sums.
             into: where the values go afterwards, by name.
@@ -325,12 +326,7 @@ def _nothing(replies: list[Reply]) -> None:
     pass
 
 
-def _then_copy(handle: Handle[None], source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Handle[None]:
-    """Wait for a prefetch and take it."""
-
-    def finish(_: list[Reply]) -> None:
-        handle.wait()
-        for name, target in into.items():
-            target.detach().copy_(source[name])
-
-    return Handle(handle.calls, finish)
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    for name, target in into.items():
+        target.copy_(source[name])

@@ -12,6 +12,7 @@ from torch import Tensor
 from colossus.server.messages import Call, Refused, Reply, ServerGone
 
 T = TypeVar("T")
+U = TypeVar("U")
 _MOST_NAMES = 3
 
 
@@ -59,14 +60,18 @@ class Handle(Generic[T]):
     """An operation that is under way. It goes on whether it is waited for or not."""
 
     def __init__(self, calls: Sequence[ServerCall], finish: Callable[[list[Reply]], T]) -> None:
-        self.calls, self._finish = calls, finish
+        self._calls, self._finish = calls, finish
         self._lock = threading.Lock()
         self._result: T
         self._is_finished = False
 
     def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
-        return self._is_finished or all(each.call.is_done() for each in self.calls)
+        return self._is_finished or all(each.call.is_done() for each in self._calls)
+
+    def then(self, use: Callable[[T], U]) -> Handle[U]:
+        """What ``use`` makes of the result, when it is waited for."""
+        return Handle(self._calls, lambda _: use(self.wait()))
 
     def wait(self) -> T:
         """The result, once all servers have answered. It may be asked for again, and from any thread.
@@ -77,6 +82,6 @@ class Handle(Generic[T]):
         """
         with self._lock:
             if not self._is_finished:
-                self._result = self._finish([each.wait() for each in self.calls])
-                self.calls, self._is_finished = (), True
+                self._result = self._finish([each.wait() for each in self._calls])
+                self._is_finished = True
         return self._result

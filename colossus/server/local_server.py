@@ -40,13 +40,13 @@ class LocalServer:
         self._on_failure = on_failure
         self._is_closed = False
         module, _, name = wanted.handler.partition(":")
-        self._handler: Any = getattr(importlib.import_module(module), name)(**wanted.options)
+        self.handler: Any = getattr(importlib.import_module(module), name)(**wanted.options)
         self.rpc = RpcServer(
-            self._handler.handle,
+            self.handler.handle,
             token,
             index=index,
             host=wanted.host,
-            on_gone=getattr(self._handler, "on_gone", lambda worker, reason: None),
+            on_gone=getattr(self.handler, "on_gone", lambda worker, reason: None),
             on_failure=self._note,
             timeout_seconds=wanted.timeout_seconds,
             reconnect_seconds=wanted.reconnect_seconds,
@@ -65,7 +65,7 @@ class LocalServer:
         if not self._is_closed:
             self._is_closed = True
             self.rpc.close()
-            getattr(self._handler, "close", lambda: None)()
+            getattr(self.handler, "close", lambda: None)()
 
     def _note(self, error: BaseException) -> None:
         self.failure = f"{type(error).__name__}: {error}"

@@ -165,6 +165,7 @@ class RpcClient:
         self._wake.call()
         if self._thread is not threading.current_thread():
             self._thread.join()
+            self._wake.close()
         _open.discard(self)
 
     def _has_room(self) -> bool:
@@ -184,6 +185,7 @@ class RpcClient:
             if self._connection is not None:
                 self._connection.close()
             self._segments.close()
+            self._mapped.close()
             self._selector.close()
             self._wake.close_reading()
 

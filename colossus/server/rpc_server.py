@@ -120,6 +120,7 @@ class RpcServer:
         for thread in (self._handler, self._reader):
             if thread is not threading.current_thread():
                 thread.join()
+        self._wake.close()
         _open.discard(self)
 
     # -- the thread of the handler ---------------------------------------------------------------------------

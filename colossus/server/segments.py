@@ -173,6 +173,10 @@ class SegmentMap:
         for number in numbers:
             self._memory.pop(number, None)
 
+    def close(self) -> None:
+        """Nothing is read any more; what somebody still looks at stays until then."""
+        self._memory.clear()
+
 
 def _make(number: int, size: int) -> Segment:
     """Really allocated, so that no page can be missing later."""

@@ -111,12 +111,13 @@ class Session:
             self.acknowledge([sequence for sequence in self._answers if sequence not in kept])
 
     def end(self) -> None:
-        """The client is gone, and will not come back."""
+        """The client is gone, and will not come back. By the thread that reads."""
         with self._lock:
             self.is_over = True
             self.connection = None
             self._answers.clear()
         self.segments.close()
+        self.mapped.close()
 
 
 def _numbers(value: object) -> list[int]:

@@ -106,7 +106,8 @@ class Shard:
         Args:
             rule: ``zero``, ``copy``, ``add``, or ``gradient``.
             part: rows by their number within the shard; None: for ``zero`` all of it, for ``gradient`` nothing.
-            options: of the optimizer, before those that it was made with; ``scale``: a factor of the gradient.
+            options: of the optimizer, before those that it was made with; ``scale``: a factor of the gradient;
+                ``clip_value``: the largest absolute value of an element of it, after that.
         """
         values = self.values
         if rule == "gradient":
@@ -130,10 +131,12 @@ class Shard:
 
     def _update(self, gradient: Tensor | RowGradient, options: dict[str, Any]) -> None:
         assert self._rule is not None
-        scale = options.pop("scale", 1.0)
+        scale, largest = options.pop("scale", 1.0), options.pop("clip_value", None)
         ids, rows = (gradient.ids, gradient.rows) if isinstance(gradient, RowGradient) else (None, gradient)
         rows = rows.to(self.values.dtype)
-        self._rule.update(self.values, self.state, ids, rows if scale == 1 else rows * scale, options)
+        rows = rows if scale == 1 else rows * scale
+        rows = rows if largest is None else rows.clamp(-largest, largest)
+        self._rule.update(self.values, self.state, ids, rows, options)
 
     # -- state --------------------------------------------------------------------------------------------
 

@@ -50,6 +50,11 @@ class ShardStore:
             "stats": self._stats,
         }
 
+    @property
+    def num_gone(self) -> int:
+        """How many workers have ended."""
+        return len(self._gone)
+
     def handle(self, request: Request) -> None:
         """Answer a request, now or when others have done what it waits for."""
         began = time.perf_counter()

@@ -78,7 +78,7 @@ class SyncSteps:
 
     Attributes:
         applied: the newest step that was applied.
-        num_late: parts that came after their step was applied, and were dropped.
+        num_late: parts that are in no sum: their step was closed without them.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class SyncSteps:
         self._squares: dict[int, float] = {}
 
     def accumulate(self, step: int, worker: int, part: Part, workers: tuple[int, ...], keeps_parts: bool) -> bool:
-        """Take a part; False: it is late, and dropped."""
-        if step <= self.applied:
+        """Take a part; False: its step is closed, and it is dropped."""
+        if step <= self.applied or step in self._totals:
             self.num_late += 1
             return False
         found = self._sums.setdefault(step, GradientSum(workers, keeps_parts))
@@ -110,7 +110,9 @@ class SyncSteps:
     def squares(self, step: int, included: tuple[int, ...], like: Tensor) -> float | None:
         """The square of the norm of the sum, of a step of which nothing is missing; None: it was applied long ago."""
         if step > self.applied and step not in self._totals:
-            total = self._sums.pop(step).total(included, like)
+            found = self._sums.pop(step)
+            self.num_late += found.num_given - len(included)
+            total = found.total(included, like)
             self._totals[step], self._squares[step] = total, _squares(total)
         return self._squares.get(step)
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 from colossus.server.client import Servers
 from colossus.server.rpc import RpcClient, RpcServer
 from colossus.server.store import ShardStore
@@ -30,3 +33,16 @@ def local_servers(num_servers: int = 1, num_workers: int = 1) -> Iterator[list[S
             view.close()
         for server in servers:
             server.close()
+
+
+def made(workers: list[Servers], tensors: dict[str, Tensor], **options: object) -> None:
+    """All workers make tensors, in an order in which the one with values comes last."""
+    handles = [worker.create(tensors, **options) for worker in reversed(workers)]  # type: ignore[arg-type]
+    for handle in handles:
+        handle.wait()
+
+
+def pulled(worker: Servers, name: str, like: Tensor) -> Tensor:
+    into = torch.empty_like(like)
+    worker.pull({name: into}).wait()
+    return into

@@ -7,29 +7,18 @@ import threading
 
 import pytest
 import torch
+from helpers.servers import local_servers, made, pulled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
 from colossus.server.messages import Refused, ServerGone
-from tests.helpers.servers import local_servers
+from colossus.server.rpc import RpcClient, RpcServer
+from colossus.server.store import ShardStore
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=1, max_size=5)
-
-
-def made(workers: list[Servers], tensors: dict[str, Tensor], **options: object) -> None:
-    """All workers make tensors, in an order in which the one with values comes last."""
-    handles = [worker.create(tensors, **options) for worker in reversed(workers)]  # type: ignore[arg-type]
-    for handle in handles:
-        handle.wait()
-
-
-def pulled(worker: Servers, name: str, like: Tensor) -> Tensor:
-    into = torch.empty_like(like)
-    worker.pull({name: into}).wait()
-    return into
 
 
 @settings(deadline=None, max_examples=40)
@@ -82,7 +71,7 @@ def test_any_interleaving_of_sums_is_the_sum(data: st.DataObject, num_servers: i
 
 
 def test_every_update_is_applied_once_under_random_delays() -> None:
-    """Workers in threads of their own that push at random times: the sum of all is there, and a pull never sees a half."""
+    """Workers in threads that push at random times: the sum of all is there, and a pull never sees a half."""
     num_workers, pushes, size = 4, 12, 33
     torn = []
 
@@ -195,7 +184,7 @@ def test_prefetched_values_are_those_of_their_time() -> None:
     with local_servers(2, 2) as [worker, other]:
         start = torch.arange(6.0)
         made([worker, other], {"w": start})
-        worker.prefetch({"w": start}).wait()
+        worker.prefetch(["w"]).wait()
         other.push({"w": torch.ones(6)}, "add").wait()
         assert torch.equal(pulled(worker, "w", start), start)
         assert worker.push({"w": torch.ones(6)}, "add").wait() == {"w": 1}  # one update since what it has pulled
@@ -309,7 +298,20 @@ def test_a_dead_source_is_not_waited_for() -> None:
 
 
 def test_an_ended_server_is_named_with_what_was_asked() -> None:
-    with local_servers(1) as [worker]:
-        made([worker], {"w": torch.ones(3)})
-    with pytest.raises(ServerGone, match="server 0 .* is gone"):
-        worker.push({"w": torch.ones(3)}).wait()
+    token = b"t" * 32
+    store = ShardStore()
+    server = RpcServer(store.handle, token, on_gone=store.on_gone)
+    worker = Servers([RpcClient(server.endpoint, token, 0)], 0, [0, 1])
+    waiting = worker.create({"w": torch.ones(3)}, source=1)
+    server.close()
+    with pytest.raises(ServerGone, match=r"server 0 at .* is gone: .*; it was to create 'w'"):
+        waiting.wait()
+    worker.close()
+
+
+def test_elements_of_a_gradient_are_clipped_after_it_was_scaled() -> None:
+    with local_servers(2) as [worker]:
+        made([worker], {"w": torch.zeros(4)}, optimizer=dict(type="sgd", lr=-1.0))
+        options = {"scale": 0.5, "clip_value": 2.0}
+        worker.push({"w": torch.tensor([1.0, -3.0, 5.0, -7.0])}, "gradient", options).wait()
+        assert pulled(worker, "w", torch.empty(4)).tolist() == [0.5, -1.5, 2.0, -2.0]

@@ -130,7 +130,7 @@ def _dense(name: str, param: nn.Parameter, context: ParallelContext) -> DensePar
     shards = spec_of(param).shards
     shape = shards[0].shape if len(shards) == 1 else (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
     held = tuple(param.shape)
-    size = math.prod(held) * param.element_size()
+    size = math.prod(held) * context.precision.params.itemsize
     return DenseParameter(name, shape, held, size, context.size(gradient_sum_axes(param, context)))
 
 

@@ -37,7 +37,9 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
         ranks = context.size(axes)
         shape, held = spec.shards[0].shape, tuple(weight.shape)
         facts.append(
-            TableFacts(spec.name, shape, held, weight.element_size(), ranks, ranks // data, tied.get(id(weight)))
+            TableFacts(
+                spec.name, shape, held, context.precision.params.itemsize, ranks, ranks // data, tied.get(id(weight))
+            )
         )
     for module in model.modules():
         if any(id(table) in tied for table in lookups.get(id(module), ())):

@@ -6,10 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hosts import Hosts
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
 from colossus.engine.sparse import alphas
+from colossus.engine.sparse.balance import Balance
 from colossus.engine.sparse.choice import (
     Alpha,
     Choice,
@@ -120,11 +125,32 @@ class Hybrid(AllReduce):
         return self.choices[name].way
 
     def hosts_of_rows(self) -> Hosts | None:
-        hosts = self.hosts
-        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
-            return None
-        return hosts
+        hosts = self.hosts if self.options.aggregate else None
+        return hosts if hosts is not None and hosts.are_levels else None
 
     def partitions(self) -> int | None:
         partitions = self.options.partitions
         return partitions if isinstance(partitions, int) else None
+
+    # -- the places of rows -------------------------------------------------------------------------------
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        owned = self.tables.owned() if self.tables is not None else []
+        options = self.options
+        self._balance = Balance(owned, parts.context, after=options.balance_after, partitions=options.partitions)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        super().optimizer_made(optimizer)
+        self._optimizer = optimizer
+
+    def begin_step(self, step: int) -> None:
+        self._balance.begin_step()
+        super().begin_step(step)
+
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        self._balance.after_step(self._optimizer)
+
+    def report(self) -> dict[str, float]:
+        return super().report() | self._balance.report()

@@ -1,0 +1,163 @@
+"""Tensors at servers in a training loop of the user's own, as TorchMPI had it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossus.rows.row_gradient import RowGradient
+from colossus.server.client import Servers
+from colossus.server.handles import Handle
+from colossus.server.joined import servers_of_run
+from colossus.server.pieces import Value
+from colossus.server.shard import RULES
+
+_PREFIX = "own/"
+_numbers = itertools.count(1)
+
+
+class ParameterServer:
+    """A tensor at the servers, made by `init`.
+
+    Attributes:
+        name, shape, dtype: of it.
+        device: on which `receive` makes new tensors: that of the tensor it was made from.
+        servers: where it is.
+        is_freed: whether `free` was called.
+    """
+
+    def __init__(self, name: str, like: Tensor, servers: Servers) -> None:
+        self.servers = servers
+        self.name, self.shape, self.dtype, self.device = name, like.shape, like.dtype, like.device
+        self.is_freed = False
+
+    @property
+    def key(self) -> str:
+        """Its name at the servers."""
+        if self.is_freed:
+            raise ValueError(f"{self!r} was freed")
+        return _PREFIX + self.name
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"ParameterServer({self.name!r}, {dtype} {list(self.shape)})"
+
+
+def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any] | None = None) -> ParameterServer:
+    """Make a tensor at the servers, cut over all of them by rows. Collective: all ranks call it, in the same order.
+
+    Under `colossus launch` with servers it is at those; elsewhere each rank has one as a thread, a lone process
+    included, which is there until `close` or the end of the process.
+
+    Args:
+        tensor: of any dtype, shape and device. The values of rank 0 count.
+        name: unique; by default a number.
+        optimizer: of the rule ``gradient``: dict(type="sgd", lr=0.1), say; momentum, adagrad, rowwise_adagrad and adam
+            with their options (`colossus.rows.rules`).
+
+    Raises:
+        ValueError: something is no such tensor, there is one of this name, or no such optimizer.
+        Refused: ranks differ in shape, dtype or order.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"colossus.server.init takes a tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or hasattr(tensor, "to_local"):
+        kind = type(tensor).__name__ if hasattr(tensor, "to_local") else f"{tensor.layout} on {tensor.device}"
+        raise ValueError(f"colossus.server.init takes a dense tensor with values, not {kind}")
+    servers = servers_of_run()
+    made = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers)
+    servers.create({made.key: tensor.detach().to("cpu")}, optimizer).wait()
+    return made
+
+
+def send(
+    handle: ParameterServer, tensor: Tensor | None, rule: str = "add", ids: Tensor | None = None, **options: Any
+) -> Handle[int | None]:
+    """Change the tensor at the servers. What was sent may be changed as soon as this returns.
+
+    Args:
+        tensor: of its shape, sparse or dense; with ``ids`` the rows, [n, ...]; None for ``zero``.
+        rule: ``zero``, ``copy``, ``add``, or ``gradient``, an update by the optimizer.
+        ids: [n], rows in any order; what is sent for one row several times is added up.
+        options: of the optimizer for this update, ``lr`` above all.
+
+    Returns:
+        To be waited for until it is applied. The result is the staleness: how many updates came since this rank
+        received the tensor; None where it never did, and for ``zero`` and ``copy``.
+    """
+    if rule not in RULES:
+        raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
+    if tensor is None and rule != "zero":
+        raise ValueError(f"{rule} of {handle!r} needs a tensor")
+    value: Value = tensor
+    if ids is not None:
+        value = _rows(handle, ids, tensor, rule)
+    elif rule == "zero":
+        value = None
+    key = handle.key
+    return handle.servers.push({key: value}, rule, options).then(lambda staleness: staleness[key])
+
+
+def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | None = None) -> Handle[Tensor]:
+    """The values at the servers, each shard's of one time; what was prefetched, if anything was.
+
+    Args:
+        into: where they go, to be left alone until the handle was waited for; None: a new tensor.
+        ids: [n], rows in any order: only these, [n, ...].
+
+    Returns:
+        To be waited for. The result is the tensor.
+    """
+    key, servers = handle.key, handle.servers
+    if ids is None:
+        target = torch.empty(handle.shape, dtype=handle.dtype, device=handle.device) if into is None else into
+        return servers.pull({key: target}).then(lambda _: target)
+    wanted, places = torch.unique(_checked_ids(handle, ids), return_inverse=True)
+
+    @torch.no_grad()
+    def taken(rows: dict[str, Tensor]) -> Tensor:
+        found = rows[key][places]
+        return found.to(handle.device) if into is None else into.detach().copy_(found)
+
+    return servers.pull_rows({key: wanted}).then(taken)
+
+
+def prefetch(handle: ParameterServer) -> Handle[None]:
+    """Start to receive, into memory of its own; the next `receive` without ids takes it."""
+    return handle.servers.prefetch([handle.key])
+
+
+def free(handle: ParameterServer) -> None:
+    """This rank needs the tensor no more. It is gone when all ranks have said so."""
+    handle.servers.free([handle.key]).wait()
+    handle.is_freed = True
+
+
+def _checked_ids(handle: ParameterServer, ids: Tensor) -> Tensor:
+    if not handle.shape:
+        raise ValueError(f"{handle!r} is a scalar, which has no rows")
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"ids of rows of {handle!r} are integers [n], not {ids.dtype} {list(ids.shape)}")
+    return ids.detach().to("cpu", torch.int64)
+
+
+def _rows(handle: ParameterServer, ids: Tensor, rows: Tensor | None, rule: str) -> RowGradient:
+    """Rows by ascending ids, each once."""
+    ids = _checked_ids(handle, ids)
+    if rows is None:
+        rows = torch.zeros((len(ids), *handle.shape[1:]), dtype=handle.dtype)
+    if rows.shape != (len(ids), *handle.shape[1:]):
+        raise ValueError(
+            f"{len(ids)} rows of {handle!r} are {[len(ids), *handle.shape[1:]]}, and {list(rows.shape)} was given"
+        )
+    rows = rows.detach().to("cpu")
+    wanted, places = torch.unique(ids, return_inverse=True)
+    if len(wanted) < len(ids) and rule == "copy":
+        raise ValueError(f"copy of rows of {handle!r}: a row is given twice")
+    if len(wanted) == len(ids):
+        return RowGradient(wanted, torch.empty_like(rows).index_copy_(0, places, rows))
+    return RowGradient(wanted, rows.new_zeros((len(wanted), *rows.shape[1:])).index_add_(0, places, rows))
