@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.context.death_board import DEATH_STORE
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
 from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.death_news import is_posted
 from colossus.engine.strategies.meeting_gate import MeetingGate
 from colossus.engine.strategies.options.base import PerReplicaOptions
 from colossus.engine.strategies.stop_agreement import StopAgreement
@@ -83,8 +82,7 @@ class PerReplica(AllReduce):
         options = self.options
         if not (options.replicas_are_independent and options.goes_on_after_a_death):
             return False
-        is_told = getattr(options, "on_death", None) == "continue"
-        return is_told or (DEATH_STORE in os.environ and context.device.type == "cpu")
+        return options.must_go_on_after_a_death or (is_posted() and context.device.type == "cpu")
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
