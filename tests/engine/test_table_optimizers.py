@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.tables import (
     CLASSES,
@@ -132,6 +133,7 @@ def test_a_users_optimizer_is_the_configs() -> None:
         assert adam.state["0.words.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.long
 def test_sparse_adam_over_the_tables_alone() -> None:
     """torch's class in ``optimizer=``: what it leaves out keeps its values, tables are its own updates."""
 
@@ -242,7 +244,7 @@ def poison(engine: Any, rank: int, value: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("way", ["dense", "gather", "owners"])
+@pytest.mark.parametrize("way", but(["dense", "gather"], ["dense", "gather", "owners"]))
 def test_a_row_gradient_that_is_not_finite_names_its_table_and_rank(way: str) -> None:
     def body(rank: int) -> Any:
         found = []
@@ -322,7 +324,7 @@ CHAIN: list[tuple[int, int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("rule", ["rowwise_adagrad", "momentum"])
+@pytest.mark.parametrize("rule", but(["momentum"], ["rowwise_adagrad", "momentum"]))
 def test_a_chain_of_plans_is_one_run(rule: str, tmp_path: Path) -> None:
     """Each link trains a step and saves; the next one goes on from that under another plan."""
     path, runs = None, []
