@@ -54,8 +54,8 @@ class Table:
         distinct, where = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
             self._refuse(ids)
-        if not torch.is_grad_enabled():  # an evaluation ends with no step that would forget the rows
-            return self.way.read(distinct).to(gradient_dtype(self.param)), where
+        if not torch.is_grad_enabled():
+            return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 
