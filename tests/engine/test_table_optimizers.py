@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.tables import (
     CLASSES,
@@ -42,8 +43,8 @@ def config_of(
     optimizer: dict[str, Any] | None = SGD, data: int = 1, way: str = "owners", **more: Any
 ) -> dict[str, Any]:
     ways = {"0.small.*": "dense", "*": way}
-    strategy = dict(type="hybrid", ways=ways) if data > 1 else dict(type="all_reduce")
     plan = more.pop("plan", {})
+    strategy = dict(type="hybrid", ways=ways) if data > 1 or plan else dict(type="all_reduce")
     config: dict[str, Any] = dict(
         parallel=dict(data=data, strategy=strategy, **plan),
         train={**dict(steps=STEPS, global_batch_size=SAMPLES, precision="fp64", seed=5), **more.pop("train", {})},
@@ -132,6 +133,7 @@ def test_a_users_optimizer_is_the_configs() -> None:
         assert adam.state["0.words.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.long
 def test_sparse_adam_over_the_tables_alone() -> None:
     """torch's class in ``optimizer=``: what it leaves out keeps its values, tables are its own updates."""
 
@@ -242,7 +244,7 @@ def poison(engine: Any, rank: int, value: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("way", ["dense", "gather", "owners"])
+@pytest.mark.parametrize("way", but(["dense", "gather"], ["dense", "gather", "owners"]))
 def test_a_row_gradient_that_is_not_finite_names_its_table_and_rank(way: str) -> None:
     def body(rank: int) -> Any:
         found = []
@@ -316,21 +318,22 @@ def test_elements_are_clipped_and_norms_are_by_group() -> None:
 #: ranks, data, way, the rest of the plan
 CHAIN: list[tuple[int, int, str, dict[str, Any]]] = [
     (3, 3, "owners", {}),
-    (4, 2, "owners", dict(tensor=2)),
+    (4, 1, "owners", dict(tensor=dict(mode="2d", size=4))),
     (2, 1, "dense", dict(tensor=2)),
     (2, 2, "gather", {}),
 ]
 
 
-@pytest.mark.parametrize("rule", ["rowwise_adagrad", "momentum"])
+@pytest.mark.parametrize("rule", but(["momentum"], ["rowwise_adagrad", "momentum"]))
 def test_a_chain_of_plans_is_one_run(rule: str, tmp_path: Path) -> None:
     """Each link trains a step and saves; the next one goes on from that under another plan."""
     path, runs = None, []
-    for step, (world, data, way, plan) in enumerate(CHAIN):
+    links = CHAIN if rule == "momentum" else CHAIN[:2]
+    for step, (world, data, way, plan) in enumerate(links):
         config = config_of(RULES[rule][0], data, way, plan=plan, checkpoint=dict(dir=str(tmp_path / str(step))))
         runs.append(run_ranks(world, link, config, path, step, with_context=False)[0])
         path = tmp_path / str(step) / f"step-{step + 1:08d}"
-    expected = in_torch(rule, runs[0].weights[0], None)
+    expected = in_torch(rule, runs[0].weights[0], None, range(len(links)))
     found = Run()
     found.losses, found.norms = [run.losses[0] for run in runs], [run.norms[0] for run in runs]
     found.weights = [runs[0].weights[0], *(run.weights[1] for run in runs)]

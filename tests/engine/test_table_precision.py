@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.tables import SAMPLES, TABLES, Run, Words, batch_of, loss_fn, own_part, train
 
@@ -27,7 +28,7 @@ def config_of(precision: Any, data: int, way: str = "dense", **train: Any) -> di
     )
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("name", but(["bf16", "fp16"], PRECISIONS))
 def test_ways_are_one_process_of_the_same_precision(name: str) -> None:
     precision = PRECISIONS[name]
 
@@ -68,6 +69,7 @@ def test_small_updates_of_a_table_are_not_rounded_away() -> None:
     assert (end != start).any(1).sum() == gradient.any(1).sum() > 5
 
 
+@pytest.mark.long
 def test_a_step_that_overflows_changes_no_table() -> None:
     def body(rank: int) -> list[tuple[bool, bool]]:
         config = config_of("fp16", 2, "owners", loss_scale=dict(init=2.0**26, growth_interval=1000))
