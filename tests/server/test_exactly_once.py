@@ -21,6 +21,16 @@ from colossus.server.rpc import RpcClient, RpcServer
 TOKEN = new_token()
 #: goes through the socket; through shared memory where there is some
 SMALL, LARGE = 3, 5001
+#: and requests of each worker
+SIZES = pytest.mark.parametrize(
+    ("length", "count"),
+    [
+        (SMALL, 200),
+        (LARGE, 60),
+        pytest.param(SMALL, 2000, marks=pytest.mark.long),
+        pytest.param(LARGE, 1000, marks=pytest.mark.long),
+    ],
+)
 
 
 @contextmanager
@@ -56,12 +66,12 @@ def check(handler: Adder, workers: int, count: int) -> None:
     assert torch.equal(handler.total, expected)
 
 
-@pytest.mark.parametrize("length", [SMALL, LARGE])
-def test_through_a_way_that_breaks(length: int) -> None:
-    workers, count = 2, 1200 if length == SMALL else 100
+@SIZES
+def test_through_a_way_that_breaks(length: int, count: int) -> None:
+    workers = 2
     with adding(length) as (handler, server):
         proxies = [
-            CuttingProxy(server.endpoint, seed, 60_000 if length == SMALL else 500 * length) for seed in range(workers)
+            CuttingProxy(server.endpoint, seed, 30_000 if length == SMALL else 500 * length) for seed in range(workers)
         ]
         clients = [RpcClient(proxy.endpoint, TOKEN, worker) for worker, proxy in enumerate(proxies)]
         threads = [threading.Thread(target=add_many, args=(client, count, length)) for client in clients]
@@ -74,14 +84,14 @@ def test_through_a_way_that_breaks(length: int) -> None:
             client.close()
             proxy.close()
         check(handler, workers, count)
-        assert sum(proxy.num_cuts for proxy in proxies) > 5
+        assert sum(proxy.num_cuts for proxy in proxies) > 1
         assert not handler.gone or all(reason is None for _, reason in handler.gone)
 
 
-@pytest.mark.parametrize("length", [SMALL, LARGE])
-def test_local_connections_cut_at_random(length: int) -> None:
+@SIZES
+def test_local_connections_cut_at_random(length: int, count: int) -> None:
     """Both ends of the connections of two workers are closed under them."""
-    workers, count = 2, 600 if length == SMALL else 300
+    workers = 2
     with adding(length) as (handler, server):
         clients = [RpcClient(server.endpoint, TOKEN, worker) for worker in range(workers)]
         threads = [threading.Thread(target=add_many, args=(client, count, length)) for client in clients]
@@ -97,4 +107,4 @@ def test_local_connections_cut_at_random(length: int) -> None:
         for client in clients:
             client.close()
         check(handler, workers, count)
-        assert cuts > 5
+        assert cuts > 1

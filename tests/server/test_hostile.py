@@ -266,7 +266,7 @@ def test_segments_that_are_none(server: RpcServer, send: Callable[[socket.socket
 
 
 @given(st.binary(min_size=1, max_size=400), st.integers(0, 10), st.booleans())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 def test_any_bytes_after_a_greeting(server: RpcServer, garbage: bytes, kind: int, framed: bool) -> None:
     stream = welcomed(server, local=kind % 2 == 0)
     stream.sendall(wire.frame(kind, garbage, sequence=1) if framed else garbage)
@@ -290,7 +290,7 @@ JSON = st.recursive(
 
 
 @given(JSON | st.lists(st.tuples(st.sampled_from(["float32", "int8"]), st.lists(st.integers(-1, 1 << 65))).map(list)))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_description_is_understood_or_refused(described: Any) -> None:
     try:
         packing = unpack(described, 1 << 16)
@@ -310,7 +310,7 @@ DTYPES = [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex6
     st.integers(1, 999),
     st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_frames_come_whole_however_they_are_cut(kinds: list[Any], step: int, scatter: bool) -> None:
     tensors = [(torch.rand(shape) * 9).to(dtype) for dtype, shape in kinds]
     large = torch.rand(9000)
