@@ -26,7 +26,17 @@ from colossus.config import ConfigError, load_config
 from colossus.context.local_ranks import run_local_ranks
 from colossus.graphs.graph import make_graph
 
-STRATEGIES = ("all_reduce", "sgp", "sgp overlap=1", "sgp overlap=2", "sgp overlap=4", "ad-psgd")
+STRATEGIES = (
+    "all_reduce",
+    "sgp",
+    "sgp overlap=1",
+    "sgp overlap=2",
+    "sgp overlap=4",
+    "ad-psgd",
+    "server",
+    "server mode=async",
+    "server mode=async max_staleness=4",
+)
 SLOW_REPLICA = 1
 _WARM_UP = 2
 
@@ -95,7 +105,9 @@ def kept(measured: Sequence[float], kind: str, steps: int, overhead: float, base
 def predicted(strategy: str, kind: str, replicas: int, steps: int, factor: float) -> float | None:
     """`kept` of a model without overhead, in which messages travel in no time; None for what it does not cover."""
     found = strategy_of(strategy)
-    if found["type"] == "all_reduce":
+    if found["type"] == "server" and found.get("mode") == "async":
+        return 1.0 if found.get("max_staleness") is None else None
+    if found["type"] in ("all_reduce", "server"):
         graph, overlap = make_graph("complete", replicas, replicas - 1), 0
     elif found["type"] == "sgp":
         graph = make_graph(found.get("graph", "exponential"), replicas, found.get("peers", 1))

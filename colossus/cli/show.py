@@ -10,6 +10,7 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.launch.server_plan import describe_servers, num_servers
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.draw.picture import save
@@ -104,6 +105,8 @@ def _head(config: Config, grid: RankGrid) -> str:
     of_strategy = strategy_options(config)
     if of_strategy is not None and (promise := of_strategy.describe(parallel.data)):
         lines.append(f"strategy    {name_of(parallel.strategy.type)} ({promise})")
+    if servers := num_servers(config, 1):
+        lines.append(f"servers     {describe_servers(servers, 1)}")
     if config.train.activation_checkpoint.type != "none":
         lines.append(f"recomputed  {config.train.activation_checkpoint}")
     return "\n".join([str(config.name), *lines])

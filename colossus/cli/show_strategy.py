@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossus.arithmetic import byte_count
+from colossus.cli.show_servers import render_servers
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
 from colossus.engine.sparse.choice import Choice, Parties
 from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
 from colossus.engine.sparse.forecast import Forecast, forecast
+from colossus.engine.strategies.options.hybrid import HybridOptions
+from colossus.engine.strategies.options.server import ServerOptions
 
 _HEADER = ("parameter", "shape", "on a rank", "alpha", "dense", "gather", "owners", "way")
 _NONE = "-"
@@ -30,18 +33,22 @@ def render_strategy(config: Config, width: int) -> str:
     assert parallel.data is not None
     name = f"zero = {parallel.zero.stage}" if parallel.zero.stage else name_of(parallel.strategy.type)
     promise = options.describe(parallel.data) if options is not None and not parallel.zero.stage else ""
-    what = textwrap.wrap(_first_line(found.strategy), max(40, width - 12))
-    lines = [f"strategy    {name}" + (f" ({promise})" if promise else ""), *(f"{'':<12}{line}" for line in what)]
-    lines.append(f"plan        {describe_sizes(parallel)}")
+    head = [("strategy", name + (f" ({promise})" if promise else "")), ("", _first_line(found.strategy))]
+    head.append(("plan", describe_sizes(parallel)))
     if found.choices:
-        lines.append(f"bytes       {_parties(found)}; rows alone, without their ids")
+        head.append(("bytes", f"{_parties(found)}; rows alone, without their ids"))
+    lines = [line for key, text in head for line in _wrapped(f"{key:<12}", text, width)]
     sections = ["\n".join(lines), _table(found, width)]
     if found.choices:
         sections.append(_totals(found))
-        sections.append("\n".join(_notes(found)))
-    if hasattr(found.strategy, "describe_servers"):
-        sections.append(found.strategy.describe_servers(found))
+        sections.append("\n".join(line for note in _notes(found, options) for line in _wrapped("", note, width)))
+    if isinstance(options, ServerOptions):
+        sections.append(render_servers(found, options.servers or 1))
     return "\n\n".join(sections)
+
+
+def _wrapped(key: str, text: str, width: int) -> list[str]:
+    return textwrap.wrap(key + text, max(50, width), subsequent_indent=" " * len(key))
 
 
 def _first_line(strategy: Any) -> str:
@@ -134,11 +141,13 @@ def _times(sent: float, own: float) -> str:
     return f"  x {sent / own:.3g}" if own and sent != own else ""
 
 
-def _notes(found: Forecast) -> list[str]:
+def _notes(found: Forecast, options: Any) -> list[str]:
     lines = [f"{choice.table.name}: {choice.way}: {choice.why}" for choice in found.choices if choice.why]
     sources = {choice.alpha.source for choice in found.choices if choice.table.tied is None}
     if "measured" in sources:
         lines.append("alpha: the part of its rows that a rank touches in a step, measured on the first batch")
+    if isinstance(options, HybridOptions) and options.hosts is None and options.per_host is None:
+        lines.append("all ranks are taken to be on one host; parallel.strategy.hosts=2 shows two, as --nnodes")
     if found.failure:
         lines.append(
             f"alpha could not be measured ({found.failure}), and is bounded by the integers of a batch; give it by "

@@ -118,22 +118,25 @@ class Curve:
 
     @property
     def bytes_by_axis(self) -> dict[str, float]:
-        """Axis -> bytes that the logging rank sends in a step, in the mean."""
+        """Axis -> bytes that the logging rank sends in a step, in the mean; "servers": to parameter servers."""
         rows = [row["comm"] for row in self._warm if isinstance(row.get("comm"), Mapping)]
         axes = sorted({axis for comm in rows for axis in comm})
-        return {axis: sum(_number(comm.get(axis, {}).get("bytes"), 0.0) for comm in rows) / len(rows) for axis in axes}
+        found = {axis: sum(_number(comm.get(axis, {}).get("bytes"), 0.0) for comm in rows) / len(rows) for axis in axes}
+        pushed = self.mean("push_bytes")
+        return found if pushed is None else {**found, "servers": pushed}
 
     @property
     def bytes_sent(self) -> float | None:
-        """By the logging rank in a step, in the mean, along all axes."""
-        if any("comm" in row for row in self._warm):
+        """By the logging rank in a step, in the mean, along all axes and to parameter servers."""
+        if any("comm" in row or "push_bytes" in row for row in self._warm):
             return sum(self.bytes_by_axis.values())
         return self.mean("peer_bytes_sent")
 
     @property
     def wait_seconds(self) -> float | None:
-        """For peers, in a step, in the mean; None of strategies that do not measure it."""
-        return self.mean("peer_wait_seconds")
+        """For peers or servers, in a step, in the mean; None of strategies that do not measure it."""
+        waited = [self.mean(key) for key in ("peer_wait_seconds", "server_wait_seconds")]
+        return next((seconds for seconds in waited if seconds is not None), None)
 
     @property
     def consensus_distance(self) -> float | None:

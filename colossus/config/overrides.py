@@ -162,10 +162,12 @@ def _set(out: dict[str, Any], path: list[str], value: Any) -> None:
         section = inner
     key = path[-1]
     _, inner = _field(section, key)
-    if inner is not None and issubclass(inner, ShortSection) and is_number(value) and isinstance(here.get(key), dict):
-        here[key].update(inner.keys_of(value) or {})  # of a size: the mode that the file gives stays
-        return
-    here[key] = value
+    is_short = inner is not None and issubclass(inner, ShortSection) and is_number(value)
+    keys = inner.keys_of(value) if is_short and isinstance(here.get(key), dict) else None  # type: ignore[union-attr]
+    if keys is not None:
+        here[key].update(keys)  # of a size: the mode that the file gives stays
+    else:
+        here[key] = value
 
 
 def _field(section: type[BaseModel] | None, key: str) -> tuple[FieldInfo | None, type[BaseModel] | None]:

@@ -92,7 +92,8 @@ def _kept_wide(model: nn.Module) -> dict[int, Tensor]:
     found += [
         param
         for param in model.parameters()
-        if not isinstance(param, UninitializedParameter) and (not param.dim() or spec_of(param).is_wide)
+        if not isinstance(param, UninitializedParameter)
+        and (not param.dim() or spec_of(param).computed_dtype is not None)
     ]
     return {id(param): param for param in found}
 

@@ -99,6 +99,15 @@ class DeathBoard:
         """For the report: ``step``, ``graph`` and ``mass`` of a death."""
         self._store.set(f"told/{number}", json.dumps(told))
 
+    def post_completed(self, replica: int, completed: int) -> None:
+        """How many steps a replica has completed, now and then."""
+        self._store.set(f"completed/{replica}", str(completed))
+
+    def completed(self, replica: int) -> int | None:
+        """The last that a replica has posted, None where it posts none."""
+        key = f"completed/{replica}"
+        return int(self._store.get(key)) if self._store.check([key]) else None
+
     # -- meetings -----------------------------------------------------------------------------------------
 
     def arrive(self, meeting: str, replica: int) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colossus.data.text import PythonStdlib, TextFolder
     from colossus.data.tokens import TokenFile
     from colossus.data.windows import BatchedDataset, TokenWindows, TooLittleData
+    from colossus.data.words import PythonStdlibWords
 
 __all__ = [
     "BatchedDataset",
@@ -20,6 +21,7 @@ __all__ = [
     "Loader",
     "Loaders",
     "PythonStdlib",
+    "PythonStdlibWords",
     "TextFolder",
     "TokenFile",
     "TokenWindows",
@@ -41,6 +43,7 @@ __getattr__, __dir__ = lazy_names(
         "Loader": "loader",
         "Loaders": "loader",
         "PythonStdlib": "text",
+        "PythonStdlibWords": "words",
         "TextFolder": "text",
         "TokenFile": "tokens",
         "TokenWindows": "windows",

@@ -19,13 +19,13 @@ from colossus.checkpoint.manifest import BYTES
 from colossus.data.tokenizer import dataset_tokenizer
 from colossus.data.windows import TokenWindows, TooLittleData, check_split
 
-_STDLIB_FRACTION = 0.05
+STDLIB_FRACTION = 0.05
 # Tests, and what other packages or the build of this Python put there: it differs between machines of one version.
 _LEFT_OUT_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
 
 
-class _File(NamedTuple):
+class TextFile(NamedTuple):
     name: str  # relative to the root, with "/" on every system
     path: Path
     size: int  # bytes to take
@@ -40,7 +40,7 @@ class _TextWindows(TokenWindows):
 
     def __init__(
         self,
-        files: list[_File],
+        files: list[TextFile],
         seq_len: int,
         split: str,
         fraction: float,
@@ -50,12 +50,7 @@ class _TextWindows(TokenWindows):
         check_split(split, fraction, name)
         self.tokenizer = dataset_tokenizer(BYTES if tokenizer is None else tokenizer, name)
         assert self.tokenizer is not None
-        chosen, held_out = _one_split(files, fraction, split)
-        texts = [_read(file) for file in chosen]
-        if held_out == "tail":
-            length = sum(map(len, texts))
-            halves = _cut(texts, length - round(length * fraction), whole_letters=self.tokenizer.name != BYTES)
-            texts = halves[split == "validation"]
+        chosen, texts, held_out = texts_of_split(files, fraction, split, whole_letters=self.tokenizer.name != BYTES)
         text = b"".join(texts)
         if self.tokenizer.name == BYTES:
             ids, vocab_size = np.frombuffer(text, dtype=np.uint8), 256
@@ -107,14 +102,8 @@ class PythonStdlib(_TextWindows):
         max_bytes: int = 8_000_000,
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = _stdlib_files(root)
-        if not files:
-            raise ValueError(
-                f"PythonStdlib: no .py file under {root}; this Python ships its standard library without source. "
-                f"Use another Python, or data = dict(type='TextFolder', path=...)"
-            )
-        super().__init__(_first_bytes(files, max_bytes), seq_len, split, _STDLIB_FRACTION, "PythonStdlib", tokenizer)
+        files = stdlib_files(max_bytes, "PythonStdlib")
+        super().__init__(files, seq_len, split, STDLIB_FRACTION, "PythonStdlib", tokenizer)
         self.info["python"] = platform.python_version()
 
     def describe(self) -> str:
@@ -159,11 +148,20 @@ class TextFolder(_TextWindows):
             raise ValueError(
                 f"TextFolder: no file in {str(path)!r} matches {pattern!r}; set data.pattern (for example '**/*.md')"
             )
-        files = [_File(name, found, found.stat().st_size) for name, found in sorted(matched)]
+        files = [TextFile(name, found, found.stat().st_size) for name, found in sorted(matched)]
         super().__init__(files, seq_len, split, validation_fraction, f"TextFolder {str(path)!r}", tokenizer)
 
 
-def _stdlib_files(root: Path) -> list[_File]:
+def stdlib_files(max_bytes: int, name: str) -> list[TextFile]:
+    """The first ``max_bytes`` of the source of the standard library.
+
+    Args:
+        name: what a message calls the data.
+
+    Raises:
+        ValueError: a Python that ships without readable sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
@@ -172,11 +170,16 @@ def _stdlib_files(root: Path) -> list[_File]:
         for name in names:
             if name.endswith(".py") and not name.startswith(_LEFT_OUT_PREFIXES):
                 path = Path(folder, name)
-                found.append(_File(path.relative_to(root).as_posix(), path, path.stat().st_size))
-    return sorted(found)
+                found.append(TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size))
+    if not found:
+        raise ValueError(
+            f"{name}: no .py file under {root}; this Python ships its standard library without source. "
+            f"Use another Python, or data = dict(type='TextFolder', path=...)"
+        )
+    return _first_bytes(sorted(found), max_bytes)
 
 
-def _first_bytes(files: list[_File], max_bytes: int) -> list[_File]:
+def _first_bytes(files: list[TextFile], max_bytes: int) -> list[TextFile]:
     out, left = [], max_bytes
     for file in files:
         if left <= 0:
@@ -186,7 +189,24 @@ def _first_bytes(files: list[_File], max_bytes: int) -> list[_File]:
     return out
 
 
-def _one_split(files: list[_File], fraction: float, split: str) -> tuple[list[_File], str]:
+def texts_of_split(
+    files: list[TextFile], fraction: float, split: str, *, whole_letters: bool
+) -> tuple[list[TextFile], list[bytes], str]:
+    """The files of a split, the text that it has of each, and whether "files" are held out or the "tail" of all.
+
+    Args:
+        whole_letters: a tail begins with a whole character of UTF-8.
+    """
+    chosen, held_out = _one_split(files, fraction, split)
+    texts = [_read(file) for file in chosen]
+    if held_out == "tail":
+        length = sum(map(len, texts))
+        halves = _cut(texts, length - round(length * fraction), whole_letters=whole_letters)
+        texts = halves[split == "validation"]
+    return chosen, texts, held_out
+
+
+def _one_split(files: list[TextFile], fraction: float, split: str) -> tuple[list[TextFile], str]:
     """The files of a split and how it is held out; with "tail" all files, to be cut by the caller."""
     held = [_fraction_of(file.name) < fraction for file in files]
     share = sum(file.size for file, out in zip(files, held, strict=True) if out) / max(1, sum(f.size for f in files))
@@ -217,7 +237,7 @@ def _fraction_of(name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2.0**64
 
 
-def _read(file: _File) -> bytes:
+def _read(file: TextFile) -> bytes:
     try:
         with open(file.path, "rb") as stream:
             return stream.read(file.size)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import os
 import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from colossus.checkpoint.manifest import BYTES, TOKENIZER_FILE
+from colossus.data.token_cache import kept_ids
 
 #: changes what is kept on the disk: files of another number are not read
 _VERSION = 2
@@ -49,8 +48,8 @@ class DatasetTokenizer:
     def encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
         """The ids of texts, one behind the other, [ids] uint16 or uint32; without special tokens.
 
-        Each text is UTF-8, in which invalid bytes become U+FFFD. Ids that were made once are kept in
-        ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``) and memory-mapped, by all processes of a machine.
+        Each text is UTF-8, in which invalid bytes become U+FFFD. Ids that were made once are kept for all
+        processes of a machine (`kept_ids`).
 
         Raises:
             ValueError: without the library `tokenizers`, or for a file that it cannot read.
@@ -58,24 +57,7 @@ class DatasetTokenizer:
         key = hashlib.sha256(f"{_VERSION} {self.sha256}".encode())
         for text in texts:
             key.update(hashlib.sha256(text).digest())
-        kept = _cache() / f"{key.hexdigest()}.npy"
-        if (found := _kept_ids(kept)) is not None:
-            return found
-        ids = self._encode(texts, title)
-        with contextlib.suppress(OSError):  # a folder that cannot be written to, or is full: the ids are in memory
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            temporary = kept.with_name(f".{uuid.uuid4().hex}.npy")
-            try:
-                with temporary.open("wb") as file:
-                    np.save(file, ids, allow_pickle=False)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.rename(kept)
-            finally:
-                temporary.unlink(missing_ok=True)
-            found = _kept_ids(kept)
-            return ids if found is None else found
-        return ids
+        return kept_ids(key.hexdigest(), lambda: self._encode(texts, title))
 
     def _encode(self, texts: Sequence[bytes], title: str) -> np.ndarray[Any, Any]:
         encoder = load_tokenizer(self.content, f"{title}: tokenizer {str(self.path)!r}")
@@ -106,20 +88,6 @@ def _together(texts: Sequence[bytes]) -> Iterator[list[bytes]]:
             yield some
             some, size = [], 0
     yield some
-
-
-def _kept_ids(file: Path) -> np.ndarray[Any, Any] | None:
-    """The ids of a file, memory-mapped; None where there is none, or it is not as it was written."""
-    try:
-        ids = np.load(file, mmap_mode="r", allow_pickle=False)
-        is_whole = isinstance(ids, np.memmap) and file.stat().st_size == ids.offset + ids.nbytes
-    except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
-        return None
-    return ids if is_whole and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossus" / "tokens"
 
 
 def load_tokenizer(content: bytes, title: str) -> Any:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from colossus.data.batch import map_batch
+
 SPLITS = ("train", "validation")
 
 
@@ -34,7 +36,8 @@ class BatchedDataset(Dataset[dict[str, torch.Tensor]]):
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"sample {index} of a dataset of {len(self)}")
-        return {name: value[0] for name, value in self.batch(np.array([at])).items()}
+        sample: dict[str, torch.Tensor] = map_batch(lambda x: x[0], self.batch(np.array([at])))
+        return sample
 
 
 class TokenWindows(BatchedDataset):

@@ -63,6 +63,11 @@ class Hosts:
         return self._host_of[index]
 
     @property
+    def are_levels(self) -> bool:
+        """Whether there are several hosts, of several ranks each: else one level is all there is."""
+        return len(self.sets) > 1 and self.per_host > 1
+
+    @property
     def per_host(self) -> int:
         return len(self.sets[0])
 

@@ -15,15 +15,18 @@ from colossus.layers.checkpointed_forward import is_checkpointed
 from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
+from colossus.layers.embedding_bag import EmbeddingBag
 from colossus.layers.head import LMHead
 from colossus.layers.linear import Linear
 from colossus.layers.lora import LoRALinear
+from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.mlp import MLP, GatedMLP, TanhMLP
 from colossus.layers.norm import LayerNorm, RMSNorm
 from colossus.layers.patch import PatchEmbedding
 from colossus.layers.rotary import Rotary
 from colossus.models.decoder import Decoder
 from colossus.models.vit import ViT
+from colossus.models.words import WordsLM
 
 #: what a subclass may define and still compute what it is a subclass of: words, numbers beside the output, and what is
 #: looked at as it was made
@@ -80,6 +83,13 @@ class Counterparts:
     def _embedding(self, m: Embedding, name: str) -> nn.Module:
         return nn.Embedding(m.num_embeddings, m.embedding_dim, m.padding_idx)
 
+    def _bag(self, m: EmbeddingBag, name: str) -> nn.Module:
+        options: dict[str, Any] = dict(include_last_offset=m.include_last_offset, padding_idx=m.padding_idx)
+        return nn.EmbeddingBag(m.num_embeddings, m.embedding_dim, mode=m.mode, **options)
+
+    def _softmax(self, m: SampledSoftmax, name: str) -> nn.Module:
+        return plain.SoftmaxLoss(m.hidden_size, m.num_classes, self._has(name, "bias"), m.ignore_index)
+
     def _positions(self, m: PositionEmbedding, name: str) -> nn.Module:
         return plain.PositionEmbedding(m.num_positions, m.embedding_dim)
 
@@ -134,6 +144,18 @@ class Counterparts:
             self._convert(m.head),
         )
 
+    def _words(self, m: WordsLM, name: str) -> nn.Module:
+        return plain.WordsLM(
+            self._convert(m.embedding),
+            None if m.pairs is None else self._convert(m.pairs),
+            None if m.positions is None else self._convert(m.positions),
+            self._convert(m.dropout),
+            [self._convert(block) for block in m.blocks],
+            None if m.lstm is None else self._convert(m.lstm),
+            self._convert(m.norm),
+            self._convert(m.head),
+        )
+
     def _vit(self, m: ViT, name: str) -> nn.Module:
         return plain.ViT(
             self._convert(m.patches),
@@ -154,6 +176,8 @@ _MAKERS: dict[type, Callable[[Counterparts, Any, str], nn.Module]] = {
     Linear: Counterparts._linear,
     LMHead: Counterparts._head,  # Classifier, too
     Embedding: Counterparts._embedding,
+    EmbeddingBag: Counterparts._bag,
+    SampledSoftmax: Counterparts._softmax,
     PositionEmbedding: Counterparts._positions,
     ClassToken: Counterparts._class_token,
     LayerNorm: Counterparts._layer_norm,
@@ -167,6 +191,7 @@ _MAKERS: dict[type, Callable[[Counterparts, Any, str], nn.Module]] = {
     TransformerBlock: Counterparts._block,
     Decoder: Counterparts._decoder,
     ViT: Counterparts._vit,
+    WordsLM: Counterparts._words,
 }
 
 _HOW = (

@@ -15,7 +15,6 @@ from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.export.counterparts import Counterparts
-from colossus.layers.checkpointed_forward import is_checkpointed
 from colossus.layout.parameter import logical_parameters
 from colossus.nest import tensors
 
@@ -173,7 +172,7 @@ def _clean(module: nn.Module) -> None:
     for hooks in _hooks_of(module):
         for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
             del hooks[key]
-    if is_checkpointed(module):
+    while "forward" in vars(module) and _is_ours(vars(module)["forward"]):
         replaced = vars(module).pop("forward")._replaced
         if replaced is not None:
             vars(module)["forward"] = replaced

@@ -272,6 +272,71 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class SoftmaxLoss(nn.Module):
+    """Logits over many classes, and their loss: x [.., hidden_size], labels [..] -> (sum, count).
+
+    The bias is [num_classes, 1]. A label of -100, or what ``ignore_index`` says, counts for nothing.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, hidden_size: int, num_classes: int, bias: bool = True, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_classes, hidden_size))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(num_classes, 1)) if bias else None)
+        self.ignore_index = ignore_index
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[.., num_classes]"""
+        return F.linear(x, self.weight, None if self.bias is None else self.bias.squeeze(1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits, labels = self.logits(x).flatten(0, -2), labels.reshape(-1)
+        loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=self.ignore_index)
+        return loss, (labels != self.ignore_index).sum()
+
+
+class WordsLM(nn.Module):
+    """Language model over words.
+
+    Shape:
+        ids [batch, tokens], or dict(ids=.., pairs=..) with the buckets of hashed pairs of words; output
+        [batch, tokens, hidden_size], of which ``head.logits`` makes [batch, tokens, vocabulary].
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        pairs: nn.Module | None,
+        positions: nn.Module | None,
+        dropout: nn.Module,
+        blocks: Iterable[nn.Module],
+        lstm: nn.Module | None,
+        norm: nn.Module,
+        head: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.pairs, self.positions, self.dropout = embedding, pairs, positions, dropout
+        self.blocks, self.lstm, self.norm, self.head = nn.ModuleList(blocks), lstm, norm, head
+
+    def forward(self, inputs: Tensor | dict[str, Tensor]) -> Tensor:
+        x = self.embedding(inputs["ids"] if isinstance(inputs, dict) else inputs)
+        if self.pairs is not None:
+            assert isinstance(inputs, dict), "a model with pairs of words takes dict(ids=.., pairs=..)"
+            x = x + self.pairs(inputs["pairs"])
+        x = self.dropout(x if self.positions is None else self.positions(x))
+        for block in self.blocks:
+            x = block(x)
+        x = x if self.lstm is None else x + self.lstm(x)[0]
+        normalized: Tensor = self.norm(x)
+        return normalized
+
+    def loss(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum, count) over the words whose label is not -100."""
+        loss: tuple[Tensor, Tensor] = self.head(hidden, labels)
+        return loss
+
+
 class ViT(nn.Module):
     """Vision transformer (2010.11929).
 
@@ -337,6 +402,21 @@ def _decoder(o: Mapping[str, Any]) -> nn.Module:
     return decoder
 
 
+def _words(o: Mapping[str, Any]) -> nn.Module:
+    hidden, vocabulary, is_gpt = o["hidden_size"], o["vocab_size"], o["trunk"] == "gpt"
+    is_rotary = o["positions"] == "rotary"
+    return WordsLM(
+        nn.Embedding(vocabulary, hidden),
+        nn.Embedding(o["pairs"], hidden) if o["pairs"] else None,
+        PositionEmbedding(o["seq_len"], hidden) if is_gpt and not is_rotary else None,
+        nn.Dropout(o["dropout"]),
+        (_block(o, causal=True, is_rotary=is_rotary) for _ in range(o["num_layers"] if is_gpt else 0)),
+        None if is_gpt else nn.LSTM(hidden, hidden, o["num_layers"], batch_first=True),
+        _norm(o),
+        SoftmaxLoss(hidden, vocabulary),
+    )
+
+
 def _vit(o: Mapping[str, Any]) -> nn.Module:
     hidden, (high, wide) = o["hidden_size"], o["patch_size"]
     has_token = o["pool"] == "token"
@@ -383,7 +463,12 @@ def _norm(o: Mapping[str, Any]) -> nn.Module:
     raise ValueError(f"no norm of kind {o['norm']!r} here; known: layernorm, rmsnorm")
 
 
-_MODELS: dict[Any, Callable[[Mapping[str, Any]], nn.Module]] = {"GPT": _decoder, "Llama": _decoder, "ViT": _vit}
+_MODELS: dict[Any, Callable[[Mapping[str, Any]], nn.Module]] = {
+    "GPT": _decoder,
+    "Llama": _decoder,
+    "ViT": _vit,
+    "WordsLM": _words,
+}
 
 
 # -- folders -----------------------------------------------------------------------------------------------

@@ -157,7 +157,8 @@ def _require_parallel(config: Config) -> None:
     if "strategy" in parallel.model_fields_set:
         problems.append("parallel.strategy says what data ranks exchange in training: leave it out")
     options = model_options(config)
-    if options is not None and not (hasattr(options, "vocab_size") and hasattr(options, "seq_len")):
+    is_language = hasattr(options, "vocab_size") and hasattr(options, "seq_len") and getattr(options, "generates", True)
+    if options is not None and not is_language:
         problems.append(
             f"model {config.model.type if config.model else ''!r} gives no next token: generate takes a language model "
             f"({', '.join(_language_models())})"
@@ -167,5 +168,5 @@ def _require_parallel(config: Config) -> None:
 
 
 def _language_models() -> list[str]:
-    options = {name: getattr(MODEL_OPTIONS.get(name), "model_fields", {}) for name in MODEL_OPTIONS.names()}
-    return [name for name, fields in options.items() if "vocab_size" in fields]
+    options = {name: MODEL_OPTIONS.get(name) for name in MODEL_OPTIONS.names()}
+    return [name for name, kind in options.items() if getattr(kind, "generates", False)]

@@ -8,67 +8,46 @@ one block in place of elastic's log and traceback.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from colossus.config import ConfigError
 from colossus.context.death_board import DEATH_STORE
-from colossus.context.grid import RankGrid
-from colossus.launch import failure, finished
+from colossus.launch import elastic, failure, finished
 from colossus.launch.causes import RankExit
 from colossus.launch.death_watch import DeathWatch
 from colossus.launch.ending import ignore_stop_signals, none_if_unfinished
 from colossus.launch.lingering import Lingering
+from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.nodes import NodeEnd, Nodes
 from colossus.launch.origin import Taken
 from colossus.launch.outcome import Outcome
 from colossus.launch.rank_processes import RankProcesses
 from colossus.launch.rendezvous import awaiting, meet, own_address, use_interface_of
+from colossus.launch.servers import Servers
 from colossus.launch.stop import STOP_SIGNALS
 
 RECORD_SECONDS = 0.5
 """From the first failed rank to the stop signal: the culprit is often still writing its record when a victim ends."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What one node is to run.
-
-    Attributes:
-        begin: makes the run folder, and says from which checkpoint the run goes on. Called on the first node.
-        local_ranks: of each node.
-        endpoint: ``host:port`` where the nodes meet; needed when there are several.
-        survives: the plan of a run that goes on without replicas that die; None where a death ends the run.
-    """
-
-    config_path: str
-    overrides: Sequence[str]
-    begin: Callable[[], Taken]
-    local_ranks: int
-    nodes: int = 1
-    endpoint: str | None = None
-    survives: RankGrid | None = None
-
-
-def run_workers(launch: Launch) -> Outcome:
+def run_workers(launch: NodeLaunch) -> Outcome:
     """Start this node's workers and wait until all have ended.
 
     Raises:
         RuntimeError: when the nodes do not meet (elastic's RendezvousError).
         ConfigError: on all nodes, when the run folder cannot be used.
     """
-    _silence_elastic()
+    elastic.silence()
     notice = awaiting(launch.endpoint, launch.nodes) if launch.endpoint is not None else None
     # port 0: the kernel picks a free one
     handler, holds_store = meet(launch.endpoint or "127.0.0.1:0", launch.nodes)
@@ -94,19 +73,8 @@ def run_workers(launch: Launch) -> Outcome:
             agent.conclude()
             handler.shutdown()
             agent.leave(holds_store)
+            agent.close_servers()
     return agent.outcome
-
-
-class _Terminal(LogsSpecs):
-    """Standard output and error of the workers go where ours go; no files, and no threads that read them."""
-
-    @property
-    def root_log_dir(self) -> str:
-        return os.devnull
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ours = dict.fromkeys(envs, "")
-        return LogsDest(stdouts=ours, stderrs=ours, error_files=dict.fromkeys(envs, os.devnull))
 
 
 class _Agent(LocalElasticAgent):
@@ -116,14 +84,15 @@ class _Agent(LocalElasticAgent):
         met: called when all nodes are there.
     """
 
-    def __init__(self, spec: WorkerSpec, launch: Launch, marks: Path, met: Callable[[], None]) -> None:
-        super().__init__(spec, _Terminal())
+    def __init__(self, spec: WorkerSpec, launch: NodeLaunch, marks: Path, met: Callable[[], None]) -> None:
+        super().__init__(spec, elastic.Terminal())
         self._launch, self._marks, self._met = launch, marks, met
         self.outcome = Outcome()
         self._processes = RankProcesses({}, self.outcome.exits, marks)
         self._lingering = Lingering(marks)
         self._nodes: Nodes | None = None
         self._deaths: DeathWatch | None = None
+        self._servers = Servers()
         self._taken: Taken | None = None  # its locks must live as long as the ranks
 
     # -- the start ----------------------------------------------------------------------------------------
@@ -139,14 +108,28 @@ class _Agent(LocalElasticAgent):
         address = f"{worker_group.master_addr}:{worker_group.master_port}"
         if launch.survives is not None:
             os.environ[DEATH_STORE] = address  # the ranks inherit it
+        if launch.servers:
+            self._servers.start(
+                launch.servers, self.outcome.folder, launch.server_timeout_seconds, worker_group.store, self._nodes
+            )
+            self.outcome.endpoints = self._servers.endpoints
+        self._servers.tell_workers()
         ids = super()._start_workers(worker_group)
+        self._servers.forget()
         os.environ.pop(DEATH_STORE, None)
         context: Any = self._pcontext
         handlers = context.subprocess_handlers
         processes = {worker.global_rank: handlers[worker.local_rank].proc for worker in worker_group.workers}
         self._processes = RankProcesses(processes, self.outcome.exits, self._marks)
         if launch.survives is not None:
-            self._deaths = DeathWatch(launch.survives, list(processes), address, self._nodes, self._read_records)
+            self._deaths = DeathWatch(
+                launch.survives,
+                list(processes),
+                address,
+                self._nodes,
+                self._read_records,
+                are_independent=launch.are_independent,
+            )
         # Elastic's own close gives every rank 30 s and signals whole process groups: a data loader's processes
         # would die of the signal before their rank has finished its step.
         elastic_close = context.close
@@ -195,7 +178,8 @@ class _Agent(LocalElasticAgent):
         self._initialize_workers(group)
         while True:
             time.sleep(group.spec.monitor_interval)
-            result = self._monitor_workers(group)
+            server_failed = self._server_has_failed()
+            result = self._monitor_workers(group) if not server_failed else RunResult(WorkerState.FAILED)
             group.state = result.state
             if result.state is WorkerState.SUCCEEDED:
                 return result
@@ -225,6 +209,15 @@ class _Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(processes.ranks))
 
+    def _server_has_failed(self) -> bool:
+        """A server of this node has ended before its time; all nodes hear of it."""
+        failure = self._servers.failure()
+        if failure is not None and self.outcome.server is None:
+            self.outcome.server = failure
+            if self._nodes is not None:
+                self._nodes.tell_server_failure(failure)
+        return failure is not None
+
     def _read_records(self) -> list[failure.FailureRecord]:
         return failure.read_all(self.outcome.folder) if self.outcome.folder is not None else []
 
@@ -233,11 +226,13 @@ class _Agent(LocalElasticAgent):
     def _end_all(self, signum: int) -> None:
         """End the ranks that still run, and record how each ended."""
         deaths = self._deaths
-        has_failed = self._nodes is not None and self._nodes.has_failure()
+        has_failed = self._server_has_failed() or (self._nodes is not None and self._nodes.has_failure())
         if deaths is not None:
             deaths.stopping()
 
         def look(exits: Mapping[int, RankExit]) -> Collection[int] | None:
+            if self._server_has_failed():
+                return None
             return none_if_unfinished(exits) if deaths is None else deaths.look(exits)
 
         def when_hurried() -> None:
@@ -260,11 +255,12 @@ class _Agent(LocalElasticAgent):
         if nodes is None:
             return
         try:
-            nodes.conclude(self._end_of(nodes))
+            nodes.conclude(self._end_of(nodes), self._server_has_failed)
         except SignalException as stop:
             outcome.signum = int(stop.sigval)
             ignore_stop_signals()
-            nodes.conclude(self._end_of(nodes))
+            nodes.conclude(self._end_of(nodes), self._server_has_failed)
+        outcome.server = outcome.server or nodes.server_failure
         outcome.gone, outcome.others = nodes.gone(), list(nodes.ends.values())
 
     def _end_of(self, nodes: Nodes) -> NodeEnd:
@@ -273,14 +269,12 @@ class _Agent(LocalElasticAgent):
         lost = sorted(self._deaths.lost) if self._deaths is not None else []
         return NodeEnd(nodes.node, nodes.host, exits, self.outcome.signum, records, lost)
 
+    def close_servers(self) -> None:
+        """After the last worker of all nodes."""
+        ignore_stop_signals()
+        self._servers.close()
+
     def leave(self, holds_store: bool) -> None:
         """The last use of the store: the node that holds it leaves last."""
         if self._nodes is not None:
             self._nodes.close(holds_store)
-
-
-def _silence_elastic() -> None:
-    # torch's loggers set their own levels, so only cutting them off above works
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False

@@ -186,7 +186,7 @@ def _describe_rank(cause: Cause, grid: RankGrid) -> str:
 def _describe_failure(cause: Cause) -> str:
     if cause.kind == "death":
         assert cause.exit is not None
-        return _death(cause.exit.code)
+        return describe_death(cause.exit.code)
     if cause.kind == "stuck":
         reason = "it was busy or stopped while the other ranks waited for it"
         if cause.record is None:
@@ -202,7 +202,8 @@ def _describe_failure(cause: Cause) -> str:
     return f"raised {cause.record.type}"
 
 
-def _death(code: int) -> str:
+def describe_death(code: int) -> str:
+    """How a process ended that was not told to: ``was killed by SIGKILL: ...``"""
     if code == 0:
         return "ended with exit code 0 before its training was through (os._exit(0) in the model or in a library?)"
     if code > 0:

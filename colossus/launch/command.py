@@ -19,10 +19,12 @@ from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.dry_run import describe
+from colossus.launch.dry_run import describe, is_on_cuda
 from colossus.launch.model_check import check_model
+from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.origin import Taken, choose
 from colossus.launch.report import DONE, FAILED, USAGE, report
+from colossus.launch.server_plan import num_servers
 from colossus.launch.stop import LAUNCHER_PID, STOP_SIGNALS, exit_code
 from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
@@ -155,7 +157,8 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
-        if _goes_on_after_a_death(config):
+        options = strategy_options(config)
+        if options is not None and options.must_go_on_after_a_death:
             raise ConfigError(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"
@@ -190,10 +193,23 @@ def _launch(
     with _stop_raises():
         try:
             # torch is imported here: everything above answers without it
-            from colossus.launch.agent import Launch, run_workers
+            from colossus.launch.agent import run_workers
 
-            survives = grid if _goes_on_after_a_death(config) else None
-            outcome = run_workers(Launch(config_path, overrides, begin, local_ranks, nnodes, endpoint, survives))
+            options = strategy_options(config)
+            outcome = run_workers(
+                NodeLaunch(
+                    config_path,
+                    overrides,
+                    begin,
+                    local_ranks,
+                    nodes=nnodes,
+                    endpoint=endpoint,
+                    survives=grid if _goes_on_after_a_death(config) else None,
+                    are_independent=options is not None and options.replicas_are_independent,
+                    servers=num_servers(config, nnodes),
+                    server_timeout_seconds=config.comm.timeout_seconds,
+                )
+            )
         except _Stopped as stop:
             print(stopped_line(None, config, stop.signum))
             return exit_code(stop.signum)
@@ -208,7 +224,10 @@ def _launch(
 
 
 def _goes_on_after_a_death(config: Config) -> bool:
-    return getattr(strategy_options(config), "on_death", "stop") == "continue"
+    options = strategy_options(config)
+    if options is None or not options.goes_on_after_a_death:
+        return False
+    return options.must_go_on_after_a_death or not is_on_cuda(config)  # NCCL's groups do not outlive a member
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

@@ -29,6 +29,7 @@ class DeathWatch:
         here: the ranks of this node.
         nodes: the other nodes; None where there are none.
         records: reads the failure records of this node's ranks.
+        are_independent: see `Deaths`.
     """
 
     def __init__(
@@ -38,8 +39,11 @@ class DeathWatch:
         address: str,
         nodes: Nodes | None,
         records: Callable[[], Iterable[FailureRecord]],
+        *,
+        are_independent: bool = False,
     ) -> None:
-        self._deaths = Deaths(grid, here, connect(address, _STORE_TIMEOUT), records)
+        board = connect(address, _STORE_TIMEOUT)
+        self._deaths = Deaths(grid, here, board, records, are_independent=are_independent)
         self._nodes = nodes
 
     @property

@@ -1,12 +1,14 @@
 """What becomes of a run in which a rank has died by itself: it ends, or goes on without the rank's replica. No torch.
 
-It goes on where ``parallel.strategy.on_death`` is "continue", one death at a time. The other ranks of the replica are
+It goes on where ``parallel.strategy.on_death`` is "continue", one death at a time, unless replicas need nobody between
+their meetings: then as many may die as leave one. The other ranks of the replica are
 ended: they would wait in its collectives. All other ranks hear of the death through the `DeathBoard`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ class Deaths:
     Args:
         here: the ranks of this node.
         records: reads those of this node's ranks.
+        are_independent: replicas need nobody between their meetings.
 
     Attributes:
         losses: what the run goes on without.
@@ -67,7 +70,10 @@ class Deaths:
         here: Sequence[int],
         board: DeathBoard,
         records: Callable[[], Iterable[FailureRecord]],
+        *,
+        are_independent: bool = False,
     ) -> None:
+        self._are_independent = are_independent
         self._grid, self._here, self._board, self._records = grid, list(here), board, records
         self.losses: list[Loss] = []
         self.verdict: str | None = None
@@ -133,6 +139,9 @@ class Deaths:
         first = found[0]
         self.has_culprit |= first.kind in CULPRITS
         if first.kind not in CULPRITS:
+            if first.record is not None and first.record.server is not None:
+                self.verdict = f"rank {first.rank} lost a parameter server"
+                return
             if self._open_losses:
                 self.verdict = self._in_common(self._open_losses[0].replicas, failed_replicas)
             elif now - self._suspected > _HEARSAY_SECONDS or self._grid.world_size == len(self._here):
@@ -153,24 +162,24 @@ class Deaths:
             return
         if error is not None:
             self._errors.add(error)
-        self._post(replicas, f"{_named(replicas)} died: {causes.in_one_line(first, self._grid)}")
+        ends = [causes.in_one_line(cause, self._grid) for cause in found if cause.kind in CULPRITS]
+        self._post(replicas, f"{_named(replicas)} died: {'; '.join(ends)}")
 
     def _refuse(self, replicas: Sequence[int]) -> bool:
         """Whether the run cannot go on without these."""
         rule = "a run goes on after one death at a time"
-        are_several = len(replicas) > 1 and not self._are_one_node(replicas)
+        are_several = len(replicas) > 1 and not self._are_independent and not self._are_one_node(replicas)
         if len(replicas) + len(self._lost_replicas) >= self._grid.size("data") and not are_several:
             self.verdict = "no other replica is left"
         elif self._board.num_begun() < self._grid.world_size:
             self.verdict = "not all ranks had trained a step yet, and until then they start together"
         elif are_several:
             self.verdict = f"{_named(replicas)} failed at the same time: {rule}"
-        else:
-            if self._open_losses:
-                self.verdict = (
-                    f"{_named(replicas)} failed before all others had gone on without "
-                    f"{_named(self._open_losses[0].replicas)}: {rule}"
-                )
+        elif self._open_losses and not self._are_independent:
+            self.verdict = (
+                f"{_named(replicas)} failed before all others had gone on without "
+                f"{_named(self._open_losses[0].replicas)}: {rule}"
+            )
         return self.verdict is not None
 
     @property
@@ -190,6 +199,8 @@ class Deaths:
         mine = [replica for replica in replicas if self._board.claim(replica)]
         if mine:
             self._board.post(mine, reason)
+            if self._are_independent:
+                print(f"colossus: {reason}; the others go on", file=sys.stderr, flush=True)
         self._suspected = None
 
     def _hear(self) -> None:
@@ -254,10 +265,12 @@ def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: 
         if start is None:
             lines.append(f"{line}; the others had nothing left to do together")
             continue
-        line += f"; the others went on without it from step {start} (graph: {row['graph']})"
+        it, its = ("them", "their") if len(row["replicas"]) > 1 else ("it", "its")
+        line += f"; the others went on without {it} from step {start}"
+        line += f" (graph: {row['graph']})" if row["graph"] is not None else ""
         if last_step is not None:
             num_samples = max(0, last_step - start + 1) * samples_per_step * len(row["replicas"])
-            line += f", {num_samples} samples of its share were not trained on"
+            line += f", {num_samples} samples of {its} share were not trained on"
         if row["push_sum_weight"] is not None:
             line += f", push-sum weight {row['push_sum_weight']:.4g} was renounced"
         lines.append(line)

@@ -10,6 +10,7 @@ from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder
 from colossus.launch.model_check import ModelInfo
 from colossus.launch.origin import Origin
+from colossus.launch.server_plan import describe_servers, num_servers
 from colossus.machine import threads_per_rank, usable_cores
 
 
@@ -30,6 +31,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
     rows = {
         "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
         "processes": f"{local_ranks}{where}, {threads}",
+        **({"servers": describe_servers(servers, nnodes)} if (servers := num_servers(config, nnodes)) else {}),
         "device": _device(config),
         "parameters": _parameters(model),
         "batch": _batch(config),
@@ -43,8 +45,9 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         if (weights := origin.find_weights()) is not None:
             rows["weights"] = describe_weights(weights)
     lines = [f"{key:<11} {value}" for key, value in rows.items()]
+    number = list(rows).index("parameters") + 1
     stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(_stages(config, model))]
-    return "\n".join(["nothing was started (--dry-run)", *lines[:4], *stages, *lines[4:]])
+    return "\n".join(["nothing was started (--dry-run)", *lines[:number], *stages, *lines[number:]])
 
 
 def _stages(config: Config, model: ModelInfo | None) -> list[str]:
@@ -58,10 +61,14 @@ def _stages(config: Config, model: ModelInfo | None) -> list[str]:
     return lines
 
 
-def _device(config: Config) -> str:
+def is_on_cuda(config: Config) -> bool:
     import torch
 
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def _device(config: Config) -> str:
+    cuda = is_on_cuda(config)
     return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
 
 

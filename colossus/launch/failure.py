@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +63,7 @@ class FailureRecord:
         coordinates: axis name -> coordinate of the rank.
         collectives: the rank's last collectives, oldest first.
         culprit: the rank that an error names which all ranks raise; None where they know of none.
+        server: index of the parameter server that has gone or is silent, where that is why.
         after_signal: number of the stop signal that came before the failure, if any.
         time: seconds since the epoch.
     """
@@ -77,6 +78,7 @@ class FailureRecord:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     collectives: Sequence[str] = ()
     culprit: int | None = None
+    server: int | None = None
     after_signal: int | None = None
     time: float = field(default_factory=time.time)
 
@@ -89,22 +91,36 @@ def kind_of(error: BaseException) -> Kind:
     """The kind of an error; a communication error anywhere in its chain of causes decides."""
     if isinstance(error, ConfigError):
         return "config"
+    for cause in _chain(error):
+        # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
+        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_ERRORS):
+            return "communication"
+    return "error" if _server_of(error) is None else "communication"
+
+
+def _server_of(error: BaseException) -> int | None:
+    """The parameter server that an error blames."""
+    messages = sys.modules.get("colossus.server.messages")  # not loaded: then there are no servers
+    if messages is None:
+        return None
+    return next((cause.index for cause in _chain(error) if isinstance(cause, messages.ServerGone)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and its causes."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        # Python's own ConnectionError is an OSError: a user's loader talking to some server, not our collectives
-        if isinstance(cause, RuntimeError) and any(word in str(cause) for word in _COMMUNICATION_ERRORS):
-            return "communication"
+        yield cause
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return "error"
 
 
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
     """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
     culprit = getattr(error, "culprit", None)
     what = type(error).__name__, str(error), _users_traceback(error)
-    return FailureRecord(rank, kind_of(error), *what, culprit=culprit, **details)
+    return FailureRecord(rank, kind_of(error), *what, culprit=culprit, server=_server_of(error), **details)
 
 
 def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:

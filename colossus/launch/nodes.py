@@ -11,13 +11,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from colossus import machine
 from colossus.launch.causes import RankExit
 from colossus.launch.failure import FailureRecord
+from colossus.launch.server_failure import ServerFailure
 from colossus.launch.stop import GRACE_SECONDS
 
 BEAT_SECONDS = 0.5
@@ -37,6 +38,8 @@ FAREWELL_SECONDS = 2.0
 
 LINGER_SECONDS = 60.0
 """How long another node may go on when the ranks here are through, before the user hears of it."""
+
+_SERVER_FAILURE = "colossus/server_failure"
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,14 @@ class Nodes:
     Attributes:
         ends: of the nodes that have told theirs, by number.
         address: at which the others reach this one.
+        server_failure: of a parameter server, on whichever node it was.
     """
 
     def __init__(self, store: Any, node: int, num_nodes: int, ranks: Sequence[int], address: str) -> None:
-        self._store, self.node, self._num_nodes = store, node, num_nodes
+        self._store, self.node, self.num_nodes = store, node, num_nodes
         self.host = socket.gethostname()
         self.ends: dict[int, NodeEnd] = {}
+        self.server_failure: ServerFailure | None = None
         self._others = [other for other in range(num_nodes) if other != node]
         self._has_store, self._silence = True, SILENCE_SECONDS
         self._beats: dict[int, bytes] = {}
@@ -115,10 +120,14 @@ class Nodes:
 
     def has_trouble(self) -> bool:
         """Whether another node has failed, was stopped or is gone: the ranks here are to end, too."""
+        if self.server_failure is not None:
+            return True
         return any(not end.is_good for end in tuple(self.ends.values())) or bool(self.gone())
 
     def has_failure(self) -> bool:
         """The same, but for a stop by a signal, of which the ranks here know from theirs."""
+        if self.server_failure is not None:
+            return True
         return any(not end.is_good and end.signum is None for end in tuple(self.ends.values())) or bool(self.gone())
 
     def gone(self) -> list[str]:
@@ -147,8 +156,19 @@ class Nodes:
     def _is_silent(self, other: int) -> bool:
         return not self._has_store or time.monotonic() - self._heard[other] > self._silence
 
-    def conclude(self, end: NodeEnd) -> None:
+    def tell_server_failure(self, failure: ServerFailure) -> None:
+        """A server of this node has failed: all nodes are to end. The first that is told of counts."""
+        try:
+            told = self._store.compare_set(_SERVER_FAILURE, "", failure.to_json())
+            self.server_failure = ServerFailure.from_json(told)
+        except RuntimeError:
+            self._has_store, self.server_failure = False, failure
+
+    def conclude(self, end: NodeEnd, look: Callable[[], object] = lambda: None) -> None:
         """Tell the others how this node ended, and wait for theirs: after a good end as long as they live.
+
+        Args:
+            look: called again and again meanwhile.
 
         Raises:
             BaseException: what a signal handler raises meanwhile. It may be called again then.
@@ -158,6 +178,7 @@ class Nodes:
         since, trouble_since, has_spoken = time.monotonic(), math.inf, False
         self._silence = SILENCE_AFTER_END_SECONDS
         while left := [other for other in self._others if other not in self.ends and not self._is_silent(other)]:
+            look()
             now = time.monotonic()
             if not end.is_good or self.has_trouble():
                 trouble_since = min(trouble_since, now)
@@ -207,6 +228,8 @@ class Nodes:
                     for other, beat in zip(self._others, self._store.multi_get(alive), strict=True):
                         if self._beats.get(other) != beat:
                             self._beats[other], self._heard[other] = beat, time.monotonic()
+                if self.server_failure is None and self._store.check([_SERVER_FAILURE]):
+                    self.server_failure = ServerFailure.from_json(self._store.get(_SERVER_FAILURE))
                 told = self._store.add("colossus/ends", 0)
                 if told != num_ends:
                     num_ends = told

@@ -9,6 +9,7 @@ from typing import Any
 
 from colossus.launch.causes import RankExit
 from colossus.launch.nodes import NodeEnd
+from colossus.launch.server_failure import ServerFailure
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Outcome:
         gone: the nodes that give no sign of life any more, in words.
         lost: ranks that the run went on without.
         losses: of them, for the report.
+        server: the parameter server whose failure has ended the run.
+        endpoints: of all parameter servers.
         verdict: why the run could not go on without a rank that died, where it might have.
     """
 
@@ -35,4 +38,6 @@ class Outcome:
     gone: Sequence[str] = ()
     lost: Collection[int] = ()
     losses: Sequence[Mapping[str, Any]] = ()
+    server: ServerFailure | None = None
+    endpoints: Sequence[Mapping[str, Any]] = ()
     verdict: str | None = None

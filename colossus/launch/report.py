@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
 
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config
 from colossus.context.grid import RankGrid
 from colossus.launch import causes, deaths, failure, run_folder
 from colossus.launch.outcome import Outcome
+from colossus.launch.server_failure import ServerFailure, silent_server
 from colossus.launch.stop import exit_code
 from colossus.launch.stopped import code_of_stop, failure_block, stopped_line
 
@@ -26,13 +28,17 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     for end in outcome.others:
         exits |= end.exits
         records |= {record.rank: record for record in end.records}
-    _tell_losses(outcome, config)
+    server = outcome.server or _silent_server(outcome, records.values(), exits)
+    _tell_losses(outcome, config, verdict=outcome.verdict if server is None else None)
     if len(outcome.lost) < len(exits):
         exits = {rank: ended for rank, ended in exits.items() if rank not in outcome.lost}
         records = {rank: record for rank, record in records.items() if rank not in outcome.lost}
     signum = outcome.signum or next((end.signum for end in outcome.others if end.signum), None)
     if signum is not None:
         print(stopped_line(folder, config, signum))
+        if server is not None:
+            print(server.block(folder), file=sys.stderr)
+            return FAILED
         unsaved = next((record for record in records.values() if record.type == CheckpointError.__name__), None)
         if unsaved is not None:
             print(f"colossus: {unsaved.message}", file=sys.stderr)
@@ -40,6 +46,9 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
             return FAILED
         found = causes.rank_causes(records.values(), exits)
         return exit_code(signum) if outcome.is_hurried else code_of_stop(exit_code(signum), found, config, grid, folder)
+    if server is not None:
+        print(server.block(folder), file=sys.stderr)
+        return FAILED
     found = causes.rank_causes(records.values(), exits)
     if outcome.gone and not (found and found[0].kind in causes.CULPRITS):
         print(causes.gone_block(outcome.gone, folder), file=sys.stderr)
@@ -62,7 +71,17 @@ def report(outcome: Outcome, config: Config, grid: RankGrid) -> int:
     return FAILED
 
 
-def _tell_losses(outcome: Outcome, config: Config) -> None:
+def _silent_server(
+    outcome: Outcome, records: Collection[failure.FailureRecord], exits: Mapping[int, causes.RankExit]
+) -> ServerFailure | None:
+    """The server that workers have waited for in vain, where no rank has failed by itself."""
+    found = causes.rank_causes(records, exits)
+    if not found or found[0].kind in causes.CULPRITS:
+        return None
+    return silent_server(records, outcome.endpoints)
+
+
+def _tell_losses(outcome: Outcome, config: Config, verdict: str | None) -> None:
     """The replicas that the run went on without: on the terminal and in the run folder."""
     folder, replicas = outcome.folder, config.parallel.data
     if outcome.losses and folder is not None and replicas is not None:
@@ -74,5 +93,5 @@ def _tell_losses(outcome: Outcome, config: Config) -> None:
             file=sys.stderr,
             flush=True,
         )
-    if outcome.verdict is not None:
-        print(f"colossus: the run could not go on after a death: {outcome.verdict}", file=sys.stderr, flush=True)
+    if verdict is not None:
+        print(f"colossus: the run could not go on after a death: {verdict}", file=sys.stderr, flush=True)

@@ -18,12 +18,13 @@ from colossus.checkpoint.folder import name_of
 from colossus.checkpoint.locks import try_lock
 from colossus.config import Config, ConfigError, as_dict
 from colossus.launch import failure
+from colossus.launch.server_failure import LOGS
 from colossus.launch.versions import versions
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
 #: what a run leaves in its folder beside its checkpoints
-_WRITTEN = (METRICS, CONFIG, "versions.json", failure.FOLDER)
+_WRITTEN = (METRICS, CONFIG, "versions.json", failure.FOLDER, LOGS)
 _TENSORBOARD = "tensorboard"
 #: locked while a run uses the folder: by its launcher, and by its first rank, which may outlive it
 LOCK, RANK_LOCK = "run.lock", "rank.lock"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from colossus.layout.layout import Box, Layout
@@ -56,7 +57,8 @@ class ParameterSpec:
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
-        is_wide: whether it is stored as wide as the optimizer's state, also where other parameters are not.
+        computed_dtype: as what rows of it become activations, where it is itself stored as wide as the optimizer's
+            state and other parameters are not; else None.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
             it, in the user layout wherever it is used.
         intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
@@ -72,7 +74,7 @@ class ParameterSpec:
         self.name = ""
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
-        self.is_wide = False
+        self.computed_dtype: torch.dtype | None = None
 
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:

@@ -23,6 +23,8 @@ class DecoderOptions(TransformerOptions):
     token_key: ClassVar[str | None] = "seq_len"
     #: tables with a row for each position from the first: a model with fewer takes the first rows of another's
     positions_by_row: ClassVar[tuple[str, ...]] = ("positions.weight",)
+    #: whether a model gives logits of all words
+    generates: ClassVar[bool] = True
 
     #: tokens of a sequence
     seq_len: Count = 128

@@ -23,6 +23,7 @@ from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.metrics import StepTimer, peak_memory_bytes
 from colossus.monitor.mfu import device_peak
+from colossus.server import environment
 
 
 def make_display(folder: Path, stream: TextIO | None = None) -> Display:
@@ -85,6 +86,9 @@ class Display(Hook):
         zero = describe_zero(engine.config.parallel)
         sizes += zero and f", {zero}"
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]
+        if environment.is_given():
+            places = [f"{each['host']} (process {each['process']})" for each in environment.read().endpoints]
+            lines.append(f"parameters at {len(places)} server(s): {', '.join(places)}")
         if engine.loaders is not None:
             lines.append(engine.loaders.description)
             if engine.config.train.eval_every and engine.loaders.validation_missing:

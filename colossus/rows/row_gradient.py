@@ -34,6 +34,12 @@ class RowGradient:
             start += len(part.ids)
         return cls(ids, rows)
 
+    @classmethod
+    def parts(cls, ids: Tensor, rows: Tensor, lengths: Sequence[int]) -> list[RowGradient]:
+        """Several, of so many rows each, that lie one below the other."""
+        sizes = list(lengths)
+        return [cls(*part) for part in zip(ids.split(sizes), rows.split(sizes), strict=True)]
+
     def as_sparse(self, num_rows: int) -> Tensor:
         """As torch has it: coalesced COO [num_rows, dim]. The same memory."""
         shape = (num_rows, self.rows.shape[1])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colossus.context.precision import LOW, Precision
+from colossus.layout.parameter import spec_of
 
 
 def product_dtype(x: Tensor) -> torch.dtype | None:
@@ -34,7 +35,7 @@ def activation_dtype(weight: Tensor, precision: Precision) -> torch.dtype:
     A table is no operand of a product to `torch.autocast`, and stays wide where a user has turned it off.
     """
     narrow = precision.is_low and product_dtype(weight) is not None
-    return precision.compute if narrow else weight.dtype
+    return precision.compute if narrow else spec_of(weight).computed_dtype or weight.dtype
 
 
 def to_wide_dtype(x: Tensor) -> Tensor:

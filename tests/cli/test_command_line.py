@@ -74,7 +74,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         (["launch", "FILE", "train.sed=3"], 2),
         (["launch", "FILE", "parallel.tensor=3"], 2),
         (["launch", "FILE", "model.num_layer=3"], 2),
-        (["launch", "FILE", "optimizer.type=Adam"], 2),
+        (["launch", "FILE", "optimizer.type=AdamV"], 2),
         (["launch", "FILE", "checkpoint.evry=5"], 2),
         (["launch", "FILE", "--nproc", "3"], 2),
         (["launch", "absent.py"], 2),

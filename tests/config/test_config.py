@@ -446,6 +446,8 @@ def test_overrides_of_short_forms() -> None:
             "model.width: model is given as an object (Net), which has no keys to override; "
             "write model = dict(type=Net, width=...) in the config",
         ),
+        (dict(optimizer=dict(lr=1.0)), "optimizer=3", "optimizer: "),
+        (dict(optimizer=dict(tables=dict(type="SGD"))), "optimizer.tables=3", "optimizer.tables: "),
         (dict(data=[1, 2]), "data.path=x", "data.path: data is given as an object ([1, 2]), which has no keys"),
     ],
 )
@@ -866,6 +868,26 @@ def test_datasets_need_no_torch_to_be_checked() -> None:
         (dict(optimizer=dict(fused=1)), "optimizer.fused: must be True or False, got 1"),
         (dict(optimizer=dict(type="SGD", momentum=math.nan)), "optimizer.momentum: must be a number of at least 0"),
         (dict(optimizer=dict(type="SGD", nesterov=True)), "optimizer.nesterov: needs a momentum above 0"),
+        (
+            dict(optimizer=dict(tables="RowWiseAdagrd")),
+            "optimizer.tables.type: no optimizer of tables named 'RowWiseAd",
+        ),
+        (dict(optimizer=dict(tables="AdamW")), "optimizer.tables.type: no optimizer of tables named 'AdamW'. Did you "),
+        (dict(optimizer=dict(tables=dict(lr=0.1))), "optimizer.tables.type: "),
+        (dict(optimizer=dict(tables=dict(type="SGD", lr=0))), "optimizer.tables.lr: must be greater than 0, got 0"),
+        (
+            dict(optimizer=dict(tables=dict(type="Adagrad", epps=1))),
+            "optimizer.tables.epps: no such key; did you mean optimizer.tables.eps?",
+        ),
+        (
+            dict(optimizer=dict(tables=dict(type="SGD", weight_decay=0.1))),
+            "optimizer.tables.weight_decay: must be 0: rows that a step has not looked up do not change",
+        ),
+        (
+            dict(optimizer=dict(tables=dict(type="SparseAdam", amsgrad=True))),
+            "optimizer.tables.amsgrad: must be False: there is no form of amsgrad for rows, got True",
+        ),
+        (dict(optimizer=dict(tables=dict(type="SGD", nesterov=True))), "optimizer.tables.nesterov: needs a momentum"),
         (dict(optimizer=dict(params=[])), "optimizer.params: the parameters are those of the model; leave it out"),
         (
             dict(data=dict(type="PythonStdlib", num_workers=-1)),
@@ -890,6 +912,9 @@ def test_what_only_the_ranks_would_have_found(config: dict[str, Any], words: str
 def test_right_options_pass() -> None:
     load_config(dict(optimizer=dict(weight_decay=0, betas=[0.0, 0.99], eps=1e-9, amsgrad=True)))
     load_config(dict(optimizer=dict(type="SGD", momentum=0.9, nesterov=True)))
+    tables = load_config(dict(optimizer=dict(tables=dict(type="RowWiseAdagrad", eps=1e-3)))).optimizer.tables
+    assert tables is not None
+    assert tables.spec() == dict(type="RowWiseAdagrad", lr=None, eps=1e-3)
     load_config(dict(lr_schedule=dict(type=lambda progress, min_ratio, power: 1.0, power=2)))
     load_config(dict(data=dict(type="PythonStdlib", num_workers=0), model=dict(GPT, vocab_size=256), name="x" * 200))
 

@@ -7,15 +7,16 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import distributed as dist
 
-from colossus.context.death_board import connect
+from colossus.context.death_board import DEATH_STORE, connect
 from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.strategies import living
+from colossus.engine.strategies import death_news
 from colossus.engine.strategies.in_flight import InFlight
 from colossus.engine.strategies.mass import Mass
 from colossus.engine.strategies.stop_wave import StopWave
@@ -127,21 +128,19 @@ def test_who_hears_of_deaths_looks_again_after_an_error_and_says_so_when_it_stay
                 raise RuntimeError("Broken pipe")
             return number
 
-    monkeypatch.setattr(living, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(living, "_DEAF_SECONDS", 0.1)
-    monkeypatch.setattr(living, "connect", lambda address, timeout: Board())
-    survivors = object.__new__(living.Survivors)
-    survivors._closing, survivors._deaf, survivors._num_deaths = threading.Event(), None, 0
-    survivors._context = SimpleNamespace(timeout=timedelta(seconds=5))  # type: ignore[assignment]
+    monkeypatch.setattr(death_news, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(death_news, "_DEAF_SECONDS", 0.1)
+    monkeypatch.setattr(death_news, "connect", lambda address, timeout: Board())
+    monkeypatch.setenv(DEATH_STORE, "")
+    context: Any = SimpleNamespace(
+        timeout=timedelta(seconds=5), device=torch.device("cpu"), replica_axes=(), group=lambda axes: None
+    )
     heard = threading.Event()
-    survivors._links = SimpleNamespace(nudge=heard.set)  # type: ignore[assignment]
-    thread = threading.Thread(target=survivors._watch, args=("",), daemon=True)
-    thread.start()
+    news = death_news.DeathNews(context, heard.set)
     assert heard.wait(5.0)
-    assert survivors._num_deaths == 2
+    assert news.num_deaths == 2
     time.sleep(0.3)
     with pytest.raises(RuntimeError, match=r"store, .* has not answered for 0.1 s: Broken pipe") as error:
-        survivors._require_hearing()
+        news.require_hearing()
     assert failure.kind_of(error.value) == "communication"
-    survivors._closing.set()
-    thread.join()
+    news.close()

@@ -60,6 +60,17 @@ def test_data_parallel_ways_are_one_process(rule: str) -> None:
     assert_all_exact(3, cases)
 
 
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_tables_in_a_checkpointed_block_are_one_process(kind: str) -> None:
+    """Recomputation looks up again, in other microbatches' backwards, too."""
+    cases = {}
+    for way in WAYS:
+        config = config_of("adam", way, 0.05, 2, data=2, pipeline=2)
+        config["train"]["activation_checkpoint"] = dict(type=kind, modules=["0", "3"])
+        cases[f"{way}, {kind}"] = "adam", 0.05, config
+    assert_all_exact(4, cases)
+
+
 PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1d": (4, dict(data=2, tensor=2)),
     "2d": (4, dict(data=1, tensor=dict(mode="2d", size=4))),

@@ -51,13 +51,17 @@ def batch_of(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return ids, torch.randint(0, CLASSES, (samples,), generator=generator)
 
 
-def engine_of(data: int, microbatches: int = 1, checkpoint: str = "none", **strategy: Any) -> colossus.engine.Engine:
-    chosen = dict(type="hybrid", **{"ways": {"*": "owners"}, **strategy}) if data > 1 else "all_reduce"
+def engine_of(
+    data: int, microbatches: int = 1, checkpoint: str = "none", through_memory: bool = True, **strategy: Any
+) -> colossus.engine.Engine:
+    strategy = {"type": "hybrid", "ways": {"*": "owners"}, **strategy}
+    chosen = {key: value for key, value in strategy.items() if value is not None} if data > 1 else "all_reduce"
     modules = dict(modules=["block"]) if checkpoint != "none" else {}
     config = dict(
         parallel=dict(data=data, strategy=chosen),
         optimizer=dict(type="Adagrad", lr=0.3),
         schedule=dict(microbatches=microbatches),
+        comm=dict(shared_memory=through_memory),
         train=dict(
             steps=STEPS,
             global_batch_size=SAMPLES,
@@ -91,9 +95,12 @@ CASES: list[dict[str, Any]] = [
     dict(per_host=2, aggregate=False),
     dict(checkpoint="full", microbatches=2, per_host=2),
     dict(checkpoint="selective"),
-    dict(partitions=9),
+    dict(partitions=9, through_memory=False),
+    dict(microbatches=2, per_host=2, through_memory=False),
+    dict(ways={"*": "gather"}, through_memory=False),
     dict(ways={"*": "dense"}, per_host=2),
     dict(ways={"*": "gather"}, per_host=2),
+    dict(type="hierarchical", per_host=2, ways=None),
 ]
 
 
@@ -134,40 +141,57 @@ def uniform_ids(rank: int) -> list[int]:
     return [owner * 10 + first + i for owner in range(4) for i in range(PER_OWNER)] * 2
 
 
-def counted(rank: int, strategy: dict[str, Any]) -> accounting.Counter:
+def counted(rank: int, strategy: dict[str, Any], checkpoint: str = "none") -> accounting.Counter:
+    """Of a step whose two microbatches look up the same rows."""
+    modules = dict(type=checkpoint, modules=["table"]) if checkpoint != "none" else "none"
     config = dict(
         parallel=dict(data=4, strategy=dict(type="hybrid", balance_after=0, **strategy)),
         optimizer=dict(type="SGD", lr=0.5),
-        train=dict(steps=1, global_batch_size=8, precision="fp64"),
+        schedule=dict(microbatches=2),
+        train=dict(steps=1, global_batch_size=8, precision="fp64", activation_checkpoint=modules),
     )
     engine = colossus.initialize(config, model=OneTable, loss_fn=loss_fn)
     ids = torch.tensor(uniform_ids(rank)).view(2, -1)
+    reduction, before_finish = engine.strategy._reduction, []
+    finish = reduction.finish
     with accounting.count() as moved:
+        reduction.finish = lambda: (before_finish.append(moved.bytes(operation="all_to_all rows")), finish())[1]
         engine.train_step((ids, torch.tensor([1, 3])))
+    # gradients of rows are under way while those of the buckets are
+    assert before_finish == [moved.bytes(operation="all_to_all rows")]
     engine.close()
     return moved
 
 
 def counts_of_all(rank: int) -> list[accounting.Counter]:
     ways: list[dict[str, Any]] = [dict(ways={"*": way}) for way in ("owners", "gather", "dense")]
-    return [counted(rank, each) for each in (*ways, dict(ways={"*": "owners"}, per_host=2))]
+    found = [counted(rank, each) for each in (*ways, *(dict(each, per_host=2) for each in ways))]
+    again = counted(rank, ways[0], "full")
+    assert {key: (tally.calls, tally.bytes) for key, tally in again.entries.items()} == {
+        key: (tally.calls, tally.bytes) for key, tally in found[0].entries.items()
+    }, "a recomputation exchanges something"
+    return found
 
 
 def test_what_is_sent_is_the_formula() -> None:
     n, hosts, alpha = 4, 2, 4 * PER_OWNER / TABLE_ROWS
-    for_hosts = 0.0
-    for owners, gather, dense, aggregated in run_ranks(4, counts_of_all, with_context=False):
+    of_hosts = torch.zeros(3)
+    for owners, gather, dense, *in_hosts in run_ranks(4, counts_of_all, with_context=False):
         assert owners.bytes("data", "all_to_all rows") == pytest.approx(2 * alpha * W * (n - 1) / n, rel=1e-12)
         assert gather.bytes("data", "all_gather rows") == pytest.approx(alpha * W * (n - 1), rel=1e-12)
         table = dense.bytes("data", "all_reduce") - owners.bytes("data", "all_reduce")
         assert table == pytest.approx(2 * W * (n - 1) / n, rel=1e-12)
         assert owners.bytes("data", "all_to_all ids") == 2 * 3 * PER_OWNER * 8
-        assert aggregated.bytes("data", "all_to_all rows") == 0
-        for_hosts += aggregated.bytes(BETWEEN, "all_to_all rows")
+        for counter in in_hosts:  # but for the buckets, nothing of the table goes over all ranks
+            assert counter.bytes("data") == owners.bytes("data", "all_reduce")
+        operations = ("all_to_all rows", "all_gather rows", "all_reduce")
+        of_hosts += torch.tensor([c.bytes(BETWEEN, o) for c, o in zip(in_hosts, operations, strict=True)])
     touched = len({*uniform_ids(0), *uniform_ids(1)})  # of a host, each row once
     assert touched == 4 * (2 * PER_OWNER - 1) == len({*uniform_ids(2), *uniform_ids(3)})
     of_host = touched / TABLE_ROWS
-    assert for_hosts / hosts == pytest.approx(2 * of_host * W * (hosts - 1) / hosts, rel=1e-12)
+    assert (of_hosts / hosts).tolist() == pytest.approx(
+        [2 * of_host * W * (hosts - 1) / hosts, of_host * W * (hosts - 1), 2 * W * (hosts - 1) / hosts], rel=1e-12
+    )
 
 
 # -- forwards without a step, and ranks that differ ----------------------------------------------------------
@@ -249,5 +273,5 @@ def test_ranks_that_do_not_look_up_alike_end_in_words(per_host: int | None) -> N
         else:
             assert "cannot go on with its lookups" in said, rank
     for rank, said in enumerate(run_ranks(4, differing, per_host, "ids", with_context=False)):
-        wanted = f"outside the table's 0..{ROWS - 1}" if rank == 2 else "rank 2 cannot go on with its lookups"
+        wanted = f"rank 2 was given id {ROWS} in row 1" if rank == 2 else "rank 2 cannot go on with its lookups"
         assert wanted in said, rank

@@ -10,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from helpers.long import but
 from helpers.ranks import RankError, run_ranks
+from helpers.sampled import drawn_in, sampled_loss
 from torch import Tensor, nn
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import Config
-from colossus.context.rng_streams import RngStreams
 from colossus.engine.sparse.lookups import lookups_of
-from colossus.layers import log_uniform
 
 ROWS, DIM, CLASSES, SAMPLES, LENGTH, BAG, SEED, STEPS = 37, 8, 41, 8, 4, 3, 3, 4
 LR, CLIP, NEGATIVES = 2.0, 0.9, 9
@@ -107,15 +106,8 @@ def train_plain(start: dict[str, Tensor]) -> dict[str, float]:
     params = [*model.parameters(), weight, bias]
     found = {}
     for number, batch in enumerate(batches()):
-        key = RngStreams(SEED).key("negatives", number, "head")
-        drawn = log_uniform.sample(key, NEGATIVES, CLASSES)
-        log_counts = torch.from_numpy(drawn.expected_count(torch.arange(CLASSES).numpy())).log()
-        x, labels = model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
-        x, labels = x[labels >= 0], labels[labels >= 0]
-        logits = x @ weight.t() + bias.squeeze(1) - log_counts
-        negatives = torch.zeros(CLASSES, dtype=torch.bool).index_fill(0, torch.from_numpy(drawn.classes), True)
-        kept = negatives | F.one_hot(labels, CLASSES).bool()
-        loss = F.cross_entropy(logits.masked_fill(~kept, float("-inf")), labels)
+        drawn = drawn_in(number, NEGATIVES, CLASSES, seed=SEED)
+        loss = sampled_loss(model(batch["inputs"]), batch["labels"], weight, bias, drawn) / (batch["labels"] >= 0).sum()
         for param in params:
             param.grad = None
         loss.backward()
@@ -213,7 +205,7 @@ def test_the_ids_of_all_lookups_are_known_before_training() -> None:
     config = Config(optimizer=dict(type="SGD", lr=LR), train=dict(steps=1, global_batch_size=SAMPLES, seed=SEED))
     (found,) = lookups_of(ours, config, [batch])
     ids, bags, labels = batch["inputs"]["ids"], batch["inputs"]["bags"].flatten(), batch["labels"].flatten()
-    drawn = log_uniform.sample(RngStreams(SEED).key("negatives", 0, "head"), NEGATIVES, CLASSES)
+    drawn = drawn_in(0, NEGATIVES, CLASSES, seed=SEED)
     want = dict.fromkeys(("largest", "mean", "rate"), bags) | dict.fromkeys(("table", "scaled"), ids)
     want |= {"weighted": bags[bags != 0], "head": torch.cat((labels[labels >= 0], torch.from_numpy(drawn.classes)))}
     for name, expected in want.items():

@@ -224,8 +224,8 @@ def test_weight_decay_is_of_the_others_and_said_once() -> None:
         return lines, groups
 
     (first, groups), (second, _) = run_ranks(2, body, with_context=False)
-    assert len([line for line in first if "weight_decay = 0.2" in line]) == 1
-    assert not [line for line in second if "weight_decay" in line]
+    assert len([line for line in first if "optimizer.weight_decay = 0.2 is of all" in line]) == 1
+    assert not any("weight_decay" in line for line in second)
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
     assert groups[1]["name"] == "tables"
 

@@ -45,6 +45,9 @@ class Everything(nn.Module):
         self.adapted = layers.LoRALinear(layers.Linear(WIDTH, WIDTH, split="column"), 4, alpha=2.0)
         self.back = layers.Linear(WIDTH, WIDTH, split="row")
         self.mlp, self.dropout = layers.MLP(WIDTH, 24), layers.Dropout(0.25)
+        self.bag = layers.EmbeddingBag(11, WIDTH, mode="max", padding_idx=2, sparse=True)
+        self.plain_bag, self.plain_words = nn.EmbeddingBag(11, WIDTH, sparse=True), nn.Embedding(11, WIDTH, sparse=True)
+        self.sampled = layers.SampledSoftmax(WIDTH, 11, 3)
         self.head = layers.LMHead(WIDTH, 11, bias=True, tied_to=self.words)
         self.classes = layers.Classifier(WIDTH, 7)
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
@@ -52,6 +55,8 @@ class Everything(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         x = self.places(self.patches(inputs["images"]))[:, :TOKENS] + self.words(inputs["ids"]) * self.scale
+        x = x + (self.bag(inputs["ids"]) + self.plain_bag(inputs["ids"])).unsqueeze(1) + self.plain_words(inputs["ids"])
+        x = x + self.sampled(x, inputs["ids"])[0]
         x = self.block(x + self.shift, documents=inputs["documents"])
         x = self.across(x, mask=inputs["mask"])
         x = x + self.attention(x, mask=inputs["mask"], documents=inputs["documents"])

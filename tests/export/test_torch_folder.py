@@ -179,7 +179,7 @@ def test_what_cannot_be_written(
         return folder
 
     told = refuse(capsys, damaged('"type": "GPT"', '"type": "mine:Net"'), tmp_path / "out")
-    assert "no model of type 'mine:Net' here; known: GPT, Llama, ViT; colossus.plain(engine) gives" in told
+    assert "no model of type 'mine:Net' here; known: GPT, Llama, ViT, WordsLM; colossus.plain(engine) gives" in told
     told = refuse(capsys, damaged('"vocab_size": 53', '"vocab_size": 54'), tmp_path / "out")
     words = r"2 of its tensors are not those of its config's GPT, embedding.weight say: \(53, 16\) is saved, the model"
     assert re.search(words + r" has \(54, 16\)", told)

@@ -40,6 +40,18 @@ class _Net(nn.Module):
         return self.linear(x)
     def loss(self, outputs, batch):
         return outputs.sum(), 1
+
+class _Words(nn.Module):
+    def __init__(self, rows=256, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(rows, 4, sparse=True)
+        self.out = nn.Linear(4, rows)
+        if tied:
+            self.out.weight = self.embedding.weight
+    def forward(self, ids):
+        return self.out(self.embedding(ids))
+    def loss(self, outputs, batch):
+        return outputs.sum(), 1
 """
 
 
@@ -63,6 +75,11 @@ def tokens(path: str, **options: Any) -> str:
 
 def samples(options: str) -> str:
     return f"data = dict(type=_Samples, {options})"
+
+
+def words_bad(words: str, strategy: str, options: str = "") -> Bad:
+    text = f"model = dict(type=_Words, {options})\ndata = dict(type=_Samples)\noptimizer = dict(type='SGD', lr=0.1)"
+    return bad(words, text=text, overrides=f"parallel.data=4 parallel.{strategy}")
 
 
 TABLE: dict[str, Bad] = {
@@ -219,6 +236,43 @@ TABLE: dict[str, Bad] = {
     ),
     "schedule": bad("no schedule named '1f2b'", overrides="schedule.type=1f2b"),
     "strategy": bad("no data-parallel strategy named 'gossipp'", overrides="parallel.strategy=gossipp"),
+    # tables
+    "tables under gossip": words_bad("table 'embedding.weight' has sparse=True, but SGP knows", "strategy=sgp"),
+    "tables and compression": words_bad(
+        "parallel.strategy.compress = 'bf16' is of dense gradients",
+        "strategy.type=all_reduce parallel.strategy.compress=bf16",
+    ),
+    "tables under ZeRO": words_bad("parallel.zero cuts every parameter over data itself", "zero=3"),
+    "owners and ZeRO": words_bad("a row of a table has one owner", "strategy=hybrid parallel.zero=3"),
+    "fewer rows than ranks": words_bad(
+        "'embedding.weight' has 3 rows, fewer than the 4 ranks",
+        "strategy.type=hybrid parallel.strategy.ways={'*':'owners'}",
+        "rows=3",
+    ),
+    "owners of a tied table": words_bad(
+        "'embedding.weight' is tied to out (Linear)",
+        "strategy.type=hybrid parallel.strategy.ways={'embedding.weight':'owners'}",
+        "tied=True",
+    ),
+    "ways of no table": words_bad(
+        "parallel.strategy.ways: 'embeding.weight' fits no table with sparse=True; did you mean 'embedding.weight'?",
+        "strategy.type=hybrid parallel.strategy.ways={'embeding.weight':'owners'}",
+    ),
+    "ways of a dense parameter": words_bad(
+        "'out.*' fits no table with sparse=True, but 'out.weight', whose gradient is dense",
+        "strategy.type=hybrid parallel.strategy.ways={'out.*':'gather'}",
+    ),
+    "no such way": words_bad(
+        "parallel.strategy.ways.*: must be 'dense', 'gather' or 'owners'",
+        "strategy.type=hybrid parallel.strategy.ways={'*':'owner'}",
+    ),
+    "alpha of no table": words_bad(
+        "parallel.strategy.alpha: 'x' fits no table", "strategy.type=hybrid parallel.strategy.alpha={'x':0.1}"
+    ),
+    "alpha above 1": words_bad(
+        "parallel.strategy.alpha.*: must be at most 1", "strategy.type=hybrid parallel.strategy.alpha={'*':1.5}"
+    ),
+    "hosts of tables": words_bad("hosts = 3 does not divide data 4", "strategy.type=hybrid parallel.strategy.hosts=3"),
     # everything else
     "cuda": bad("device = 'cuda', but torch finds no CUDA device", overrides="device=cuda"),
     "device": bad("device: must be 'auto', 'cpu' or 'cuda', got 'tpu'", overrides="device=tpu"),

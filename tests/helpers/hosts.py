@@ -18,8 +18,8 @@ _REASON = refusal()
 needs_hosts = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
-def start_on(hosts: Sequence[Host], cwd: Path, *arguments: str, **more: str) -> list[ForkedPython]:
-    """Launchers of one run of the tiny config, one on each host."""
-    words = launch_words(hosts, [str(TINY), *arguments])
+def start_on(hosts: Sequence[Host], cwd: Path, *arguments: str, config: Path = TINY, **more: str) -> list[ForkedPython]:
+    """Launchers of one run of a config, by default the tiny one, one on each host."""
+    words = launch_words(hosts, [str(config), *arguments])
     given = {key: value for key, value in environment(**more).items() if key not in (*FOREIGN, "GLOO_SOCKET_IFNAME")}
     return [ForkedPython(words, env=given, cwd=cwd, pipes=True, within=host.namespaces) for host in hosts]

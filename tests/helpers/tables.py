@@ -43,7 +43,7 @@ class Stem(nn.Module):
             x = x + self.fickle(ids)
         x = x.tanh().mean(1)
         samples, _ = (ids >= 30).nonzero(as_tuple=True)
-        return x.index_add(0, samples, self.rare(ids[ids >= 30] - 30))
+        return x.index_add(0, samples, self.rare(ids[ids >= 30] - 30).to(x.dtype))
 
 
 class Words(nn.Sequential):

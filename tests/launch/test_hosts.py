@@ -107,3 +107,24 @@ def test_a_stop_on_one_host_stops_both(long_run: Nodes, signum: signal.Signals) 
     assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)
     steps = [row["step"] for row in rows_of(folder)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@needs_hosts
+@pytest.mark.parametrize("signum", [None, *long(signal.SIGKILL)])
+def test_each_host_has_a_parameter_server(two_hosts: list[Host], tmp_path: Path, signum: signal.Signals | None) -> None:
+    """One is killed by a rank of its own host; both launchers name it."""
+    config = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
+    arguments = ["--run-dir", "run", "parallel.strategy.servers=None"]
+    if signum is not None:
+        arguments += ["train.steps=100000", "train.eval_every=0"]
+    killed = {"SIGNAL": f"0:{int(signum)}", "STEP_SECONDS": "0.02"} if signum is not None else {}
+    launchers = start_on(two_hosts, tmp_path, *arguments, config=config, **killed)
+    ended = [finish(launcher) for launcher in launchers]
+    out, err = ("".join(texts) for texts in ([each[1] for each in ended], [each[2] for each in ended]))
+    places = re.findall(r"(10\.\S+) \(process (\d+)\)", out)
+    assert sorted(address for address, _ in places) == sorted(host.address for host in two_hosts)
+    if signum is None:
+        assert [(code, error) for code, _, error in ended] == [(0, "")] * 2
+    else:
+        assert [code for code, _, _ in ended] == [1, 1]
+        assert len(re.findall(rf"server 0 \(host \S+, process {places[0][1]}\) was killed by SIGKILL", err)) == 2

@@ -13,6 +13,7 @@ from helpers.compared import Case, compare_all, integers, numbers, prepare
 from helpers.long import but
 from helpers.modes import BATCH, MODES, TOKENS, own
 from helpers.ranks import grid
+from helpers.sampled import sampled_loss
 from torch import Tensor, nn
 
 import colossus
@@ -20,7 +21,6 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.layers.log_uniform import LogUniformSample
 from colossus.layers.model_parallel import model_parallel_of
 
 #: divides over the ranks of all modes, and over none
@@ -110,19 +110,6 @@ def test_rows_are_looked_up_in_every_mode(mode: str) -> None:
 HIDDEN, CLASSES, SAMPLES = 24, 53, 17
 
 
-def sampled_loss(x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor, drawn: LogUniformSample) -> Tensor:
-    """As TensorFlow's documentation has it, of all tokens."""
-    negatives = torch.from_numpy(drawn.classes)
-    log_counts = torch.from_numpy(drawn.expected_count(torch.arange(len(weight)).numpy())).log().to(x.dtype)
-    logits = x @ weight.t() + bias.squeeze(1) - log_counts
-    total = x.new_zeros(())
-    for row, label in zip(logits, labels.tolist(), strict=True):
-        if label != -100:
-            others = [each for each in negatives.tolist() if each != label]
-            total = total + F.cross_entropy(row[[label, *others]], torch.tensor(0))
-    return total
-
-
 @pytest.mark.parametrize("mode", MODE_NAMES)
 def test_a_sampled_loss_in_every_mode(mode: str) -> None:
     """Sums, counts and all gradients; in evaluation the whole softmax, in blocks of rows."""
@@ -137,8 +124,7 @@ def test_a_sampled_loss_in_every_mode(mode: str) -> None:
         each.requires_grad_()
     logits = leaves["x"] @ leaves["weight"].t() + leaves["bias"].squeeze(1)
     want["whole"] = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").detach()
-    rows = leaves["x"].flatten(0, 1), labels.flatten(), leaves["weight"], leaves["bias"]
-    want["sampled"] = sampled_loss(*rows, layer.sample())
+    want["sampled"] = sampled_loss(leaves["x"], labels, leaves["weight"], leaves["bias"], layer.sample())
     want["sampled"].backward()
     want |= {f"gradient of {name}": each.grad for name, each in leaves.items()}
 

@@ -130,7 +130,7 @@ def _dense(name: str, param: nn.Parameter, context: ParallelContext) -> DensePar
     shards = spec_of(param).shards
     shape = shards[0].shape if len(shards) == 1 else (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
     held = tuple(param.shape)
-    size = math.prod(held) * param.element_size()
+    size = math.prod(held) * context.precision.params.itemsize
     return DenseParameter(name, shape, held, size, context.size(gradient_sum_axes(param, context)))
 
 
@@ -138,7 +138,7 @@ def _batches(config: Config) -> Sequence[Any]:
     """Of the first data ranks; of the first alone where the global batch cannot be read in one place."""
     data = config.parallel.data or 1
     if config.data is None:
-        raise StopIteration
+        return ()
     try:
         whole = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train.peek()
         return [shard_of_batch(whole, rank, data) for rank in range(min(data, _MOST_RANKS))]

@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 
+#: into how many partitions the rows of an owner are cut, where nothing else is said
+PARTS_PER_OWNER = 16
+#: in which touched rows are counted
+_MOST_BINS = 1 << 17
+
 _Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -80,8 +85,16 @@ class Placement:
         return cls(tuple(bounds.tolist()), tuple(owners.tolist()))
 
     @property
+    def num_parts(self) -> int:
+        return len(self.owners)
+
+    @property
     def num_rows(self) -> int:
         return self.bounds[-1]
+
+    def owners_of(self, rows: _Array) -> _Array:
+        """Of each row its owner."""
+        return np.asarray(self.owners)[np.searchsorted(self.bounds[1:], rows, side="right")]
 
     def intervals(self, owner: int) -> tuple[tuple[int, int], ...]:
         """The rows that an owner stores, ascending; neighbouring partitions are one."""
@@ -116,6 +129,11 @@ class Placement:
 
     def _parts_of(self, owner: int) -> Iterator[tuple[int, int]]:
         return (span for span, of in zip(pairwise(self.bounds), self.owners, strict=True) if of == owner)
+
+
+def bins_for(num_rows: int) -> int:
+    """How many bins count the rows that are touched: one for each row, or as many as fit into a megabyte."""
+    return min(num_rows, _MOST_BINS)
 
 
 def bins_of(num_rows: int, num_bins: int) -> _Array:

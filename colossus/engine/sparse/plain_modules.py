@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colossus.engine.sparse.uncompiled import uncompiled
 from colossus.layers.bag_lookup import embedding_bag
 from colossus.layers.embedding_bag import require_whole_bags
 from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import sparse_embedding
 from colossus.layers.token_dim import TokenDim, tokens_of
 from colossus.layers.tokens import local, with_tokens
+from colossus.layout.parameter import spec_of
 
 
 def require_lazy(name: str, module: nn.Module) -> None:
@@ -48,13 +50,14 @@ class RowForward:
     """What stands in the place of ``module.forward``: an object, so that a copy of the module has one of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._own = module, vars(module).get("forward")
+        self._module, self._replaced = module, vars(module).get("forward")
 
+    @uncompiled
     def __call__(self, *args: Any, **options: Any) -> Any:
         module = self._module
         with _RowLookups():
-            if self._own is not None:
-                return self._own(*args, **options)
+            if self._replaced is not None:
+                return self._replaced(*args, **options)
             return type(module).forward(module, *args, **options)
 
 
@@ -75,7 +78,7 @@ class _RowLookups(TorchFunctionMode):
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
     if row_source(weight) is None:
         return F.embedding(input, weight, padding_idx, *rest, **more)
-    return _marked(sparse_embedding(local(input), weight, padding_idx).to(weight.dtype), tokens_of(input), input)
+    return _marked(_narrowed(sparse_embedding(local(input), weight, padding_idx), weight), tokens_of(input), input)
 
 
 def _embedding_bag(
@@ -106,7 +109,12 @@ def _embedding_bag(
         title="EmbeddingBag",
         **options,
     )
-    return _marked(out.to(weight.dtype), token_dim, input)
+    return _marked(_narrowed(out, weight), token_dim, input)
+
+
+def _narrowed(rows: Tensor, weight: Tensor) -> Tensor:
+    """In the dtype of the model's parameters, which a table may be wider than."""
+    return rows.to(spec_of(weight).computed_dtype or weight.dtype)
 
 
 def _marked(out: Tensor, token_dim: TokenDim | None, source: Tensor) -> Tensor:

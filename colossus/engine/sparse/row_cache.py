@@ -14,14 +14,14 @@ class RowCache:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
+        self._like = like.new_empty((0, like.shape[1]))  # not the memory of the table itself
         self.clear()
 
     def clear(self) -> None:
         #: ascending, and of each the place of its row
         self._ids = torch.empty(0, dtype=torch.int64, device=self._like.device)
         self._places = self._ids
-        self._rows = self._like.new_empty((0, self._like.shape[1]))
+        self._rows = self._like
         self._used = 0
 
     def missing(self, ids: Tensor) -> Tensor:
@@ -32,13 +32,14 @@ class RowCache:
         return ids[self._ids[at] != ids]
 
     def add(self, ids: Tensor, rows: Tensor) -> None:
-        """Keep rows whose ids are not here yet. ``rows`` may be kept as they are."""
+        """Keep rows whose ids are not here yet, in any order. ``rows`` may be kept as they are."""
         if not len(ids):
             return
-        places = torch.arange(self._used, self._used + len(ids), device=ids.device)
         if not self._used:
-            self._ids, self._places, self._rows, self._used = ids, places, rows, len(ids)
+            self._ids, self._places = ids.sort()
+            self._rows, self._used = rows, len(ids)
             return
+        places = torch.arange(self._used, self._used + len(ids), device=ids.device)
         if self._used + len(ids) > len(self._rows):  # twice as many, so that each row is copied twice at most
             grown = rows.new_empty((2 * (self._used + len(ids)), rows.shape[1]))
             grown[: self._used] = self._rows[: self._used]

@@ -63,6 +63,10 @@ class OwnedRows(Protocol):
         """Of each id the index of its owner."""
         ...
 
+    def count(self, ids: Tensor) -> None:
+        """Ids whose gradients have come to this rank, each as often as it has come."""
+        ...
+
     def stored_rows(self, ids: Tensor) -> Tensor:
         """The rows of ids that this rank owns."""
         ...
@@ -123,10 +127,12 @@ class RowExchange:
             ids = uneven.all_to_all(gradient.ids[order], lengths, level.group, "ids")
             rows = uneven.all_to_all(gradient.rows[order], lengths, level.group, "rows")
             if number < len(self.levels) - 1:
-                parts = _parts(ids.wait(), rows.wait(), lengths.received)
+                parts = RowGradient.parts(ids.wait(), rows.wait(), lengths.received)
 
         def finish() -> RowGradient | None:
-            total = RowGradient.added(_parts(ids.wait(), rows.wait(), lengths.received))
+            received = ids.wait()
+            self._tables[table].count(received)
+            total = RowGradient.added(RowGradient.parts(received, rows.wait(), lengths.received))
             return total if word.is_used else None
 
         return finish
@@ -157,12 +163,12 @@ class RowExchange:
         rows = uneven.all_to_all(found, lengths.back, level.group).wait()
         if not word.looks_up:
             return said, rows
+        if cache is not None:
+            cache.add(new[order], rows)
+            return said, cache.rows_of(ids)
         back = torch.empty_like(rows)
         back[order] = rows
-        if cache is None:
-            return said, back
-        cache.add(new, back)
-        return said, cache.rows_of(ids)
+        return said, back
 
     # -- what ranks say -----------------------------------------------------------------------------------
 
@@ -234,9 +240,3 @@ class RowExchange:
         towards = self._towards[number][table.owners_of(ids)]
         counts = torch.bincount(towards, minlength=self.levels[number].group.size)
         return torch.argsort(towards, stable=True), counts.tolist()
-
-
-def _parts(ids: Tensor, rows: Tensor, lengths: Sequence[int]) -> list[RowGradient]:
-    """The gradients that came from each rank."""
-    sizes = list(lengths)
-    return [RowGradient(*part) for part in zip(ids.split(sizes), rows.split(sizes), strict=True)]

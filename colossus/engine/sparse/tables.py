@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from colossus.comm import collectives
+from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.hosts import Hosts
-from colossus.engine.sparse.levels import Level, levels_over
-from colossus.engine.sparse.placement import Placement
+from colossus.engine.sparse.levels import levels_over
+from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
 from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.row_update import row_rule
@@ -27,9 +28,6 @@ from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.rows.rules import Features
-
-#: into how many partitions the rows of an owner are cut
-PARTS_PER_OWNER = 8
 
 #: what looks up rows, if it has sparse=True: in its parameters of two dims
 _LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
@@ -54,6 +52,7 @@ class Tables:
     Args:
         model: of this rank, on the meta device.
         way_of: (full name, full shape, ranks that share a table) -> name of its way.
+        within: the axes over which gradients are summed at most; None: all.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class Tables:
         model: nn.Module,
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
+        within: Container[str] | None = None,
     ) -> None:
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
@@ -73,11 +73,14 @@ class Tables:
             if spec.name in self._plans:
                 continue
             axes = gradient_sum_axes(weight, context)
+            axes = axes if within is None else tuple(axis for axis in axes if axis in within)
             way = way_of(spec.name, spec.shards[0].shape, context.size(axes))
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:
                 attach(weight, StoredSpec(spec, axes, context.grid.sizes))
-            spec_of(weight).is_wide = True  # it is updated where it is stored: no wide copy stands behind it
+            if (precision := context.precision).params != precision.optimizer:
+                # it is updated where it is stored: no wide copy stands behind it
+                spec_of(weight).computed_dtype = precision.params
 
     def __bool__(self) -> bool:
         return bool(self._plans)
@@ -111,19 +114,21 @@ class Tables:
         ranks = self._context.size(axes)
         if ranks == 1:
             return Way(weight, num_rows)
-        levels = self._levels(axes)
+        levels = levels_over(self._context, axes, self._hosts)
+        groups = [level.group for level in levels]
         if way == "dense":
-            groups = [level.group for level in levels] if len(levels) > 1 else [self._context.group(axes)]
-            return Dense(weight, num_rows, groups)
+            return Dense(weight, num_rows, groups if len(groups) > 1 else [self._context.group(axes)])
         if way == "gather":
-            return Gather(weight, num_rows, self._levels(axes, two=False)[0].group)
+            return Gather(weight, num_rows, groups)
         if axes not in self._exchanges:
             self._exchanges[axes] = RowExchange(levels, self._context.rank, self._context.device)
         placement = Placement.equal(num_rows, ranks, self._partitions or PARTS_PER_OWNER * ranks)
         return Owners(weight, spec.name, placement, self._exchanges[axes])
 
-    def _levels(self, axes: tuple[str, ...], *, two: bool = True) -> list[Level]:
-        return levels_over(self._context, axes, self._hosts if two else None)
+    def owned(self) -> list[tuple[Owners, AxisGroup]]:
+        """The tables whose rows have owners, and these."""
+        ways = [table.way for table in self if isinstance(table.way, Owners)]
+        return [(way, self._context.group(self._plans[way.name][1])) for way in ways]
 
     def _features(self, spec: ParameterSpec) -> Features | None:
         """Where ranks have parts of the features of a table."""

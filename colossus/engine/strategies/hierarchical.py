@@ -40,5 +40,8 @@ class Hierarchical(AllReduce):
             return super().sum_of(params, axes, dtype)
         return TwoLevelSum(self.hosts.inside(axes), self.hosts.between())
 
+    def hosts_of_rows(self) -> Hosts | None:
+        return self.hosts if self.hosts.are_levels else None
+
     def levels(self) -> tuple[AxisGroup, AxisGroup]:
         return self.hosts.inside(("data",)), self.hosts.between()

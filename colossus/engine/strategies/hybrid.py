@@ -6,10 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.hosts import Hosts
+from colossus.engine.parameter_store import ParameterStore
+from colossus.engine.parts import ModelParts
 from colossus.engine.sparse import alphas
+from colossus.engine.sparse.balance import Balance
 from colossus.engine.sparse.choice import (
     Alpha,
     Choice,
@@ -58,12 +63,12 @@ class Hybrid(AllReduce):
         self.parties = parties = Parties(len(hosts.sets) if hosts is not None else 1, hosts is not None)
         known = alphas.given(found.tables, options.alpha, parties)
         open_tables = [table for table in found.untied if table.name not in known]
-        if open_tables and context.size("data") > 1:
+        if any(table.ranks > 1 for table in open_tables):
             known |= self._agreed(open_tables, samples, context, parties)
         for table in found.tables:
             alpha = known.get(table.name) or alphas.bound(table, None, parties)
             self.choices[table.name] = choose(table, alpha, parties, options.way_of(table.name))
-        if open_tables and samples.failure and context.is_logging_rank and context.size("data") > 1:
+        if samples.failure and context.is_logging_rank:
             log.warning(
                 "alpha of %s could not be measured (%s), so it is an upper bound; parallel.strategy.alpha gives it",
                 ", ".join(table.name for table in open_tables),
@@ -80,7 +85,7 @@ class Hybrid(AllReduce):
         by_way: dict[str, list[str]] = {}
         for name, choice in self.choices.items():
             by_way.setdefault(choice.way, []).append(name)
-        return ", ".join(f"{way}: {' '.join(names)}" for way, names in by_way.items())
+        return ", ".join(f"{way}: {_few(names)}" for way, names in by_way.items())
 
     def _hosts(self, context: ParallelContext) -> Hosts | None:
         per_host = self.options.ranks_per_host(context.size("data"))
@@ -120,11 +125,36 @@ class Hybrid(AllReduce):
         return self.choices[name].way
 
     def hosts_of_rows(self) -> Hosts | None:
-        hosts = self.hosts
-        if hosts is None or not self.options.aggregate or len(hosts.sets) == 1 or hosts.per_host == 1:
-            return None
-        return hosts
+        hosts = self.hosts if self.options.aggregate else None
+        return hosts if hosts is not None and hosts.are_levels else None
 
     def partitions(self) -> int | None:
         partitions = self.options.partitions
         return partitions if isinstance(partitions, int) else None
+
+    # -- the places of rows -------------------------------------------------------------------------------
+
+    def setup(self, store: ParameterStore, parts: ModelParts) -> None:
+        super().setup(store, parts)
+        owned = self.tables.owned() if self.tables is not None else []
+        options = self.options
+        self._balance = Balance(owned, parts.context, after=options.balance_after, partitions=options.partitions)
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        super().optimizer_made(optimizer)
+        self._optimizer = optimizer
+
+    def begin_step(self, step: int) -> None:
+        self._balance.begin_step()
+        super().begin_step(step)
+
+    def after_step(self, step: int) -> None:
+        super().after_step(step)
+        self._balance.after_step(self._optimizer)
+
+    def report(self) -> dict[str, float]:
+        return super().report() | self._balance.report()
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join(names) if len(names) <= 3 else f"{len(names)} tables"

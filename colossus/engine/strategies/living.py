@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,23 +19,22 @@ from typing import Any
 
 import torch
 
-from colossus.comm import collectives, ring, shared_memory
+from colossus.comm import collectives
 from colossus.comm.peers import PeerLinks
-from colossus.context.death_board import DEATH_STORE, OPEN, connect
+from colossus.context.death_board import OPEN
 from colossus.context.parallel_context import ParallelContext
+from colossus.engine.strategies.death_news import DeathNews
 from colossus.graphs.graph import Graph, StepGraph
 from colossus.graphs.reformed import LivingGraph, reform
 
 log = logging.getLogger("colossus.engine")
 
-#: between two looks whether the launcher has posted a death
+#: between two looks at what has come
 _LOOK_SECONDS = 0.1
 #: between two looks for what other replicas answer
 _ANSWER_SECONDS = 0.005
 #: for which a replica whose connection was closed may be waited for to be called dead, or alive
 _VERDICT_SECONDS = 45.0
-#: for which the launcher's store may not answer
-_DEAF_SECONDS = 5.0
 #: for which what the dead had sent may be on its way where no connection of theirs was seen to be closed
 _LAST_SECONDS = 0.5
 
@@ -111,34 +108,16 @@ class Survivors(Living):
         agreed: Callable[[Mapping[int, Mapping[str, Any]], int, Graph, float], None],
     ) -> None:
         super().__init__(context, graph)
-        address = os.environ.get(DEATH_STORE)
-        if address is None:
-            raise ValueError(
-                "parallel.strategy.on_death = 'continue' needs `colossus launch`, whose launcher goes on when a rank "
-                "has died: torchrun and srun end all ranks, and processes that you start yourself nobody looks after"
-            )
-        if context.device.type != "cpu":
-            raise ValueError(
-                "parallel.strategy.on_death = 'continue' is for ranks on CPU: NCCL's groups do not outlive the death "
-                "of a member; use on_death='stop', or device='cpu'"
-            )
         self._graph, self._links, self._name, self._problems, self._kind = graph, links, name, problems, kind
         self._answer, self._agreed = answer, agreed
         self._inside = context.group(context.replica_axes)
-        self._board = connect(address, context.timeout)
+        self._news = DeathNews(context, links.nudge)
+        self._board = self._news.board
         self._dead: set[int] = set()
         self._num_settled = 0
-        self._has_begun = False
         #: the first step of which nothing was sent
         self._next_step = 0
         self._num_meetings = 0
-        #: what the thread has seen
-        self._num_deaths = 0
-        #: since when it has seen nothing, and why
-        self._deaf: tuple[float, RuntimeError] | None = None
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, args=(address,), name="colossus-deaths", daemon=True)
-        self._thread.start()
 
     def graph_at(self, step: int) -> StepGraph:
         """What would go to those that are known to be dead is kept, and nothing is to come of them."""
@@ -155,9 +134,7 @@ class Survivors(Living):
 
     def settle(self, step: int, messages: Sequence[Any]) -> list[Any]:
         self._next_step = step + 1
-        if not self._has_begun:
-            self._has_begun = True
-            self._board.begin()
+        self._news.begin()
         return self._settle_messages(messages, step)
 
     def _settle_messages(self, messages: Sequence[Any], last_due: float) -> list[Any]:
@@ -172,11 +149,11 @@ class Survivors(Living):
     def _wait_for(self, messages: Sequence[Any]) -> None:
         """Until they are here, or there is news."""
         began, suspected, links = time.monotonic(), math.inf, self._links
-        while self._num_deaths <= self._num_settled:
+        while self._news.num_deaths <= self._num_settled:
             missing = [message for message in messages if not self._is_here(message)]
             if not missing:
                 break
-            self._require_hearing()
+            self._news.require_hearing()
             now = time.monotonic()
             lost = next((each for each in missing if links.lost(each.source)), None)
             suspected = min(suspected, now) if lost is not None else math.inf
@@ -198,7 +175,7 @@ class Survivors(Living):
 
     def _agree_inside(self, messages: Sequence[Any] = ()) -> tuple[int, list[Any]]:
         """How many deaths some rank of this replica knows of, and which of these messages some rank has not."""
-        numbers = [self._num_deaths, *(not self._is_here(message) for message in messages)]
+        numbers = [self._news.num_deaths, *(not self._is_here(message) for message in messages)]
         if self._inside.size > 1:
             values = torch.tensor(numbers, dtype=torch.float64)
             numbers = [int(x) for x in collectives.all_reduce(values, self._inside, op="max", owned=True).wait()]
@@ -235,10 +212,7 @@ class Survivors(Living):
             self._links.lose(index, death.reason)
         left = math.fsum(answer["weight"] for answer in answers)
         self._agreed(dict(zip(self.replicas, answers, strict=True)), start, graph, self.size / left)
-        dead = {rank for rank in context.ranks if context.grid.index(rank, "data") in death.replicas}
-        for group in context.leave_out(dead):
-            shared_memory.forget(group)
-            ring.forget(group)
+        self._news.leave_out(death.replicas)
         self._num_settled = number
         if context.is_logging_rank:
             renounced = self.size + len(death.replicas) - left
@@ -286,58 +260,19 @@ class Survivors(Living):
         return left
 
     def _gate(self, meeting: str) -> str:
-        """`OPEN`, or the number of a death that is to be settled first: the same for all."""
-        board = self._board
-        if self._inside.index == 0:
-            board.arrive(meeting, self.me)
-        began = time.monotonic()
-        while (decision := board.decision(meeting)) is None:
-            if self._inside.index == 0:
-                num_deaths = self._num_deaths
-                if num_deaths > self._num_settled:
-                    board.decide(meeting, str(num_deaths))
-                elif board.have_arrived(meeting, self.replicas):
-                    board.decide(meeting, OPEN)
-                    continue
-            self._require_hearing()
+        began, links = time.monotonic(), self._links
+
+        def wait() -> None:
             if time.monotonic() - began > self._context.timeout.total_seconds():
                 raise RuntimeError(
                     f"timeout: not all replicas came to what they do together after step {self._next_step} within "
                     f"{self._context.timeout.total_seconds():g} s"
                 )
-            self._links.wait(_ANSWER_SECONDS)
-        return decision
+            links.wait(_ANSWER_SECONDS)
+
+        return self._news.decide(meeting, self.replicas, self._num_settled, wait)
 
     # -- besides ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.join(2 * _LOOK_SECONDS + 1.0)
-
-    def _watch(self, address: str) -> None:
-        """Look for news, on a connection of its own, and on another where that one breaks."""
-        board = None
-        while not self._closing.wait(_LOOK_SECONDS):
-            try:
-                board = board or connect(address, self._context.timeout)
-                num_deaths = board.num_deaths()
-            except RuntimeError as error:
-                board = None
-                self._deaf = self._deaf or (time.monotonic(), error)
-                continue
-            self._deaf = None
-            if num_deaths != self._num_deaths:
-                self._num_deaths = num_deaths
-                self._links.nudge()
-
-    def _require_hearing(self) -> None:
-        """
-        Raises:
-            RuntimeError: when no news of deaths could be heard for a while.
-        """
-        deaf = self._deaf
-        if deaf is not None and time.monotonic() - deaf[0] > _DEAF_SECONDS:
-            raise RuntimeError(
-                f"the launcher's store, through which replicas hear of deaths, has not answered for {_DEAF_SECONDS:g} "
-                f"s: {deaf[1]}"
-            ) from deaf[1]
+        self._news.close()

@@ -61,12 +61,13 @@ class ServerConnection:
 
 
 def connect(
-    num_servers: int, context: ParallelContext, on_progress: Callable[[], None], workers: Sequence[int]
+    num_servers: int | None, context: ParallelContext, on_progress: Callable[[], None], workers: Sequence[int]
 ) -> ServerConnection:
     """Collective over all ranks. `colossus launch` has started servers, and says where they are; where nothing does
     (torchrun, srun, processes of one's own) the first rank starts them, as its children.
 
     Args:
+        num_servers: None: as many as there are, and where there are none, one.
         workers: ranks that hold what this one holds, one of each replica.
 
     Raises:
@@ -79,10 +80,10 @@ def connect(
     else:
         token = environment.new_token()
         if context.rank == context.ranks[0]:
-            own = start(num_servers, token)
+            own = start(num_servers or 1, token)
         found = [server.endpoint for server in own], token
         endpoints, token = broadcast_object(found, context.group(context.grid.names), 0)
-    if len(endpoints) != num_servers:
+    if num_servers is not None and len(endpoints) != num_servers:
         raise ValueError(
             f"parallel.strategy.servers = {num_servers}, but the environment ({environment.SERVERS}) names "
             f"{len(endpoints)}: those of another run?"

@@ -82,7 +82,7 @@ def server_shards(parts: ModelParts, params: Sequence[nn.Parameter]) -> tuple[li
     return shards, [union[name] for name in sorted(union)]
 
 
-def require_rows(num_servers: int, model: nn.Module) -> None:
+def require_rows(num_servers: int | None, model: nn.Module) -> None:
     """That each server can have rows of something.
 
     Args:
@@ -92,7 +92,7 @@ def require_rows(num_servers: int, model: nn.Module) -> None:
         ValueError: there are more servers than rows.
     """
     most = max((param.shape[0] if param.dim() else 1 for param in model.parameters()), default=1)
-    if num_servers > most:
+    if num_servers is not None and num_servers > most:
         raise ValueError(
             f"parallel.strategy.servers = {num_servers}, but parameters are cut by rows, and the largest number of "
             f"rows that a rank has of one is {most}; use at most {most}"

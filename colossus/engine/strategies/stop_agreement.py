@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ class StopAgreement:
     Args:
         while_waiting: called again and again; raises when it is in vain.
         on_progress: called where one that is waited for has gone on: nothing is stuck.
+        dead: replicas that are known to have died; what they have posted before counts.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class StopAgreement:
         context: ParallelContext,
         while_waiting: Callable[[], None] = lambda: None,
         on_progress: Callable[[], None] = lambda: None,
+        dead: Callable[[], Collection[int]] = lambda: (),
     ) -> None:
+        self._me, self._all, self.dead = context.index("data"), range(context.size("data")), dead
         self._data, self._replica = context.group("data"), context.group(context.replica_axes)
         self._store, self._device = context.store(), context.device
         self._timeout, self.while_waiting = context.timeout.total_seconds(), while_waiting
@@ -64,7 +67,7 @@ class StopAgreement:
         now, self._num_steps = time.monotonic(), self._num_steps + 1
         if now >= self._next_look:
             self._next_look = now + _LOOK_EVERY
-            self._store.set(f"progress/{self._data.index}", str(self._num_steps))
+            self._store.set(f"progress/{self._me}", str(self._num_steps))
             wish = self._key("wish")
             if not self._seen and self._store.check([wish]):
                 self._seen = float(self._store.get(wish))
@@ -99,7 +102,7 @@ class StopAgreement:
     def enter(self, completed: int) -> None:
         """This replica comes to a meeting, and can stop after ``completed`` steps, or later."""
         if self._is_leader and self._data.size > 1:
-            self._store.set(self._meeting_key(self._data.index), f"{completed} 0.0")
+            self._store.set(self._meeting_key(self._me), f"{completed} 0.0")
 
     def leave(self, *, looks: bool = True) -> None:
         """All replicas have come to the meeting. Collective in a replica.
@@ -145,29 +148,34 @@ class StopAgreement:
         return f"meeting/{self._meetings}/{replica}"
 
     def _post(self, completed: int, requests: float) -> None:
-        self._store.set(self._key(self._data.index), f"{completed} {requests!r}")
+        self._store.set(self._key(self._me), f"{completed} {requests!r}")
 
     def _largest_post(self) -> tuple[int, float]:
-        """Wait until all replicas have posted."""
+        """Wait until all replicas that live have posted."""
         posts: dict[int, tuple[int, float]] = {}
         deadline, pause = time.monotonic() + self._timeout, _POLL[0]
         while True:
-            for replica in range(self._data.size):
+            dead = self.dead()  # before the looks: what a dead replica has posted is there for all
+            for replica in self._all:
                 if replica not in posts and (post := self._post_of(replica)) is not None:
                     posts[replica] = post
                     deadline = time.monotonic() + self._timeout
                     self._on_progress()
-            if len(posts) == self._data.size:
+            if missing := [replica for replica in self._all if replica not in posts and replica not in dead]:
+                self._raise_if_late(missing, deadline)
+            else:
                 return max(step for step, _ in posts.values()), max(total for _, total in posts.values())
-            if time.monotonic() > deadline:
-                silent = ", ".join(str(replica) for replica in range(self._data.size) if replica not in posts)
-                raise RuntimeError(
-                    f"the run is to stop, but replica {silent} has not come to the end of a step within "
-                    f"{self._timeout:g} s (comm.timeout_seconds)"
-                )
             self.while_waiting()
             time.sleep(pause)
             pause = min(2 * pause, _POLL[1])
+
+    def _raise_if_late(self, missing: Sequence[int], deadline: float) -> None:
+        if time.monotonic() > deadline:
+            silent = ", ".join(map(str, missing))
+            raise RuntimeError(
+                f"the run is to stop, but replica {silent} has not come to the end of a step within "
+                f"{self._timeout:g} s (comm.timeout_seconds)"
+            )
 
     def _post_of(self, replica: int) -> tuple[int, float] | None:
         # a replica posts a wish's step before it comes to the meeting: who sees the latter sees the former

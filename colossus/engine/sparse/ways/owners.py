@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from colossus.engine.sparse.placement import Placement
+from colossus.engine.sparse.placement import Placement, bins_for
 from colossus.engine.sparse.row_cache import RowCache
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.ways.way import Way
@@ -30,6 +30,9 @@ class Owners(Way):
         self.name, self._exchange = name, exchange
         self._number = exchange.add(self)
         self.caches = [RowCache(param.detach()) for _ in exchange.levels]
+        #: whether rows are counted that ranks send here, in equal bins of the table
+        self.counts = False
+        self.touched = torch.zeros(bins_for(self.num_rows), dtype=torch.int64, device=param.device)
         self.place(placement)
 
     def place(self, placement: Placement) -> None:
@@ -43,6 +46,11 @@ class Owners(Way):
         self._shifts = starts - torch.tensor(placement.offsets, device=device)
 
     # -- what `RowExchange` asks --------------------------------------------------------------------------
+
+    def count(self, ids: Tensor) -> None:
+        if self.counts:
+            bins = ((ids + 1) * len(self.touched) - 1) // self.num_rows
+            self.touched += torch.bincount(bins, minlength=len(self.touched))
 
     def owners_of(self, ids: Tensor) -> Tensor:
         return self._owners[self._partitions(ids)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -21,10 +21,12 @@ Beta = Annotated[float, Field(gt=0, le=1)]
 class ServerOptions(PerReplicaOptions):
     """A *worker* is a replica: its ranks pull their shards of the parameters, and push what becomes of them."""
 
+    replicas_are_independent: ClassVar[bool] = True
+
     #: "sync": exact, all workers' gradients are one update; "async": each worker's push counts at once
     mode: Literal["sync", "async"] = "sync"
-    #: server processes; on several hosts they are spread over them
-    servers: Count = 1
+    #: server processes, which are spread over the hosts; None: one on each
+    servers: Count | None = None
     #: what is pushed: gradients, to the optimizer at the servers ("sgd"); updates of the workers' own optimizers
     #: ("downpour"); the pull of an elastic anchor ("easgd", "eamsgd": the momentum form)
     algorithm: Literal["sgd", "downpour", "easgd", "eamsgd"] = "sgd"
@@ -38,8 +40,12 @@ class ServerOptions(PerReplicaOptions):
     beta: Beta = 0.9
     #: what the next step begins with is pulled while this one computes, and so lacks this one's push
     prefetch: bool = True
-    #: when a worker dies: the run ends, or (async) the others go on without it
-    on_death: Literal["stop", "continue"] = "stop"
+    #: when a worker dies: the run ends, or (async) the others go on without it, which None says in mode "async"
+    on_death: Literal["stop", "continue"] | None = None
+
+    @property
+    def goes_on_after_a_death(self) -> bool:
+        return self.mode == "async" and self.on_death != "stop"
 
     @property
     def has_own_optimizer(self) -> bool:
@@ -51,7 +57,9 @@ class ServerOptions(PerReplicaOptions):
         return self.algorithm in _ELASTIC
 
     def describe(self, data: int) -> str:
-        servers = f"{self.servers} server{'s' if self.servers > 1 else ''}"
+        servers = "a server on each host"
+        if self.servers is not None:
+            servers = f"{self.servers} server{'s' if self.servers > 1 else ''}"
         if self.mode == "sync" and not self.has_own_optimizer:
             return f"exact: parameters at {servers}"
         bound = "" if self.max_staleness is None else f", at most {self.max_staleness} steps apart"

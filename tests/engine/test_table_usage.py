@@ -1,0 +1,121 @@
+"""Metrics of tables: bytes by way, rows touched and alpha are those of the ids; and who is told of a better way."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+import colossus
+
+ROWS, DIM, SAMPLES, RANKS, BYTES = 41, 3, 4, 3, 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Embedding(ROWS, DIM, sparse=True) for _ in range(3))
+        self.out = nn.Linear(DIM, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.a(ids) + self.b(ids // 2) + self.c(ids // 3))
+
+
+def loss(y: Tensor, ids: Tensor) -> tuple[Tensor, int]:
+    return y.square().sum(), len(y)
+
+
+def ids_of(rank: int, step: int) -> Tensor:
+    return torch.randint(0, ROWS, (SAMPLES, 2), generator=torch.Generator().manual_seed(10 * rank + step))
+
+
+def _config(**strategy: Any) -> dict[str, Any]:
+    return dict(
+        parallel=dict(data=RANKS, strategy=dict(type="hybrid", **strategy)),
+        optimizer=dict(type="SGD", lr=0.01),
+        schedule=dict(microbatches=2),
+        train=dict(steps=30, global_batch_size=RANKS * SAMPLES, precision="fp64"),
+    )
+
+
+def _counted(rank: int) -> list[dict[str, float]]:
+    engine = colossus.initialize(
+        _config(ways={"a.*": "owners", "b.*": "gather", "c.*": "dense"}), model=Net, loss_fn=loss
+    )
+    reports = []
+    for step in range(2):
+        engine.train_step(ids_of(rank, step))
+        reports.append(engine.strategy.report())
+    owners = next(iter(engine.strategy.tables)).way.placement  # type: ignore[union-attr]
+    reports.append({str(row): float(owner) for row, owner in _owners(owners).items()})
+    return reports
+
+
+def _owners(placement: Any) -> dict[int, int]:
+    spans = zip(placement.owners, pairwise(placement.bounds), strict=True)
+    return {row: owner for owner, span in spans for row in range(*span)}
+
+
+def test_what_is_reported_is_what_the_ids_say() -> None:
+    found = run_ranks(RANKS, _counted, with_context=False)
+    owner = {int(row): int(rank) for row, rank in found[0][2].items()}
+    assert len(set(owner.values())) == RANKS
+    for step in range(2):
+        ids = [ids_of(rank, step) for rank in range(RANKS)]
+        touched = [set(each.unique().tolist()) for each in ids]
+        for rank in range(RANKS):
+            report = found[rank][step]
+            given = sum(owner[row] != rank for row in touched[rank])  # gradients for their owners
+            served = sum(owner[row] == rank for other in range(RANKS) if other != rank for row in touched[other])
+            gathered = len((ids[rank] // 2).unique())
+            assert report["bytes_owned_rows"] == (given + served) * DIM * BYTES
+            assert report["bytes_gathered_rows"] == gathered * (RANKS - 1) * DIM * BYTES
+            dense = ROWS * DIM + 5 * DIM + 5
+            assert report["bytes_dense"] == pytest.approx(2 * dense * BYTES * (RANKS - 1) / RANKS)
+            assert report["alpha.a.weight"] == len(touched[rank]) / ROWS
+            assert report["rows_touched"] == len(touched[rank]) + gathered + len((ids[rank] // 3).unique())
+
+
+def _told(rank: int, few: bool) -> list[str]:
+    """All rows are touched in each step of a table of which the config says that hardly any are."""
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(2, 4096, sparse=True)  # fewer rows than ranks, more than is small
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).sum((1, 2))
+
+    log = logging.getLogger("colossus.engine")
+    log.addHandler(handler := Keep())
+    try:
+        engine = colossus.initialize(_config(alpha={"*": 0.01}), model=Wide, loss_fn=loss)
+        ids = torch.zeros(SAMPLES, 2, dtype=torch.int64) if few else torch.arange(2 * SAMPLES).reshape(SAMPLES, 2) % 2
+        for _ in range(25):
+            engine.train_step(ids)
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_a_better_way_is_told_of_once() -> None:
+    first, *others = run_ranks(RANKS, _told, False, with_context=False)
+    (line,) = first
+    assert line.startswith(
+        "table table.weight: alpha is 1 over the first 20 steps, and was 0.01 when its way was chosen"
+    )
+    assert "'dense' would send 0.667 of the bytes of 'gather'" in line
+    assert line.endswith("set parallel.strategy.ways={'table.weight': 'dense'}")
+    assert others == [[], []]
+    assert run_ranks(RANKS, _told, True, with_context=False) == [[], [], []]  # alpha 1/2: gather sends least

@@ -1,0 +1,197 @@
+"""The language model over words against plain torch, under plans."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.examples import ROOT
+from helpers.long import but
+from helpers.ranks import run_ranks
+from helpers.sampled import drawn_in, sampled_loss
+from torch import Tensor, nn
+
+import colossus
+from colossus.checkpoint.state_dict import full_state_dict
+from colossus.config import Config, ConfigError, load_config
+from colossus.config.plans import resolve_sizes
+from colossus.export import torch_modules
+from colossus.models.options import GPTOptions
+from colossus.models.words_options import WordsOptions
+
+STEPS, BATCH, SEED, LR = 3, 8, 5, 2.0
+SIZES: dict[str, Any] = dict(
+    vocab_size=43, pairs=29, hidden_size=8, num_layers=2, num_heads=2, seq_len=6, num_samples=13
+)
+TRUNKS = ("lstm", "gpt")
+
+
+def batches() -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(2)
+
+    def ids(high: int) -> Tensor:
+        return torch.randint(0, high, (BATCH, SIZES["seq_len"]), generator=generator)
+
+    return [dict(inputs=dict(ids=ids(43), pairs=ids(29)), labels=ids(43)) for _ in range(STEPS)]
+
+
+def config(trunk: str, plan: dict[str, Any]) -> dict[str, Any]:
+    return dict(
+        parallel=plan,
+        model=dict(type="WordsLM", trunk=trunk, **SIZES),
+        optimizer=dict(type="SGD", lr=LR),
+        schedule=dict(microbatches=2),
+        train=dict(steps=STEPS, global_batch_size=BATCH, precision="fp64", clip_grad_norm=None, seed=SEED),
+    )
+
+
+def train(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for trunk in TRUNKS if plan.get("sequence", 1) == 1 else ("gpt",):
+        engine = colossus.initialize(config(trunk, plan))
+        if engine.context.grid.world_size == 1:
+            found[f"{trunk} start"] = full_state_dict(engine.model, engine.context)
+            found[f"{trunk} start"] = {name: value.clone() for name, value in found[f"{trunk} start"].items()}
+            parameters = sum(each.numel() for each in found[f"{trunk} start"].values())
+            assert parameters == WordsOptions(trunk=trunk, **SIZES).num_parameters()
+        index, share = engine.context.index("data"), BATCH // engine.context.size("data")
+        own = slice(index * share, (index + 1) * share)
+        for step, batch in enumerate(batches()):
+            mine = dict(inputs={key: ids[own] for key, ids in batch["inputs"].items()}, labels=batch["labels"][own])
+            result = engine.train_step(mine)
+            found[f"{trunk} loss {step}"], found[f"{trunk} norm {step}"] = result.loss, result.grad_norm
+        engine.model.eval()
+        found[f"{trunk} whole"] = engine.eval_step(mine).loss
+        engine.close()
+    return found
+
+
+def train_plain(start: dict[str, Tensor], trunk: str) -> dict[str, float]:
+    model = torch_modules.build(dict(WordsOptions(trunk=trunk, **SIZES).model_dump(), type="WordsLM")).double()
+    model.load_state_dict(start)
+    head, found = model.head, {}
+    for step, batch in enumerate(batches()):
+        hidden = model(batch["inputs"])
+        drawn = drawn_in(step, SIZES["num_samples"], SIZES["vocab_size"], seed=SEED)
+        loss = sampled_loss(hidden, batch["labels"], head.weight, head.bias, drawn) / batch["labels"].numel()
+        model.zero_grad()
+        loss.backward()
+        norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm()
+        found[f"{trunk} loss {step}"], found[f"{trunk} norm {step}"] = loss.item(), norm.item()
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= LR * each.grad
+    hidden = model(batch["inputs"])
+    logits = head.logits(hidden)
+    found[f"{trunk} whole"] = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    whole, count = model.loss(hidden, batch["labels"])
+    assert (whole / count).item() == pytest.approx(found[f"{trunk} whole"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, float]:
+    found = run_ranks(1, train, {}, with_context=False)[0]
+    starts = {trunk: found.pop(f"{trunk} start") for trunk in TRUNKS}
+    want = {name: value for trunk, start in starts.items() for name, value in train_plain(start, trunk).items()}
+    assert found == pytest.approx(want, rel=1e-11)
+    return want
+
+
+PLANS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data": (2, dict(data=2, strategy="hybrid")),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4), strategy="hybrid")),
+    "3d": (4, dict(tensor=dict(mode="3d", size=4, shape=[1, 2, 2]), strategy="hybrid")),
+    "1d": (2, dict(tensor=dict(mode="1d", size=2, sequence_sharded=True))),
+    "pipeline": (4, dict(pipeline=2, data=2, strategy="hybrid")),
+    "sequence": (2, dict(sequence=2)),
+}
+
+
+@pytest.mark.parametrize("name", but(("2d", "1d", "sequence", "data"), PLANS))
+def test_words_are_learned_as_in_plain_torch(name: str, plain: dict[str, float]) -> None:
+    world, plan = PLANS[name]
+    for found in run_ranks(world, train, plan, with_context=False):
+        assert found == pytest.approx({key: plain[key] for key in found}, rel=1e-11)
+        assert len(found) >= 2 * STEPS + 1
+
+
+BAD = [
+    (dict(num_samples=51_000), {}, "model.num_samples = 51000 different ones of model.vocab_size = 50000 words"),
+    (dict(tie_embeddings=True), {}, "model.tie_embeddings = True: the tables of words and of the softmax are two"),
+    (dict(z_loss=0.1), {}, "model.z_loss = 0.1: a sample has no log-partition"),
+    (dict(), dict(sequence=2), "model.trunk = 'lstm' goes through the words one after the other"),
+    (dict(), dict(pipeline=4), "fewer than the stages of parallel.pipeline.size = 4"),
+    (dict(trunk="gru"), {}, "model.trunk"),
+]
+
+
+@pytest.mark.parametrize(("options", "plan", "words"), BAD, ids=[words for *_, words in BAD])
+def test_bad_sizes(options: dict[str, Any], plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve_sizes(Config(parallel=plan, model=dict(type="WordsLM", **options), optimizer=dict(type="SGD", lr=1.0)))
+    assert words in str(error.value)
+    assert "sparse_embeddings" not in str(error.value)
+
+
+def test_pairs_that_only_one_side_knows() -> None:
+    settings = config("lstm", {})
+    engine = colossus.initialize(settings)
+    batch = batches()[0]
+    with pytest.raises(ValueError, match=r"WordsLM: model\.pairs = 29, but the batch has no 'pairs': give data\.pairs"):
+        engine.train_step(dict(inputs=batch["inputs"]["ids"], labels=batch["labels"]))
+    engine.close()
+    settings["model"] = dict(settings["model"], pairs=0)
+    engine = colossus.initialize(settings)
+    with pytest.raises(ValueError, match=r"model\.pairs = 0, but the batch has a key 'pairs'"):
+        engine.train_step(batch)
+    engine.close()
+
+
+def test_flops_of_a_word() -> None:
+    """A head of as many classes as a word meets: its own, and those of the sample."""
+    seen = 1 + SIZES["num_samples"]
+    sizes = {key: value for key, value in SIZES.items() if key not in ("pairs", "num_samples", "vocab_size")}
+    gpt = GPTOptions(vocab_size=seen, **sizes)
+    assert WordsOptions(trunk="gpt", **SIZES).flops_per_token() == gpt.flops_per_token()
+    hidden, layers = SIZES["hidden_size"], SIZES["num_layers"]
+    recurrent = nn.LSTM(hidden, hidden, layers, bias=False)
+    weights = sum(each.numel() for each in recurrent.parameters()) + hidden * seen
+    assert WordsOptions(trunk="lstm", **SIZES).flops_per_token() == 6 * weights
+
+
+def first_steps(rank: int, data: int) -> list[float]:
+    """Of the config that comes with colossus, with less text and smaller tables."""
+    overrides = dict(
+        parallel__data=data,
+        model__vocab_size=900,
+        model__pairs=700,
+        model__num_samples=64,
+        data__pairs=700,
+        data__max_bytes=200_000,
+        train__global_batch_size=8,
+        train__eval_batches=1,
+        train__precision="fp64",
+        optimizer__type="SGD",  # AdamW makes torch import its compiler, on each rank
+    )
+    settings = load_config(ROOT / "configs" / "words_hybrid.py", overrides_of(overrides))
+    engine = colossus.initialize(settings)
+    batches = iter(engine.loader)
+    losses = [engine.train_step(next(batches)).loss for _ in range(3)]
+    losses.append(engine.evaluate().loss)
+    engine.close()
+    return losses
+
+
+def overrides_of(values: dict[str, Any]) -> list[str]:
+    return [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+
+
+def test_the_first_steps_of_the_config() -> None:
+    (wanted,) = run_ranks(1, first_steps, 1, with_context=False)
+    for found in run_ranks(4, first_steps, 4, with_context=False):
+        assert found == pytest.approx(wanted, rel=1e-9)
+    assert wanted[2] < wanted[0] < math.log(900) + 1
