@@ -29,7 +29,7 @@ def gradients(step: int, worker: int) -> dict[str, Tensor | RowGradient | None]:
     return {"w": None if (step + worker) % 4 == 0 else dense, "table": of_rows}
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(orders=st.lists(st.permutations([0, 1, 2]), min_size=3, max_size=3), num_servers=st.integers(1, 3))
 def test_a_step_does_not_depend_on_the_order_of_arrival(orders: list[list[int]], num_servers: int) -> None:
     """Bit for bit, values and norm; and they are those of one process."""
