@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, ServerCall
-from colossus.server.messages import Reply
+from colossus.server.handles import Handle, ServerCall, gone_in
+from colossus.server.messages import Reply, ServerGone
 from colossus.server.pieces import Pieces, Splitter, Value, header_of
 from colossus.server.rpc import RpcClient
 from colossus.server.shard import ShardSpec, check_optimizer
@@ -319,7 +319,11 @@ class Servers:
         arrays: Sequence[Tensor] = (),
         into: Sequence[Tensor] | None = None,
     ) -> ServerCall:
-        return ServerCall(server, op, names, self._clients[server].call(op, dict(header), arrays, into))
+        try:
+            call = self._clients[server].call(op, dict(header), arrays, into)
+        except ServerGone as error:
+            raise gone_in(error, op, names) from error
+        return ServerCall(server, op, names, call)
 
 
 def _nothing(replies: list[Reply]) -> None:

@@ -30,16 +30,22 @@ class ServerCall:
         try:
             return self.call.wait()
         except Refused as error:
-            raise Refused(f"server {self.server} refused to {self._what}: {error}") from error
+            raise Refused(f"server {self.server} refused to {_in_words(self.op, self.names)}: {error}") from error
         except ServerGone as error:
-            reason = f"{error.reason}; it was to {self._what}"
-            raise ServerGone(error.index, error.address, reason, error.last_sign) from error
+            raise gone_in(error, self.op, self.names) from error
 
-    @property
-    def _what(self) -> str:
-        shown = ", ".join(repr(name) for name in self.names[:_MOST_NAMES])
-        more = len(self.names) - _MOST_NAMES
-        return f"{self.op} {shown}" + (f" and {more} more" if more > 0 else "") if self.names else self.op
+
+def gone_in(error: ServerGone, op: str, names: Sequence[str]) -> ServerGone:
+    """The same error, which says what was asked for."""
+    reason = f"{error.reason}; it was to {_in_words(op, names)}"
+    return ServerGone(error.index, error.address, reason, error.last_sign)
+
+
+def _in_words(op: str, names: Sequence[str]) -> str:
+    if not names:
+        return op
+    more = len(names) - _MOST_NAMES
+    return f"{op} {', '.join(map(repr, names[:_MOST_NAMES]))}" + (f" and {more} more" if more > 0 else "")
 
 
 class StartCall(Protocol):

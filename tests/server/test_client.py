@@ -306,6 +306,8 @@ def test_an_ended_server_is_named_with_what_was_asked() -> None:
     server.close()
     with pytest.raises(ServerGone, match=r"server 0 at .* is gone: .*; it was to create 'w'"):
         waiting.wait()
+    with pytest.raises(ServerGone, match=r"it was to push 'w'"):
+        worker.push({"w": torch.ones(3)})
     worker.close()
 
 

@@ -56,7 +56,7 @@ class Asked:
         self.store.handle(request)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     asked=st.lists(
         st.tuples(st.sampled_from(OPS), st.dictionaries(st.sampled_from(FIELDS), VALUES), ARRAYS),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.examples import example
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -159,3 +160,11 @@ def test_processes_that_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"3 processes were started .* not joined yet: call"):
         ps.init(torch.ones(3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    example("own_servers").main()
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 4
+    assert losses[-1] < 0.2
