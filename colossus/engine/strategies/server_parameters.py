@@ -288,11 +288,11 @@ class ServerParameters:
 
     # -- besides ----------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[str, float]:
-        return self._numbers.of_step()
+    def report(self, *, with_histogram: bool = False) -> dict[str, float]:
+        """For the metrics of a step."""
+        return self._numbers.of_step() | (self._numbers.histogram() if with_histogram else {})
 
     def close(self) -> None:
-        self._numbers.tell()
         self._connection.close()
 
 
