@@ -118,6 +118,8 @@ class _Recorder:
     def read(self, ids: Tensor) -> Tensor:
         return self._table.new_empty((len(ids), *self._table.shape[1:]), device="meta")
 
+    def require_ids(self, ids: Tensor) -> None: ...
+
 
 class _RealIntegers(TorchDispatchMode):
     """Where an operator meets tensors with values and tensors without, all are without."""
