@@ -91,6 +91,6 @@ def _notes(comparison: Comparison, has_validation: bool) -> Sequence[str]:
         *(["means over the seeds, in brackets standard deviations"] if averaged else []),
         f"percent and x: {of} and speed, to those of {first}; speed is of all replicas, without the first steps; step "
         f"is the median",
-        "sent, and waited for peers or servers: by the first rank, per step, in the mean; distance: of replicas from their "
-        "average, relative, at the end; -: not measured, or there is none",
+        "sent, and waited for peers or servers: by the first rank, per step, in the mean; distance: of replicas from "
+        "their average, relative, at the end; -: not measured, or there is none",
     ]

@@ -19,7 +19,7 @@ from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.dry_run import describe
+from colossus.launch.dry_run import describe, is_on_cuda
 from colossus.launch.model_check import check_model
 from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.origin import Taken, choose
@@ -157,7 +157,12 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
+<<<<<<< HEAD
         if getattr(strategy_options(config), "on_death", None) == "continue":
+=======
+        options = strategy_options(config)
+        if options is not None and options.must_go_on_after_a_death:
+>>>>>>> part-h
             raise ConfigError(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"
@@ -224,7 +229,9 @@ def _launch(
 
 def _goes_on_after_a_death(config: Config) -> bool:
     options = strategy_options(config)
-    return options is not None and options.goes_on_after_a_death
+    if options is None or not options.goes_on_after_a_death:
+        return False
+    return options.must_go_on_after_a_death or not is_on_cuda(config)  # NCCL's groups do not outlive a member
 
 
 def _prepare_environment(local_ranks: int, nnodes: int) -> None:

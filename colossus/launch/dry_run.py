@@ -61,10 +61,14 @@ def _stages(config: Config, model: ModelInfo | None) -> list[str]:
     return lines
 
 
-def _device(config: Config) -> str:
+def is_on_cuda(config: Config) -> bool:
     import torch
 
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def _device(config: Config) -> str:
+    cuda = is_on_cuda(config)
     return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
 
 

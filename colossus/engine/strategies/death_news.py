@@ -17,6 +17,11 @@ _LOOK_SECONDS = 0.1
 _DEAF_SECONDS = 5.0
 
 
+def is_posted() -> bool:
+    """Whether a launcher goes on without replicas that die, and posts their deaths."""
+    return DEATH_STORE in os.environ
+
+
 class DeathNews:
     """The launcher's board of deaths, and a thread that looks for new ones, on a connection of its own.
 

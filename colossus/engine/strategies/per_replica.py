@@ -18,6 +18,7 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
 from colossus.engine.strategies.all_reduce import AllReduce
+from colossus.engine.strategies.death_news import is_posted
 from colossus.engine.strategies.meeting_gate import MeetingGate
 from colossus.engine.strategies.options.base import PerReplicaOptions
 from colossus.engine.strategies.stop_agreement import StopAgreement
@@ -63,7 +64,12 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
+<<<<<<< HEAD
         if has_others and self._outlives_others(parts.context):
+=======
+        options = self.options
+        if has_others and options.replicas_are_independent and (options.must_go_on_after_a_death or is_posted()):
+>>>>>>> part-h
             self.gate = MeetingGate(parts.context, on_progress=lambda: self.on_progress())
         if has_others and self.stops_by_store:
             self.stop_agreement = StopAgreement(

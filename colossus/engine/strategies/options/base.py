@@ -35,8 +35,13 @@ class StrategyOptions(BaseModel):
 
     @property
     def goes_on_after_a_death(self) -> bool:
-        """Whether the others go on when a replica dies."""
-        return getattr(self, "on_death", "stop") == "continue"
+        """Whether the others go on when a replica dies, where that can be."""
+        return self.must_go_on_after_a_death
+
+    @property
+    def must_go_on_after_a_death(self) -> bool:
+        """The same, as the user has said it: where it cannot be, that is refused."""
+        return getattr(self, "on_death", None) == "continue"
 
     def zero_of(self, parallel: Parallel) -> ZeroSection:
         """ZeRO beside this strategy."""
