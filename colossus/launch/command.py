@@ -157,12 +157,8 @@ def _join(
             )
         config = load_config(config_path, overrides, world_size)
         check_given(config)
-<<<<<<< HEAD
-        if getattr(strategy_options(config), "on_death", None) == "continue":
-=======
         options = strategy_options(config)
         if options is not None and options.must_go_on_after_a_death:
->>>>>>> part-h
             raise ConfigError(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
-from colossus.context.death_board import DEATH_STORE
-from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
@@ -64,12 +61,8 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
-<<<<<<< HEAD
-        if has_others and self._outlives_others(parts.context):
-=======
         options = self.options
         if has_others and options.replicas_are_independent and (options.must_go_on_after_a_death or is_posted()):
->>>>>>> part-h
             self.gate = MeetingGate(parts.context, on_progress=lambda: self.on_progress())
         if has_others and self.stops_by_store:
             self.stop_agreement = StopAgreement(
@@ -82,15 +75,6 @@ class PerReplica(AllReduce):
                 "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
                 type(self).__name__,
             )
-
-    def _outlives_others(self, context: ParallelContext) -> bool:
-        """Whether this replica goes on when another dies: also where nobody has said so, and the launcher and the
-        device can."""
-        options = self.options
-        if not (options.replicas_are_independent and options.goes_on_after_a_death):
-            return False
-        is_told = getattr(options, "on_death", None) == "continue"
-        return is_told or (DEATH_STORE in os.environ and context.device.type == "cpu")
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""
