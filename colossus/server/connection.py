@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import threading
 import time
@@ -98,6 +99,14 @@ class Connection:
         """The stream takes more."""
         with self._lock:
             self._write()
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have a selector tell, too, when the stream takes more, as long as something waits. By the thread that
+        reads."""
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._queue else 0)
+        key = selector.get_key(self.stream)
+        if key.events != wanted:
+            selector.modify(self.stream, wanted, key.data)
 
     def _tell(self, segment: Segment) -> None:
         descriptor = os.dup(segment.descriptor)

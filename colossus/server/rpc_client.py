@@ -7,7 +7,6 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -24,13 +23,11 @@ from colossus.server.environment import wrong_endpoint
 from colossus.server.frame_parser import Frame
 from colossus.server.messages import Call, Refused, Reply, ServerGone
 from colossus.server.outgoing import Outgoing
+from colossus.server.pending_calls import Pending, PendingCalls
 from colossus.server.reply_arrays import ReplyArrays
 from colossus.server.segments import SegmentMap, SegmentPool
 from colossus.server.wire import BEAT_SECONDS, Hello
 
-#: calls under way, and bytes of them that are held for the socket; then `call` waits
-_MOST_CALLS = 256
-_MOST_HELD_BYTES = 256 << 20
 _POOLED_BYTES = 256 << 20
 _LOOK_SECONDS = 0.2
 #: after which replies are acknowledged without a request
@@ -39,13 +36,6 @@ _MOST_UNACKNOWLEDGED = 32
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
 LEAST_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
-
-
-@dataclass(eq=False)
-class _Pending:
-    call: Call
-    message: Outgoing
-    into: Sequence[Tensor] | None
 
 
 class RpcClient:
@@ -88,20 +78,15 @@ class RpcClient:
         self._timeout, self._on_progress = timeout_seconds, on_progress
         self._most_bytes = machine.memory_bytes()[0] // 4
         self._incarnation = secrets.token_bytes(wire.INCARNATION_BYTES)
-        self._changed = threading.Condition(threading.RLock())
-        #: by sequence, in the order of the calls
-        self._pending: dict[int, _Pending] = {}
-        self._last = 0
-        self._held = 0
+        self._calls = PendingCalls()
         self._acknowledged: list[int] = []
         self._read_at = 0.0
         self._connection: Connection | None = None
         self._segments, self._mapped = SegmentPool(), SegmentMap()
         self._can_map, self._takes_segments = shared_memory, False
-        self._arrays = ReplyArrays(self._most_bytes, self._mapped, self._into_of)
+        self._arrays = ReplyArrays(self._most_bytes, self._mapped, self._calls.into_of)
         self._buffers = BufferPool(_POOLED_BYTES)
         self._last_sign: float | None = None
-        self._gone: ServerGone | None = None
         self._is_closing = False
         self._selector = selectors.DefaultSelector()
         self._wake = Wake()
@@ -136,20 +121,17 @@ class RpcClient:
             ServerGone: it is gone already.
             ValueError: what cannot be sent.
         """
+        self._calls.wait_for_room()
         segments = self._segments if self._takes_segments else None
-        with self._changed:
-            self._changed.wait_for(self._has_room)
         message = Outgoing(wire.REQUEST, {"o": op, "h": header or {}}, arrays, segments, self._buffers)
         call = Call(op, f"server {self.index} at {self.address}")
-        with self._changed:
-            if self._gone is not None:
-                raise self._gone
-            if self._is_closing:
-                raise RuntimeError(f"a call {op!r} at server {self.index} by a client that was closed")
-            self._last += 1
-            message.sequence = self._last
-            self._held += message.held_bytes
-            self._pending[self._last] = _Pending(call, message, into)
+        with self._calls.changed:
+            if self._calls.gone is not None or self._is_closing:
+                message.release()
+                raise self._calls.gone or RuntimeError(
+                    f"a call {op!r} at server {self.index} by a client that was closed"
+                )
+            self._calls.add(Pending(call, message, into))
             if self._connection is not None:
                 self._acknowledge(self._connection)
                 message.send(self._connection, self._takes_segments)
@@ -158,24 +140,19 @@ class RpcClient:
 
     def close(self) -> None:
         """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._pending or self._gone is not None)
-            self._is_closing = True
+        self._calls.wait_for_end()
+        self._is_closing = True
         self._wake.call()
         if self._thread is not threading.current_thread():
             self._thread.join()
             self._wake.close()
         keep(self)
 
-    def _has_room(self) -> bool:
-        room = len(self._pending) < _MOST_CALLS and self._held < _MOST_HELD_BYTES
-        return room or self._gone is not None
-
     # -- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._is_closing and self._gone is None:
+            while not self._is_closing and self._calls.gone is None:
                 self._turn()
             self._say_goodbye()
         except Exception as error:
@@ -191,7 +168,7 @@ class RpcClient:
     def _turn(self) -> None:
         connection = self._connection
         assert connection is not None
-        self._watch_backlog(connection)
+        connection.watch(self._selector)
         self._selector.select(_ACKNOWLEDGE_SECONDS if self._acknowledged else _LOOK_SECONDS)
         self._wake.drain()
         if connection.has_backlog:
@@ -213,24 +190,19 @@ class RpcClient:
         if self._acknowledged and (
             now - self._read_at > _ACKNOWLEDGE_SECONDS or len(self._acknowledged) >= _MOST_UNACKNOWLEDGED
         ):
-            with self._changed:
+            with self._calls.changed:
                 self._acknowledge(connection)
         connection.beat(BEAT_SECONDS)
 
-    def _watch_backlog(self, connection: Connection) -> None:
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
-        if self._selector.get_key(connection.stream).events != wanted:
-            self._selector.modify(connection.stream, wanted)
-
     def _say_goodbye(self) -> None:
         connection = self._connection
-        if connection is None or self._gone is not None:
+        if connection is None or self._calls.gone is not None:
             return
         self._acknowledge(connection)
         connection.send(wire.frame(wire.BYE))
         deadline = time.monotonic() + _CLOSE_SECONDS
         while connection.has_backlog and time.monotonic() < deadline:
-            self._watch_backlog(connection)
+            connection.watch(self._selector)
             self._selector.select(_LOOK_SECONDS)
             connection.write()
 
@@ -240,7 +212,7 @@ class RpcClient:
             self._acknowledged = []
 
     def _reconnect(self, why: str) -> None:
-        with self._changed:
+        with self._calls.changed:
             connection, self._connection = self._connection, None
         assert connection is not None
         self._selector.unregister(connection.stream)
@@ -258,24 +230,15 @@ class RpcClient:
         connection = Connection(stream, self._most_bytes, self._arrays.allocate, self._wake.call)
         self._last_sign = connection.last_heard
         self._selector.register(stream, selectors.EVENT_READ)
-        with self._changed:
+        with self._calls.changed:
             self._takes_segments = takes_segments and self._can_map
             if not is_new:
                 self._acknowledged = []
-                connection.send(wire.frame(wire.RESUME, wire.encode(list(self._pending))))
-                for pending in self._pending.values():
-                    pending.message.send(connection, self._takes_segments)
+                self._calls.resume(connection, self._takes_segments)
             self._connection = connection
 
     def _lose(self, reason: str) -> None:
-        gone = ServerGone(self.index, self.address, reason, self._last_sign)
-        with self._changed:
-            self._gone = gone
-            lost = list(self._pending.values())
-            self._pending.clear()
-            self._changed.notify_all()
-        for pending in lost:
-            pending.call.finish(None, gone)
+        self._calls.lose(ServerGone(self.index, self.address, reason, self._last_sign))
 
     def _take(self, connection: Connection, frame: Frame) -> None:
         match frame.head.kind:
@@ -302,7 +265,7 @@ class RpcClient:
             raise WireError("a reply without a header")
         reply: Reply | None = None
         error: Exception | None = None
-        pending = self._pending.get(sequence)
+        pending = self._calls.get(sequence)
         if pending is not None:
             if frame.head.kind == wire.REFUSAL:
                 error = Refused(str(header.get("e")))
@@ -313,21 +276,15 @@ class RpcClient:
                     if isinstance(wrong, WireError):
                         raise
                     error = wrong
-        with self._changed:
+        with self._calls.changed:
             self._acknowledged.append(sequence)
             self._read_at = time.monotonic()
-            if pending is None:  # it came twice
-                return
-            del self._pending[sequence]
-            self._held -= pending.message.held_bytes
-            self._changed.notify_all()
+        if pending is None:  # it came twice
+            return
+        self._calls.remove(sequence)
         pending.message.release()
         pending.call.finish(reply, error)
         self._on_progress()
-
-    def _into_of(self, sequence: int) -> Sequence[Tensor] | None:
-        pending = self._pending.get(sequence)
-        return None if pending is None else pending.into
 
     def close_in_child(self) -> None:
         """After a fork, where the thread does not run."""

@@ -171,10 +171,7 @@ class RpcServer:
 
     def _watch_backlogs(self) -> None:
         for connection in self._connections():
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_backlog else 0)
-            key = self._selector.get_key(connection.stream)
-            if key.events != wanted:
-                self._selector.modify(connection.stream, wanted, key.data)
+            connection.watch(self._selector)
 
     def _look_around(self) -> None:
         self._entrance.look_around()
