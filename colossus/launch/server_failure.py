@@ -51,10 +51,10 @@ class ServerFailure:
         """``was killed by SIGKILL: ...``"""
         if self.code is None:
             return "lives, but gives no sign of it: it hangs, was stopped, or the network is down"
+        if self.code in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+            return "ended before the workers had, as if it had been told to"
         if self.code > 0:
             return f"ended with exit code {self.code}"
-        if self.code == 0 or -self.code == signal.SIGTERM:
-            return "ended before the workers had, as if it had been told to"
         return describe_death(self.code)
 
     def block(self, folder: Path | None) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import server_threads
+from helpers.long import long
 from helpers.ranks import run_ranks
 from helpers.resumed import engine_of, settings
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ def elastic(servers: int = 2) -> dict[str, Any]:
     return server(servers, algorithm="easgd", push_every=2)
 
 
-#: by number of ranks: the plan, and who saves and who goes on
+#: by number of ranks (those that take long under a negative one): the plan, and who saves and who goes on
 CASES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
     1: {
         "async": (dict(data=1), ADAMW, server(mode="async"), server(3, mode="async")),
@@ -42,20 +44,22 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any],
         ),
     },
     2: {
-        "sync": (dict(data=2), ADAMW, server(2), server(3)),
         "sync to all_reduce": (dict(data=2), ADAMW, server(2), ALL_REDUCE),
-        "all_reduce to sync": (dict(data=2), MOMENTUM, ALL_REDUCE, server(2)),
         "elastic": (dict(data=2), ADAMW, elastic(2), elastic(3)),
+    },
+    -2: {
+        "sync": (dict(data=2), ADAMW, server(2), server(3)),
+        "all_reduce to sync": (dict(data=2), MOMENTUM, ALL_REDUCE, server(2)),
         "1d": (dict(tensor=2), ADAMW, server(2), ALL_REDUCE),
         "1d, async": (dict(tensor=2), MOMENTUM, server(2, mode="async"), ALL_REDUCE),
     },
 }
 
 
-def _through_and_in_two(rank: int, world: int, folder: Path) -> dict[str, tuple[Any, Any]]:
+def _through_and_in_two(rank: int, cases: int, folder: Path) -> dict[str, tuple[Any, Any]]:
     """Of each case, what a run through and one that goes on in a new engine have seen and end with."""
     found = {}
-    for name, (parallel, optimizer, first, second) in CASES[world].items():
+    for name, (parallel, optimizer, first, second) in CASES[cases].items():
         made = [
             settings(
                 folder / name,
@@ -92,21 +96,15 @@ def _weights(engine: Any) -> Tensor:
     return torch.cat([param.detach().flatten() for param in engine.model.parameters()])
 
 
-def _assert_goes_on(world: int, folder: Path) -> None:
-    for found in run_ranks(world, _through_and_in_two, world, folder, with_context=False):
+@pytest.mark.parametrize("cases", [1, 2, *long(-2)])
+def test_a_run_goes_on_with_other_servers_and_with_all_reduce(cases: int, tmp_path: Path) -> None:
+    for found in run_ranks(abs(cases), _through_and_in_two, cases, tmp_path, with_context=False):
         for name, ((losses, weights), (again, weights_again)) in found.items():
             torch.testing.assert_close(losses, again, rtol=1e-11, atol=1e-12, msg=name)
             torch.testing.assert_close(weights, weights_again, rtol=0, atol=1e-12, msg=name)
-
-
-def test_one_worker_goes_on(tmp_path: Path) -> None:
-    _assert_goes_on(1, tmp_path)
-
-
-def test_a_run_goes_on_with_other_servers_and_with_all_reduce(tmp_path: Path) -> None:
-    _assert_goes_on(2, tmp_path)
-    manifest = CheckpointReader(tmp_path / "sync" / name_of(HALF)).manifest
-    assert {name.rpartition("/")[2] for name in manifest.names("optimizer")} >= {"exp_avg", "exp_avg_sq"}
+    if cases == 2:
+        manifest = CheckpointReader(tmp_path / "sync to all_reduce" / name_of(HALF)).manifest
+        assert {name.rpartition("/")[2] for name in manifest.names("optimizer")} >= {"exp_avg", "exp_avg_sq"}
 
 
 def _asynchronous(rank: int, folder: Path) -> tuple[Tensor, Tensor, list[float]]:

@@ -447,6 +447,20 @@ def test_rows_of_a_run_that_went_on_count_once(tmp_path: Path) -> None:
     assert Curve.read(tmp_path / "absent").rows == []
 
 
+def test_what_goes_to_servers_counts(tmp_path: Path) -> None:
+    """Beside what goes to other ranks; all of it where nothing counts those."""
+    path, rows = tmp_path / "metrics.jsonl", [row_of(step) for step in range(1, 7)]
+    told = [{**row, "push_bytes": 40.0, "pull_bytes": 80.0, "server_wait_seconds": 0.25} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    curve = Curve.read(path)
+    assert (curve.bytes_sent, curve.wait_seconds) == (pytest.approx(40.0), pytest.approx(0.25))
+    counted = [{**row, "comm": {"tensor": {"calls": 1, "bytes": 5.0}}} for row in told]
+    path.write_text("".join(json.dumps(row) + "\n" for row in counted))
+    curve = Curve.read(path)
+    assert curve.bytes_by_axis == pytest.approx({"tensor": 5.0, "servers": 40.0})
+    assert curve.bytes_sent == pytest.approx(45.0)
+
+
 def test_a_picture(file: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra 'plot' is not installed")
     found = compare(*canned(file, tmp_path))

@@ -74,7 +74,6 @@ def test_all_workers_hear_in_words_that_a_server_has_ended() -> None:
     options: list[dict[str, Any]] = [
         dict(mode="sync"),
         dict(mode="async"),
-        dict(mode="async", algorithm="easgd", push_every=2),
     ]
     by_rank = run_ranks(2, _server_dies, options, with_context=False)
     for of_ranks in zip(*by_rank, strict=True):
@@ -102,8 +101,6 @@ def _stopped(rank: int, options: list[dict[str, Any]]) -> list[int]:
 
 def test_workers_stop_after_the_same_step() -> None:
     options: list[dict[str, Any]] = [
-        dict(mode="sync"),
-        dict(mode="async"),
         dict(mode="async", algorithm="downpour", push_every=3),
         dict(mode="sync", algorithm="easgd", push_every=2),
     ]

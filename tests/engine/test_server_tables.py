@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import server_threads
+from helpers.long import long
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -48,7 +50,9 @@ def batch_of(step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
     return ids[index * part : (index + 1) * part], classes[index * part : (index + 1) * part]
 
 
-def _train(rank: int, parallel: dict[str, Any], optimizers: list[str], strategies: dict[str, Any]) -> dict[str, Any]:
+def _train(
+    rank: int, parallel: dict[str, Any], optimizers: tuple[str, ...], strategies: dict[str, Any]
+) -> dict[str, Any]:
     """Of each run losses and norms, the parameters in the end, and bytes pulled and pushed by each step."""
     found = {}
     for name in optimizers:
@@ -76,7 +80,7 @@ def _train(rank: int, parallel: dict[str, Any], optimizers: list[str], strategie
     return found
 
 
-def _assert_same(found: dict[str, Any], optimizers: list[str]) -> None:
+def _assert_same(found: dict[str, Any], optimizers: tuple[str, ...]) -> None:
     for name in optimizers:
         (numbers, params, _), (wanted_numbers, wanted, _) = found[f"{name}/server"], found[f"{name}/all_reduce"]
         torch.testing.assert_close(numbers, wanted_numbers, rtol=1e-11, atol=1e-12, msg=name)
@@ -84,10 +88,13 @@ def _assert_same(found: dict[str, Any], optimizers: list[str]) -> None:
             torch.testing.assert_close(params[each], value, rtol=0, atol=1e-11, msg=f"{each}, {name}")
 
 
-def test_a_table_at_servers_is_that_of_all_reduce() -> None:
+@pytest.mark.parametrize(
+    "names", [("sgd", "tables of their own"), *long(("momentum", "adagrad", "adamw", "sgd"))], ids=["some", "rest"]
+)
+def test_a_table_at_servers_is_that_of_all_reduce(names: tuple[str, ...]) -> None:
     strategies = {"all_reduce": dict(type="all_reduce"), "server": dict(type="server", servers=3)}
-    for rank, found in enumerate(run_ranks(2, _train, dict(data=2), list(OPTIMIZERS), strategies, with_context=False)):
-        _assert_same(found, list(OPTIMIZERS))
+    for rank, found in enumerate(run_ranks(2, _train, dict(data=2), names, strategies, with_context=False)):
+        _assert_same(found, names)
         # rows are pulled once in a step, although two microbatches look them up
         dense = (DIM * CLASSES + CLASSES) * 8
         for step, sizes in enumerate(found["sgd/server"][2][:-1]):  # the last is a meeting
@@ -98,8 +105,9 @@ def test_a_table_at_servers_is_that_of_all_reduce() -> None:
             assert sizes["push_bytes"] == dense + pushed * (DIM + 1) * 8  # with their ids
 
 
+@pytest.mark.long
 def test_tables_of_one_asynchronous_worker_and_of_tensor_ranks() -> None:
-    names = ["sgd", "adagrad"]
+    names = ("sgd", "adagrad")
     strategies = {"all_reduce": dict(type="all_reduce"), "server": dict(type="server", mode="async", servers=2)}
     for found in run_ranks(2, _train, dict(tensor=2), names, strategies, with_context=False):
         _assert_same(found, names)

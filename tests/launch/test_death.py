@@ -253,11 +253,13 @@ class Store:
 class Launcher:
     """One that looks at some ranks of a plan of 3 replicas x 2 tensor ranks."""
 
-    def __init__(self, store: Store, here: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, store: Store, here: range, monkeypatch: pytest.MonkeyPatch, *, are_independent: bool = False
+    ) -> None:
         monkeypatch.setattr(deaths, "_RECORD_SECONDS", 0.02)
         monkeypatch.setattr(deaths, "_HEARSAY_SECONDS", 0.1)
         self.board, self.records = DeathBoard(store), list[FailureRecord]()
-        self.deaths = Deaths(GRID, list(here), self.board, lambda: self.records)
+        self.deaths = Deaths(GRID, list(here), self.board, lambda: self.records, are_independent=are_independent)
         self.exits: dict[int, RankExit] = {}
 
     def see(self, rank: int, ended: RankExit, kind: failure.Kind | None = None, message: str = "m") -> None:
@@ -324,6 +326,27 @@ def test_a_second_death_before_that_ends_the_run(launcher: Launcher) -> None:
     launcher.see(5, KILLED)
     launcher.look()
     assert "replica 2 failed before all others had gone on without replica 0" in str(launcher.deaths.verdict)
+
+
+def test_of_those_that_need_nobody_as_many_may_die_as_leave_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = Launcher(Store(), range(6), monkeypatch, are_independent=True)
+    for _ in range(6):
+        launcher.board.begin()
+    launcher.see(0, KILLED)
+    assert launcher.look() == {1}
+    launcher.see(1, KILLED)
+    launcher.see(4, RAISED, "error")  # before anybody goes on without the first
+    assert launcher.look() == {5}
+    assert launcher.deaths.verdict is None
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" died: ")[0] for line in said] == ["colossus: replica 0", "colossus: replica 2"]
+    assert all(line.endswith("; the others go on") for line in said)
+    launcher.see(5, KILLED)
+    launcher.see(2, KILLED)
+    launcher.look()
+    assert "no other replica is left" in str(launcher.deaths.verdict)
 
 
 def test_what_all_have_ends_the_run(launcher: Launcher) -> None:

@@ -110,7 +110,8 @@ def test_a_stop_on_one_host_stops_both(long_run: Nodes, signum: signal.Signals) 
 
 
 @needs_hosts
-@pytest.mark.parametrize("signum", [None, *long(signal.SIGKILL)])
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [None, signal.SIGKILL])
 def test_each_host_has_a_parameter_server(two_hosts: list[Host], tmp_path: Path, signum: signal.Signals | None) -> None:
     """One is killed by a rank of its own host; both launchers name it."""
     config = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"

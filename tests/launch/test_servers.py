@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 from helpers.launching import LAUNCH, Process, children, finish, has_rows, is_running, rows_of, start, wait_for
-from helpers.long import long
+from hypothesis import given
+from hypothesis import strategies as st
 
-from colossus.launch import deaths
+from colossus.launch import deaths, failure
+from colossus.launch.failure import FailureRecord
+from colossus.launch.server_failure import ServerFailure, silent_server
+from colossus.launch.server_plan import describe_servers, servers_of_nodes
+from colossus.server.messages import ServerGone
 
 CONFIG = Path(__file__).parents[1] / "helpers" / "launched" / "served.py"
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,7 +72,8 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, signum: signal.Signals
         assert f"stopped by {signum.name}" in out
 
 
-@pytest.mark.parametrize("on_death", ["continue", *long("stop")])
+@pytest.mark.long
+@pytest.mark.parametrize("on_death", ["continue", "stop"])
 def test_a_server_that_dies_ends_the_run_in_words(tmp_path: Path, on_death: str) -> None:
     """Whatever may become of workers: the others cannot do without it."""
     launcher = begin(tmp_path, *ASYNC, *FOREVER, f"parallel.strategy.on_death={on_death}", STEP_SECONDS="0.01")
@@ -99,6 +105,69 @@ def test_a_server_that_hangs_is_named_after_a_while(tmp_path: Path, mode: str) -
     assert re.search(rf"server 1 \(host \S+, process {server}\) lives, but gives no sign of it", err)
     assert "a worker said:" in err
     assert not is_running(server)
+
+
+# -- without processes ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_servers_are_spread_evenly(number: int, nnodes: int) -> None:
+    nodes = servers_of_nodes(number, nnodes)
+    assert [index for indices in nodes for index in indices] == list(range(number))
+    sizes = [len(indices) for indices in nodes]
+    assert len(sizes) == nnodes
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("number", "nnodes", "words"),
+    [
+        (1, 1, "1 process beside the workers"),
+        (4, 4, "4 processes beside the workers, one on each of 4 nodes"),
+        (3, 2, "3 processes beside the workers, 2, 1 on the 2 nodes"),
+    ],
+)
+def test_where_servers_are_in_words(number: int, nnodes: int, words: str) -> None:
+    assert describe_servers(number, nnodes) == words
+
+
+def failed(rank: int, server: int | None, kind: failure.Kind = "communication", at: float = 1.0) -> FailureRecord:
+    return FailureRecord(rank, kind, "ServerGone", f"server {server} is gone", "", server=server, time=at)
+
+
+def test_the_server_that_workers_blame_first_is_named() -> None:
+    endpoints = [{"host": f"10.0.0.{index}", "process": 70 + index} for index in range(2)]
+    found = silent_server([failed(0, 0, at=3.0), failed(1, 1, at=2.0), failed(2, None, at=1.0)], endpoints)
+    assert found is not None
+    assert found.name == "server 1 (host 10.0.0.1, process 71)"
+    assert "rank 1: server 1 is gone" in found.block(None)
+    assert silent_server([failed(0, None)], endpoints) is None
+    assert silent_server([failed(0, 7)], endpoints) is None  # of another run
+    assert ServerFailure.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "was killed by SIGKILL: out of memory is the most likely"),
+        (1, "ended with exit code 1"),
+        (0, "ended before the workers had, as if it had been told to"),
+        (143, "ended before the workers had, as if it had been told to"),
+        (None, "lives, but gives no sign of it"),
+    ],
+)
+def test_how_a_server_ended_in_words(code: int | None, words: str) -> None:
+    block = ServerFailure(2, "a", 5, code, "last words", "logs/server2.log").block(Path("run"))
+    assert f"server 2 (host a, process 5) {words}" in block
+    assert "last words" in block
+    assert "run folder: run" in block
+
+
+def test_who_loses_a_server_is_a_victim_that_names_it() -> None:
+    error = RuntimeError("a step has failed")
+    error.__cause__ = ServerGone(1, "10.0.0.1:7", "it was silent")
+    record = failure.of_exception(error, 3)
+    assert (record.kind, record.server) == ("communication", 1)
 
 
 # -- workers that die -----------------------------------------------------------------------------------------

@@ -156,7 +156,8 @@ class AsyncServer(PerReplica):
         self._pull = None
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report() | usage_of(self.tables or ())
+        at_meeting = self.parts.meets_after(self._completed)
+        return self.at_servers.report(with_histogram=at_meeting) | usage_of(self.tables or ())
 
     def close(self) -> None:
         self.part()

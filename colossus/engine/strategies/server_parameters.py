@@ -20,12 +20,8 @@ from colossus.engine.strategies.server_optimizer import ServerOptimizer
 from colossus.engine.strategies.server_pull import Pull
 from colossus.engine.strategies.server_report import ServerReport
 from colossus.engine.strategies.server_rows import ServerRows
-from colossus.engine.strategies.server_shards import ServerShard, SharedShards, server_shards
-from colossus.rows.row_gradient import RowGradient
+from colossus.engine.strategies.server_shards import Gradient, ServerShard, SharedShards, server_shards
 from colossus.server.handles import Handle
-
-#: of one shard: its gradient, whole or of some rows
-Gradient = Tensor | RowGradient | None
 
 
 class ServerParameters:
@@ -66,6 +62,8 @@ class ServerParameters:
         self._clock: Handle[None] | None = None
         #: the last update of tables
         self._applied: Handle[None] = Handle((), lambda replies: None)
+        #: this rank's parts of the step that runs
+        self._given: Handle[list[str]] = Handle((), lambda replies: [])
         self._numbers = ServerReport(self._servers, is_logging=context.is_logging_rank)
         #: names of tables of which steps pull rows
         self._by_rows: set[str] = set()
@@ -207,15 +205,16 @@ class ServerParameters:
     def accumulate(self, number: int) -> None:
         """Give this replica's sums of gradients, of step ``number``."""
         self._applied.wait()
-        gradients = {shard.name: _gradient(shard) for shard in self._first}
+        gradients = {shard.name: shard.gradient() for shard in self._first}
         self._numbers.pushed(gradients.values())
-        self._servers.accumulate(number, gradients)
+        self._given = self._servers.accumulate(number, gradients)
 
     def squares(self, number: int) -> list[tuple[nn.Parameter, float]]:
         """Of what this rank pushes, the square of the norm of the sum over all workers: waits for them."""
         if not self._first:
             return []
         began = time.perf_counter()
+        self._given.wait()  # a part that was refused would be waited for without end
         squares = self._servers.squares(number).wait().squares
         self._numbers.waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
@@ -241,7 +240,7 @@ class ServerParameters:
     def push_gradients(self) -> None:
         """To the optimizer at the servers, divided and clipped as they are."""
         assert self._optimizer is not None
-        gradients = {shard.name: _gradient(shard) for shard in self._first}
+        gradients = {shard.name: shard.gradient() for shard in self._first}
         self._push(gradients, "gradient", self._optimizer.options_of(self._first))
 
     def add(self, values: Sequence[Tensor]) -> None:
@@ -288,19 +287,9 @@ class ServerParameters:
 
     # -- besides ----------------------------------------------------------------------------------------------
 
-    def report(self) -> dict[str, float]:
-        return self._numbers.of_step()
+    def report(self, *, with_histogram: bool = False) -> dict[str, float]:
+        """For the metrics of a step."""
+        return self._numbers.of_step() | (self._numbers.histogram() if with_histogram else {})
 
     def close(self) -> None:
-        self._numbers.tell()
         self._connection.close()
-
-
-def _gradient(shard: ServerShard) -> Gradient:
-    """Of a shard, on the host."""
-    gradient = shard.param.grad
-    if gradient is None:
-        return None
-    if gradient.is_sparse:
-        return RowGradient(gradient._indices()[0].cpu(), gradient._values().cpu())
-    return shard.local(gradient).cpu()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -13,8 +12,6 @@ from torch import Tensor
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.client import Servers
 from colossus.server.handles import Handle
-
-log = logging.getLogger("colossus.engine")
 
 #: seconds between two questions how busy servers are
 _ASK_EVERY = 1.0
@@ -58,6 +55,10 @@ class ServerReport:
             self._stale.append(most)
             self._histogram[most] += 1
 
+    def histogram(self) -> dict[str, float]:
+        """Of the run so far: how many pushes of this rank were how stale."""
+        return {f"staleness.{stale}": float(count) for stale, count in sorted(self._histogram.items())}
+
     def of_step(self) -> dict[str, float]:
         """Since the last call."""
         found = {
@@ -89,9 +90,3 @@ class ServerReport:
         if self._asked is None and (self._before is None or now - self._before[0] > _ASK_EVERY):
             self._asked = now, self._servers.stats()
         return self._load
-
-    def tell(self) -> None:
-        """The run is over."""
-        if self._is_logging and self._histogram:
-            told = ", ".join(f"{stale}: {count}" for stale, count in sorted(self._histogram.items()))
-            log.info("staleness of this worker's pushes, in updates that came between -> pushes: %s", told)

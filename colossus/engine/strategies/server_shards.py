@@ -14,6 +14,10 @@ from colossus.engine.parts import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.split_parameter import as_shards
+from colossus.rows.row_gradient import RowGradient
+
+#: of one shard: its gradient, whole or of some rows
+Gradient = Tensor | RowGradient | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,15 @@ class ServerShard:
         with as_shards():
             source = self.param.detach() if buffer is None else buffer
             return source if self.rows is None else source[self.rows[0] : self.rows[1]]
+
+    def gradient(self) -> Gradient:
+        """Of the box, on the host; None where it has none."""
+        gradient = self.param.grad
+        if gradient is None:
+            return None
+        if gradient.is_sparse:
+            return RowGradient(gradient._indices()[0].cpu(), gradient._values().cpu())
+        return self.local(gradient).cpu()
 
 
 @dataclass(frozen=True)
