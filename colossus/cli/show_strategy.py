@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossus.arithmetic import byte_count
+from colossus.cli.show_servers import render_servers
 from colossus.config import Config
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes
 from colossus.engine.sparse.choice import Choice, Parties
 from colossus.engine.sparse.cost import WAYS, WayName, bytes_sent
 from colossus.engine.sparse.forecast import Forecast, forecast
+from colossus.engine.strategies.options.hybrid import HybridOptions
+from colossus.engine.strategies.options.server import ServerOptions
 
 _HEADER = ("parameter", "shape", "on a rank", "alpha", "dense", "gather", "owners", "way")
 _NONE = "-"
@@ -38,9 +41,9 @@ def render_strategy(config: Config, width: int) -> str:
     sections = ["\n".join(lines), _table(found, width)]
     if found.choices:
         sections.append(_totals(found))
-        sections.append("\n".join(line for note in _notes(found) for line in _wrapped("", note, width)))
-    if hasattr(found.strategy, "describe_servers"):
-        sections.append(found.strategy.describe_servers(found))
+        sections.append("\n".join(line for note in _notes(found, options) for line in _wrapped("", note, width)))
+    if isinstance(options, ServerOptions):
+        sections.append(render_servers(found, options.servers or 1))
     return "\n\n".join(sections)
 
 
@@ -138,11 +141,13 @@ def _times(sent: float, own: float) -> str:
     return f"  x {sent / own:.3g}" if own and sent != own else ""
 
 
-def _notes(found: Forecast) -> list[str]:
+def _notes(found: Forecast, options: Any) -> list[str]:
     lines = [f"{choice.table.name}: {choice.way}: {choice.why}" for choice in found.choices if choice.why]
     sources = {choice.alpha.source for choice in found.choices if choice.table.tied is None}
     if "measured" in sources:
         lines.append("alpha: the part of its rows that a rank touches in a step, measured on the first batch")
+    if isinstance(options, HybridOptions) and options.hosts is None and options.per_host is None:
+        lines.append("all ranks are taken to be on one host; parallel.strategy.hosts=2 shows two, as --nnodes")
     if found.failure:
         lines.append(
             f"alpha could not be measured ({found.failure}), and is bounded by the integers of a batch; give it by "

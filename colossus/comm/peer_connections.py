@@ -5,15 +5,14 @@ A connection carries messages in one direction: who sends makes it when there is
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakSet
 
+from colossus.comm.forked import close_in_children
 from colossus.comm.peer_listener import Observer, PeerListener
 from colossus.comm.peer_wire import BYE, Header, hello
 from colossus.comm.send_queue import Done, SendQueue
@@ -69,7 +68,7 @@ class PeerConnections:
         self._incoming.start(key)
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.drain)
         self._thread.start()
-        _open.add(self)
+        close_in_children(self)
 
     # -- for any thread -----------------------------------------------------------------------------------
 
@@ -189,15 +188,3 @@ class PeerConnections:
             dropped = out.queue.drop()
         for done in dropped:
             done()
-
-
-_open: WeakSet[PeerConnections] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
-    for connections in tuple(_open):
-        connections.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

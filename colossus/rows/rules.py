@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from colossus.rows.dense_adam import dense_adam
+
 State = MutableMapping[str, Any]
 Options = Mapping[str, Any]
 _NO_OPTIONS: Options = MappingProxyType({})
@@ -48,9 +50,11 @@ class Rule:
     Attributes:
         name: by which `rule_of` finds it.
         options: each option with its default; None: it has to be given.
+        keys: of what `state` makes.
     """
 
     name: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[Options]
 
     def state(self, table: Tensor, options: Options = _NO_OPTIONS) -> dict[str, Tensor]:
@@ -90,8 +94,9 @@ class Rule:
             )
         if options.get("amsgrad"):
             raise ValueError("amsgrad has no form for the rows of a table; leave it out")
-        for key, value in self.state(table, chosen).items():
-            state.setdefault(key, value)
+        if any(key not in state for key in self.keys):
+            for key, value in self.state(table, chosen).items():
+                state.setdefault(key, value)
         rows = rows.to(table.dtype)
         if chosen.get("maximize"):
             rows = -rows
@@ -126,6 +131,7 @@ class Momentum(Rule):
     """
 
     name = "momentum"
+    keys = ("step",)
     options = {
         "lr": None,
         "momentum": 0.9,
@@ -158,6 +164,7 @@ class Adagrad(Rule):
     """
 
     name = "adagrad"
+    keys = ("step", "sum")
     options = {
         "lr": None,
         "lr_decay": 0.0,
@@ -186,6 +193,7 @@ class RowWiseAdagrad(Rule):
     """
 
     name = "rowwise_adagrad"
+    keys = ("sum",)
     options = {"lr": None, "eps": 1e-8, "initial_accumulator_value": 0.0, "maximize": False}
 
     def state(self, table: Tensor, options: Options = _NO_OPTIONS) -> dict[str, Tensor]:
@@ -214,6 +222,7 @@ class Adam(Rule):
     """
 
     name = "adam"
+    keys = ("step", "exp_avg", "exp_avg_sq")
     options = {
         "lr": None,
         "betas": (0.9, 0.999),
@@ -229,6 +238,9 @@ class Adam(Rule):
     def _update(self, table: Tensor, state: State, of: Touched, options: Options) -> None:
         beta1, beta2 = (float(beta) for beta in options["betas"])
         step, lr, eps = _count(state), float(options["lr"]), options["eps"]
+        if of.ids is None and table.device.type == "cpu" and table.is_contiguous():
+            dense_adam(table, of.rows, state["exp_avg"], state["exp_avg_sq"], step, lr, (beta1, beta2), eps)
+            return
         mean = _take(state["exp_avg"], of.ids).lerp_(of.rows, 1 - beta1)
         square = _take(state["exp_avg_sq"], of.ids).mul_(beta2).addcmul_(of.rows, of.rows, value=1 - beta2)
         _put(state["exp_avg"], of.ids, mean)

@@ -143,8 +143,8 @@ class Servers:
             options_of: the same by name, where they differ.
 
         Returns:
-            By name the staleness: how many updates of it were applied since this worker pulled it, the largest over its
-            shards; None where it never did, and for ``zero`` and ``copy``.
+            By name the staleness: how many updates of it, this worker's included, were applied since this worker pulled
+            it, the largest over its shards; None where it never did, and for ``zero`` and ``copy``.
         """
         counts = rule in ("add", "gradient")
         found = self._splitter.split(values)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 from colossus import machine
 from colossus.comm.channel import read_exactly
+from colossus.comm.peer_wire import WireError
 from colossus.server.entrance import unix_address
+from colossus.server.messages import Refused, ServerGone
 from colossus.server.wire import (
     BUSY,
     CHALLENGE_BYTES,
@@ -21,6 +25,11 @@ from colossus.server.wire import (
 )
 
 _CONNECT_SECONDS = 5.0
+#: how long it is tried where nothing listens any more, or another client of this number is connected
+_REFUSED_SECONDS = 0.5
+_BUSY_SECONDS = 2.0
+#: seconds between one try and the next
+_PAUSES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 
 class TurnedAway(Exception):
@@ -81,6 +90,50 @@ def greet(endpoint: dict[str, Any], token: bytes, hello: Hello, seconds: float) 
     except BaseException:
         stream.close()
         raise
+
+
+def connect(
+    endpoint: dict[str, Any],
+    token: bytes,
+    hello: Hello,
+    seconds: float,
+    why: str,
+    last_sign: float | None,
+    is_given_up: Callable[[], bool],
+) -> tuple[socket.socket, bool]:
+    """As `greet`, again and again until it goes or there is no hope.
+
+    Args:
+        seconds: of silence after which there is none.
+        why: the connection before was lost.
+        last_sign: see `ServerGone`.
+        is_given_up: whether nobody wants it any more.
+
+    Raises:
+        ServerGone, Refused
+    """
+    index, address, began = endpoint["index"], address_of(endpoint), time.monotonic()
+    for number in itertools.count():
+        waited = time.monotonic() - began
+        try:
+            return greet(endpoint, token, hello, max(0.5, seconds - waited))
+        except TurnedAway as error:
+            if error.is_ended:
+                raise ServerGone(index, address, str(error), last_sign) from None
+            if error.is_final or waited > _BUSY_SECONDS or not hello.is_new:
+                raise Refused(f"server {index} at {address} refused worker {hello.worker}: {error}") from None
+        except ConnectionRefusedError as error:
+            if waited > _REFUSED_SECONDS:
+                reason = "nothing listens there" + (f" any more ({why})" if why else "")
+                raise ServerGone(index, address, reason, last_sign) from error
+        except (OSError, WireError) as error:
+            if waited > seconds - 1.0:
+                reason = f"it could not be reached within {seconds:g} s ({error})"
+                raise ServerGone(index, address, reason, last_sign) from error
+        time.sleep(_PAUSES[min(number, len(_PAUSES) - 1)])
+        if is_given_up():
+            break
+    raise ServerGone(index, address, f"the client was closed ({why})", last_sign)
 
 
 def _connect(endpoint: dict[str, Any], seconds: float) -> socket.socket:

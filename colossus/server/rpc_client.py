@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import selectors
 import threading
@@ -10,26 +9,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from colossus import machine
 from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.forked import close_in_children, keep
 from colossus.comm.peer_wire import WireError
 from colossus.comm.wake import Wake
 from colossus.server import wire
-from colossus.server.arrays import Packing, copy, unpack
-from colossus.server.connect import TurnedAway, address_of, greet
+from colossus.server.connect import address_of, connect
 from colossus.server.connection import Connection
 from colossus.server.environment import wrong_endpoint
 from colossus.server.frame_parser import Frame
 from colossus.server.messages import Call, Refused, Reply, ServerGone
 from colossus.server.outgoing import Outgoing
-from colossus.server.rpc_server import BEAT_SECONDS
+from colossus.server.reply_arrays import ReplyArrays
 from colossus.server.segments import SegmentMap, SegmentPool
-from colossus.server.wire import Head, Hello
+from colossus.server.wire import BEAT_SECONDS, Hello
 
 #: calls under way, and bytes of them that are held for the socket; then `call` waits
 _MOST_CALLS = 256
@@ -39,10 +36,8 @@ _LOOK_SECONDS = 0.2
 #: after which replies are acknowledged without a request
 _ACKNOWLEDGE_SECONDS = 0.02
 _MOST_UNACKNOWLEDGED = 32
-#: how long it is tried where nothing listens any more, or another client of this number is connected
-_REFUSED_SECONDS = 0.5
-_BUSY_SECONDS = 2.0
-_PAUSES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+#: in which what is left must be written at the end
+_CLOSE_SECONDS = 2.0
 LEAST_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
 
 
@@ -62,6 +57,7 @@ class RpcClient:
         worker: number of this worker, an int32; one client of a number at a time.
         timeout_seconds: of silence after which the server is taken for dead, at least `LEAST_TIMEOUT_SECONDS`.
         on_progress: called by a thread of the client whenever a reply has come.
+        shared_memory: whether arrays may go through it, where the server is on this host.
 
     Raises:
         ServerGone: nothing answers at the endpoint.
@@ -76,6 +72,8 @@ class RpcClient:
         worker: int,
         timeout_seconds: float = 60.0,
         on_progress: Callable[[], object] = lambda: None,
+        *,
+        shared_memory: bool = True,
     ) -> None:
         if (wrong := wrong_endpoint(endpoint)) is not None:
             raise ValueError(f"the endpoint of a server: {wrong}")
@@ -99,7 +97,8 @@ class RpcClient:
         self._read_at = 0.0
         self._connection: Connection | None = None
         self._segments, self._mapped = SegmentPool(), SegmentMap()
-        self._can_map, self._takes_segments = True, False
+        self._can_map, self._takes_segments = shared_memory, False
+        self._arrays = ReplyArrays(self._most_bytes, self._mapped, self._into_of)
         self._buffers = BufferPool(_POOLED_BYTES)
         self._last_sign: float | None = None
         self._gone: ServerGone | None = None
@@ -115,7 +114,7 @@ class RpcClient:
             raise
         self._thread = threading.Thread(target=self._run, name="colossus-server-client", daemon=True)
         self._thread.start()
-        _open.add(self)
+        close_in_children(self)
 
     def call(
         self,
@@ -166,7 +165,7 @@ class RpcClient:
         if self._thread is not threading.current_thread():
             self._thread.join()
             self._wake.close()
-        _open.discard(self)
+        keep(self)
 
     def _has_room(self) -> bool:
         room = len(self._pending) < _MOST_CALLS and self._held < _MOST_HELD_BYTES
@@ -229,7 +228,7 @@ class RpcClient:
             return
         self._acknowledge(connection)
         connection.send(wire.frame(wire.BYE))
-        deadline = time.monotonic() + _BUSY_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while connection.has_backlog and time.monotonic() < deadline:
             self._watch_backlog(connection)
             self._selector.select(_LOOK_SECONDS)
@@ -252,42 +251,20 @@ class RpcClient:
             self._lose(error.reason if isinstance(error, ServerGone) else str(error))
 
     def _connect(self, *, is_new: bool, why: str = "") -> None:
-        """Try it until it goes, or there is no hope."""
-        began = time.monotonic()
         hello = Hello.make(self._worker, self._incarnation, is_new=is_new, takes_segments=self._can_map)
-        for number in range(1 << 30):
-            waited = time.monotonic() - began
-            try:
-                stream, takes_segments = greet(self._endpoint, self._token, hello, max(0.5, self._timeout - waited))
-                break
-            except TurnedAway as error:
-                if error.is_ended:
-                    raise ServerGone(self.index, self.address, str(error), self._last_sign) from None
-                if error.is_final or waited > _BUSY_SECONDS or not is_new:
-                    raise Refused(
-                        f"server {self.index} at {self.address} refused worker {self._worker}: {error}"
-                    ) from None
-            except ConnectionRefusedError as error:
-                if waited > _REFUSED_SECONDS:
-                    reason = "nothing listens there" + (f" any more ({why})" if why else "")
-                    raise ServerGone(self.index, self.address, reason, self._last_sign) from error
-            except (OSError, WireError, EOFError) as error:
-                if waited > self._timeout - 1.0:
-                    reason = f"it could not be reached within {self._timeout:g} s ({error})"
-                    raise ServerGone(self.index, self.address, reason, self._last_sign) from error
-            time.sleep(_PAUSES[min(number, len(_PAUSES) - 1)])
-            if self._is_closing:
-                raise ServerGone(self.index, self.address, f"the client was closed ({why})", self._last_sign)
-        connection = Connection(stream, self._most_bytes, self._allocate, self._wake.call)
+        stream, takes_segments = connect(
+            self._endpoint, self._token, hello, self._timeout, why, self._last_sign, lambda: self._is_closing
+        )
+        connection = Connection(stream, self._most_bytes, self._arrays.allocate, self._wake.call)
         self._last_sign = connection.last_heard
         self._selector.register(stream, selectors.EVENT_READ)
         with self._changed:
-            self._takes_segments = takes_segments
+            self._takes_segments = takes_segments and self._can_map
             if not is_new:
                 self._acknowledged = []
                 connection.send(wire.frame(wire.RESUME, wire.encode(list(self._pending))))
                 for pending in self._pending.values():
-                    pending.message.send(connection, takes_segments)
+                    pending.message.send(connection, self._takes_segments)
             self._connection = connection
 
     def _lose(self, reason: str) -> None:
@@ -299,18 +276,6 @@ class RpcClient:
             self._changed.notify_all()
         for pending in lost:
             pending.call.finish(None, gone)
-
-    def _allocate(self, head: Head, header: Any) -> tuple[list[memoryview], Any]:
-        if head.kind != wire.REPLY or not isinstance(header, dict):
-            raise WireError("data that belong to no reply")
-        packing = unpack(header.get("a"), self._most_bytes)
-        pending = self._pending.get(head.sequence)
-        if pending is not None and pending.into is not None and _fits(packing, pending.into):
-            pieces = packing.targets(pending.into)
-            if pieces is not None:
-                return pieces, (packing, None)
-        buffer = torch.empty(head.data_bytes, dtype=torch.uint8)
-        return [memoryview(buffer.numpy())], (packing, buffer)  # type: ignore[arg-type]
 
     def _take(self, connection: Connection, frame: Frame) -> None:
         match frame.head.kind:
@@ -343,7 +308,7 @@ class RpcClient:
                 error = Refused(str(header.get("e")))
             else:
                 try:
-                    reply = Reply(header.get("h") or {}, self._arrays(frame, pending.into))
+                    reply = Reply(header.get("h") or {}, self._arrays.of(frame, pending.into))
                 except ValueError as wrong:
                     if isinstance(wrong, WireError):
                         raise
@@ -360,54 +325,11 @@ class RpcClient:
         pending.call.finish(reply, error)
         self._on_progress()
 
-    def _arrays(self, frame: Frame, into: Sequence[Tensor] | None) -> list[Tensor]:
-        """Of a reply. Raises `ValueError` where they are not as ``into`` wants them."""
-        if frame.context is not None:
-            packing, memory = frame.context
-            if memory is None:  # read to where they belong
-                return list(into or ())
-        else:
-            packing = unpack(frame.header.get("a", []), self._most_bytes)
-            memory = self._mapped.memory(frame.head.segment, packing.num_bytes) if packing.num_bytes else _NOTHING
-        if packing.num_bytes != frame.head.data_bytes:
-            raise WireError("arrays of another length than their description")
-        views = packing.views(memory)
-        if into is None:
-            if frame.context is not None:
-                return views
-            into = [
-                torch.empty(shape, dtype=dtype) for dtype, shape in zip(packing.dtypes, packing.shapes, strict=True)
-            ]
-        elif not _fits(packing, into):
-            raise ValueError(f"the reply has arrays {packing.describe()}, where into has {_described(into)}")
-        for target, view in zip(into, views, strict=True):
-            copy(target, view)
-        return list(into)
+    def _into_of(self, sequence: int) -> Sequence[Tensor] | None:
+        pending = self._pending.get(sequence)
+        return None if pending is None else pending.into
 
     def close_in_child(self) -> None:
         """After a fork, where the thread does not run."""
         if self._connection is not None:
             self._connection.stream.close()
-
-
-def _fits(packing: Packing, into: Sequence[Tensor]) -> bool:
-    return packing.dtypes == tuple(one.dtype for one in into) and packing.shapes == tuple(
-        tuple(one.shape) for one in into
-    )
-
-
-def _described(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    return [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in tensors]
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-_open: WeakSet[RpcClient] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked process (a data loader's worker) must not keep the connections of a rank that dies."""
-    for client in tuple(_open):
-        client.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -10,35 +10,25 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
-
-import torch
-from torch import Tensor
 
 from colossus import machine
-from colossus.comm.buffer_pool import BufferPool
+from colossus.comm.forked import close_in_children, keep
 from colossus.comm.peer_wire import WireError
 from colossus.comm.wake import Wake
 from colossus.server import wire
-from colossus.server.arrays import unpack
 from colossus.server.connection import Connection
 from colossus.server.entrance import Entrance
-from colossus.server.frame_parser import Frame
+from colossus.server.intake import Intake
 from colossus.server.messages import Request
-from colossus.server.outgoing import Outgoing
-from colossus.server.segments import SegmentPool
 from colossus.server.session import Session
-from colossus.server.wire import BUSY, NEVER, WELCOME, Head, Hello, Welcome
+from colossus.server.wire import BEAT_SECONDS, BUSY, NEVER, WELCOME, Hello, Welcome
 
 _log = logging.getLogger("colossus.server")
-#: of silence, after which a sign of life is given
-BEAT_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 #: within which those connected are told of the end
 _CLOSE_SECONDS = 2.0
-_POOLED_BYTES = 1 << 30
 _MOST_GIVEN_UP = 1024
 
 
@@ -86,7 +76,7 @@ class RpcServer:
         self._sessions: dict[int, Session] = {}
         #: why clients were given up, by incarnation
         self._given_up: dict[bytes, str] = {}
-        self._buffers = BufferPool(_POOLED_BYTES)
+        self._intake = Intake(self._most_bytes, lambda request: self._work.put(lambda: self._handle(request)))
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         #: why it has ended, in words
         self._end: str | None = None
@@ -109,24 +99,24 @@ class RpcServer:
         self._reader = threading.Thread(target=self._run_reader, name="colossus-server", daemon=True)
         self._handler.start()
         self._reader.start()
-        _open.add(self)
+        close_in_children(self)
 
     def close(self) -> None:
-        """End: workers that are connected see `ServerGone` (it was closed). Idempotent."""
-        self._end = self._end or "it was closed"
+        """End, when the request at work is done: workers that are connected see `ServerGone` (it was closed).
+        Idempotent; not from the handler."""
         self._is_closing = True
-        self._wake.call()
         self._work.put(None)
-        for thread in (self._handler, self._reader):
-            if thread is not threading.current_thread():
-                thread.join()
+        self._handler.join()
+        self._end = self._end or "it was closed"
+        self._wake.call()
+        self._reader.join()
         self._wake.close()
-        _open.discard(self)
+        keep(self)
 
     # -- the thread of the handler ---------------------------------------------------------------------------
 
     def _run_handler(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._work.get()) is not None and not self._is_closing:
             try:
                 work()
             except Exception as error:
@@ -136,27 +126,9 @@ class RpcServer:
             del work  # and with it what it holds
 
     def _fail(self, error: BaseException) -> None:
+        self._on_failure(error)
         self._end = f"it has failed: {type(error).__name__}: {error}"
         self._wake.call()
-        self._on_failure(error)
-
-    def _answer(
-        self,
-        session: Session,
-        sequence: int,
-        buffer: Tensor | None,
-        header: dict[str, Any] | None,
-        arrays: Sequence[Tensor],
-        error: str | None,
-    ) -> None:
-        def make(segments: SegmentPool | None) -> Outgoing:
-            if error is not None:
-                return Outgoing(wire.REFUSAL, {"e": error}, (), None, self._buffers)
-            return Outgoing(wire.REPLY, {"h": header}, arrays, segments, self._buffers)
-
-        session.answer(sequence, make)
-        if buffer is not None:
-            self._buffers.give_back(buffer)
 
     # -- the thread that reads -------------------------------------------------------------------------------
 
@@ -164,7 +136,7 @@ class RpcServer:
         looked = 0.0
         told = False
         try:
-            while not self._is_closing:
+            while self._end is None or not self._is_closing:
                 self._watch_backlogs()
                 for key, _ in self._selector.select(_LOOK_SECONDS):
                     key.data()
@@ -251,7 +223,7 @@ class RpcServer:
             stream.close()
             session.disconnect()
             return
-        connection = Connection(stream, self._most_bytes, self._allocate, self._wake.call)
+        connection = Connection(stream, self._most_bytes, self._intake.allocate, self._wake.call)
         self._selector.register(stream, selectors.EVENT_READ, lambda: self._read(session, connection))
         session.connect(connection, hello.takes_segments)
 
@@ -278,7 +250,8 @@ class RpcServer:
             connection.write()
         try:
             for frame in connection.read():
-                if not self._take(session, connection, frame):
+                if not self._intake.take(session, connection, frame):
+                    self._give_up(session, None)
                     return
         except EOFError:
             self._disconnect(session)
@@ -289,80 +262,8 @@ class RpcServer:
             _log.info("the connection of worker %d broke: %s", session.worker, error)
             self._disconnect(session)
 
-    def _allocate(self, head: Head, header: Any) -> tuple[list[memoryview], Any]:
-        if head.kind != wire.REQUEST or not isinstance(header, dict):
-            raise WireError("data that belong to no request")
-        packing = unpack(header.get("a"), self._most_bytes)
-        buffer = self._buffers.take(head.data_bytes)
-        return [memoryview(buffer.numpy())], (packing, buffer)  # type: ignore[arg-type]
-
-    def _take(self, session: Session, connection: Connection, frame: Frame) -> bool:
-        """What has come; False when nothing more is to be read."""
-        match frame.head.kind:
-            case wire.REQUEST:
-                self._take_request(session, frame)
-            case wire.ACKNOWLEDGE:
-                session.acknowledge(frame.header)
-            case wire.RESUME:
-                session.resume(frame.header)
-            case wire.PING:
-                pass
-            case wire.SEGMENT:
-                try:
-                    session.mapped.add(frame.header, connection.take_descriptor())
-                except OSError:
-                    session.can_map = False  # and so it is told when it comes again
-                    raise
-            case wire.FORGET:
-                session.mapped.forget(frame.header)
-            case wire.BYE:
-                self._give_up(session, None)
-                return False
-            case kind:
-                raise WireError(f"a frame of kind {kind}, which is a server's")
-        return True
-
-    def _take_request(self, session: Session, frame: Frame) -> None:
-        header, sequence = frame.header, frame.head.sequence
-        if not isinstance(header, dict) or type(header.get("o")) is not str or type(header.get("h")) is not dict:
-            raise WireError("a request without an operation")
-        buffer: Tensor | None = None
-        if frame.context is not None:
-            packing, buffer = frame.context
-            memory = buffer
-        else:
-            packing = unpack(header.get("a", []), self._most_bytes)
-            memory = session.mapped.memory(frame.head.segment, packing.num_bytes) if packing.num_bytes else _NOTHING
-        if packing.num_bytes != frame.head.data_bytes:
-            raise WireError("arrays of another length than their description")
-        if not session.take(sequence):
-            if buffer is not None:
-                self._buffers.give_back(buffer)
-            return
-        request = Request(
-            session.worker,
-            header["o"],
-            header["h"],
-            packing.views(memory),
-            lambda header, arrays, error: self._answer(session, sequence, buffer, header, arrays, error),
-        )
-        self._work.put(lambda: self._handle(request))
-
     def close_in_child(self) -> None:
         """After a fork, where the threads do not run."""
         self._entrance.close_in_child()
         for connection in self._connections():
             connection.stream.close()
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-_open: WeakSet[RpcServer] = WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked process must not keep what a server has open."""
-    for server in tuple(_open):
-        server.close_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

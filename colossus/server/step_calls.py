@@ -70,6 +70,8 @@ class StepCalls:
     def squares(self, step: int, names: Sequence[str] | None, backups: int) -> Handle[StepSquares]:
         """See `Servers.squares`."""
         given = self._given.pop(step, [])
+        for failed in [number for number in self._given if number < step]:
+            del self._given[failed]
         names = list(dict.fromkeys(name for those, _ in given for name in those)) if names is None else list(names)
         for _, handle in given:
             handle.wait()  # what was refused is told here at the latest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ class ShardStore:
         self._tensors, self._waiting, self._clocks = StoredTensors(), WaitingRequests(), Clocks()
         self._seen: set[int] = set()
         self._gone: dict[int, str] = {}
+        self._deaths: Counter[int] = Counter()
         self._steps = StepRequests(self._tensors, self._waiting, self._gone)
         self._ops: dict[str, Callable[[Request], object]] = {
             "create": self._create,
@@ -68,7 +70,7 @@ class ShardStore:
             self._ops[request.op](request)
         except ValueError as error:
             request.fail(str(error))
-        except (TypeError, LookupError, RuntimeError) as error:  # of a header that no worker of ours sends
+        except Exception as error:  # a header that no worker of ours sends: its worker is told, and others go on
             request.fail(f"{request.op}: {type(error).__name__}: {error}")
         self._waiting.look_again()
         self.load.busy_seconds += time.perf_counter() - began
@@ -76,8 +78,9 @@ class ShardStore:
     def on_gone(self, worker: int, reason: str | None) -> None:
         """A worker has ended; nobody waits for it any more."""
         self._gone[worker] = reason or "it has closed its connection"
+        self._deaths[worker] += 1
         self._clocks.leave(worker)
-        self._tensors.leave(worker)
+        self._steps.restart(self._tensors.leave(worker))
         self._waiting.look_again()
 
     # -- tensors --------------------------------------------------------------------------------------------
@@ -88,9 +91,13 @@ class ShardStore:
         specs = [ShardSpec.of_json(spec) for spec in request.header["specs"]]
         values = list(request.arrays) if request.header["has_values"] else None
 
+        worker, source = request.worker, request.header["source"]
+
         def joined() -> Answer | None:
-            if self._tensors.join(specs, request.worker, values, request.header["source"], self._gone):
+            if self._tensors.join(specs, worker, values):
                 return request.reply
+            if source in self._gone and self._deaths[source] > self._deaths[worker]:  # else both were started again
+                raise ValueError(f"worker {source} has gone ({self._gone[source]}) and has not made {specs[0].name!r}")
             return None
 
         self._waiting.add(request, joined)

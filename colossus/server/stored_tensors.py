@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from colossus.server.shard import Part, Shard, ShardSpec
 
 
 class StoredTensors:
-    """Shards by name. A tensor is there until all workers that have joined it have freed it."""
+    """Shards by name. A tensor is there until all workers that have joined it have freed it or have gone."""
 
     def __init__(self) -> None:
         self._shards: dict[str, Shard] = {}
@@ -35,21 +35,13 @@ class StoredTensors:
 
     # -- making and freeing ---------------------------------------------------------------------------------
 
-    def join(
-        self,
-        specs: Sequence[ShardSpec],
-        worker: int,
-        values: Sequence[Tensor] | None,
-        source: int,
-        gone: Container[int],
-    ) -> bool:
+    def join(self, specs: Sequence[ShardSpec], worker: int, values: Sequence[Tensor] | None) -> bool:
         """Make tensors (with values), or join those that another worker makes (without). False: not yet.
 
         A worker that has freed a tensor and makes it again waits until all have freed it.
 
         Raises:
-            ValueError: the worker has it already, others have made it in another way, or ``source``, which was to make
-                it, is gone.
+            ValueError: the worker has it already, or others have made it in another way.
         """
         for spec in specs:
             if worker in self._users.get(spec.name, ()):
@@ -60,10 +52,7 @@ class StoredTensors:
             if spec.name in self._shards and self._shards[spec.name].spec != spec:
                 made = self._shards[spec.name].spec
                 raise ValueError(f"{spec.name!r} is {spec} for worker {worker}, and {made} for those that have made it")
-        missing = [spec.name for spec in specs if spec.name not in self._shards]
-        if missing and values is None:
-            if source in gone:
-                raise ValueError(f"worker {source} has gone and has not made {missing[0]!r}")
+        if values is None and any(spec.name not in self._shards for spec in specs):
             return False
         for spec, value in zip(specs, values or (), strict=values is not None):
             if spec.name not in self._shards:
@@ -77,15 +66,23 @@ class StoredTensors:
         for name in names:
             self.shard(name)
         for name in names:
-            self._users[name].discard(worker)
             self._freed_by.setdefault(name, set()).add(worker)
-            if not self._users[name]:
-                del self._shards[name], self._users[name], self._freed_by[name]
+            self._drop(name, worker)
 
-    def leave(self, worker: int) -> None:
-        """A worker is gone. Nothing is freed by that: it may come back."""
-        for users in self._users.values():
-            users.discard(worker)
+    def leave(self, worker: int) -> list[str]:
+        """A worker has gone. Names of tensors that nobody is left for: they are dropped."""
+        for freed_by in self._freed_by.values():
+            freed_by.discard(worker)
+        return [name for name in self.names() if worker in self._users[name] and self._drop(name, worker)]
+
+    def _drop(self, name: str, worker: int) -> bool:
+        """Whether a worker was the last that had a tensor."""
+        self._users[name].discard(worker)
+        if self._users[name]:
+            return False
+        del self._shards[name], self._users[name]
+        self._freed_by.pop(name, None)
+        return True
 
     # -- parts ----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class WaitingRequests:
         except ValueError as error:
             deferred.request.fail(str(error))
             return True
+        except Exception as error:
+            deferred.request.fail(f"{deferred.request.op}: {type(error).__name__}: {error}")
+            return True
         if answer is not None:
             answer()
         return answer is not None

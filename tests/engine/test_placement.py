@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.sparse.balance import imbalance
 from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement, bins_for, bins_of
 
@@ -117,6 +118,7 @@ def run(strategy: dict[str, Any], tables: dict[str, Any], steps: int, data: int 
     found = dict(
         losses=losses,
         whole=table.way.read(torch.arange(ROWS)),
+        state=full_state_dict(engine.model, engine.context),
         shape=tuple(table.param.shape),
         placement=table.way.placement,
         report=engine.strategy.report(),
@@ -145,6 +147,7 @@ def test_rows_and_their_state_move_without_a_trace() -> None:
             assert moved["shape"] == (moved["placement"].rows(rank), DIM)
             assert moved["losses"] == stayed["losses"], rule
             assert torch.equal(moved["whole"], stayed["whole"]), rule
+            assert torch.equal(moved["state"]["table.weight"], stayed["whole"]), rule
 
 
 def moved_beside(rank: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:

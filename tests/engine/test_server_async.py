@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,7 +110,8 @@ def _elastic(rank: int, mode: str) -> list[tuple[float, float]]:
         x = engine.model.x[0, 0].item()
         with engine.strategy.evaluation():
             seen.append((x, engine.model.x[0, 0].item()))
-            assert engine.model.x.max() - engine.model.x.min() < 1e-14  # servers add in orders of their own
+            # the rows are on two servers, which add in orders of their own
+            assert mode == "async" or engine.model.x.max() - engine.model.x.min() < 1e-14
         assert engine.model.x[0, 0].item() == x
     engine.close()
     return seen
@@ -172,11 +174,11 @@ def test_every_update_of_downpour_is_added_once(options: dict[str, Any]) -> None
         torch.testing.assert_close(at_servers, total, rtol=0, atol=1e-12)
 
 
-def _times(rank: int, options: dict[str, Any], steps: int, pause: float) -> tuple[list[float], list[float], Any]:
+def _times(rank: int, bound: int, steps: int) -> tuple[list[float], list[float]]:
     """When this worker has begun its steps with what it then has, and when it had finished them."""
-    engine = engine_of(server(**options), 3, steps, type="SGD", lr=0.1)
+    engine = engine_of(server(max_staleness=bound, prefetch=False), 3, steps, type="SGD", lr=0.1)
     strategy = engine.strategy
-    begin, begins, ends, reports = strategy.begin_step, [], [], []
+    begin, begins, ends = strategy.begin_step, [], []
 
     def begin_step(step: int) -> None:
         begin(step)
@@ -184,41 +186,55 @@ def _times(rank: int, options: dict[str, Any], steps: int, pause: float) -> tupl
 
     strategy.begin_step = begin_step
     for _ in range(steps):
-        time.sleep(pause if rank == 0 else 0.0)
-        if len(ends) < steps - 1:
-            engine.train_step(gradient_of(1.0))
-        else:
-            strategy.begin_step = begin
-            engine.train_step(gradient_of(1.0))
+        time.sleep(0.01 if rank == 0 else 0.0)
+        engine.train_step(gradient_of(1.0))
         ends.append(time.monotonic())
-        reports.append(strategy.report())
-    with strategy.export():
+    engine.close()
+    return begins, ends
+
+
+def _slow(rank: int, folder: Path, steps: int) -> tuple[float, list[dict[str, float]]]:
+    """The first worker is in its second step until the others have come to their last, which is a meeting."""
+    engine = engine_of(server(), 3, steps, type="SGD", lr=0.1)
+    others = [folder / "1", folder / "2"]
+
+    def wait(*_: Any) -> None:
+        deadline = time.monotonic() + 30
+        while not all(path.exists() for path in others):
+            assert time.monotonic() < deadline, "the others wait for this worker"
+            time.sleep(0.001)
+
+    reports = []
+    for step in range(steps):
+        if rank == 0 and step == 1:
+            engine.model.register_forward_pre_hook(wait)
+        if step == steps - 1:
+            (folder / str(rank)).touch()
+        engine.train_step(gradient_of(1.0))
+        reports.append(engine.strategy.report())
+    with engine.strategy.export():
         x = engine.model.x[0, 0].item()
     engine.close()
-    return begins, ends, (x, reports)
+    return x, reports
 
 
-def test_a_slow_worker_slows_nobody_and_every_push_counts() -> None:
+def test_a_slow_worker_slows_nobody_and_every_push_counts(tmp_path: Path) -> None:
     steps = 20
-    found = run_ranks(3, _times, {}, steps, 0.02, with_context=False)
-    slow, fast = found[0], found[1]
-    assert fast[1][-2] < slow[1][steps // 2]  # the last step is a meeting
-    for _, _, (x, _) in found:
+    found = run_ranks(3, _slow, tmp_path, steps, with_context=False)
+    for x, reports in found:
         assert x == pytest.approx(-0.1 * steps * 3, abs=1e-12)
-    # while the slow worker computes the others push
-    stale = [report["staleness_max"] for report in slow[2][1] if "staleness_max" in report]
-    assert max(stale) > 2
-    assert all(report["push_bytes"] == 80 for report in slow[2][1][1:])
+        assert all(report["push_bytes"] == 80 for report in reports)
+    # it pulled while the others had made some steps at most, and pushed when they had made all but one
+    assert max(report.get("staleness_max", 0) for report in found[0][1]) > steps
 
 
-@pytest.mark.parametrize("bound", [0, 2])
+@pytest.mark.parametrize("bound", [2, *long(0)])
 def test_no_worker_is_further_ahead_than_the_bound(bound: int) -> None:
-    steps = 12
-    found = run_ranks(3, _times, dict(max_staleness=bound, prefetch=False), steps, 0.01, with_context=False)
+    found = run_ranks(3, _times, bound, 12, with_context=False)
     ahead = []
-    for begins, _, _ in found:
+    for begins, _ in found:
         for step, began in enumerate(begins):
-            least = min(sum(end < began for end in ends) for _, ends, _ in found)
+            least = min(sum(end < began for end in ends) for _, ends in found)
             assert step - least <= bound + 1  # of which one may have pushed, and not returned from its step yet
             ahead.append(step - least)
     assert max(ahead) >= bound

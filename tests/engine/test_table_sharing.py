@@ -102,3 +102,40 @@ def test_a_table_that_forward_multiplies_is_refused() -> None:
 
     for told in run_ranks(2, body, with_context=False):
         assert told.startswith("table.weight has sparse=True, but something else than a lookup gave it a gradient")
+
+
+class Compiled(nn.Module):
+    """A forward that a compiler breaks up around its lookups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers.Embedding(ROWS, DIM, sparse=True), nn.Embedding(ROWS, DIM, sparse=True)
+        self.head = nn.Linear(DIM, ROWS)
+        self.is_compiled = False
+
+    def compute(self, ids: Tensor) -> Tensor:
+        return self.head((self.first(ids) * self.second(ids // 2)).tanh().mean(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        run = torch.compile(self.compute, backend="aot_eager") if self.is_compiled else self.compute
+        return run(ids[:, 1:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["gather", "owners"])
+def test_a_compiled_forward_is_the_same_run(way: str) -> None:
+    class Eager(Compiled):
+        pass
+
+    class ByCompiler(Compiled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_compiled = True
+
+    def body(rank: int) -> tuple[Run, Run]:
+        return train(config_of(2, way), model=Eager), train(config_of(2, way), model=ByCompiler)
+
+    for eager, compiled in run_ranks(2, body, with_context=False):
+        assert compiled.losses == pytest.approx(eager.losses, rel=1e-12)
+        for name, value in eager.weights[-1].items():
+            torch.testing.assert_close(compiled.weights[-1][name], value, rtol=1e-12, atol=1e-12)

@@ -19,7 +19,7 @@ class Adder:
         self.total = torch.zeros(length, dtype=torch.float64)
         self.times: dict[str, int] = {}
         self.gone: list[tuple[int, str | None]] = []
-        self.folder = folder
+        self.folder, self.is_asleep = folder, False
 
     def handle(self, request: Request) -> None:
         match request.op:
@@ -33,6 +33,7 @@ class Adder:
             case "echo":
                 request.reply(request.header, request.arrays)
             case "sleep":
+                self.is_asleep = True
                 time.sleep(request.header["seconds"])
                 request.reply()
             case "fail":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.examples import ROOT
 from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.sampled import drawn_in, sampled_loss
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.config import Config, ConfigError
+from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import resolve_sizes
 from colossus.export import torch_modules
 from colossus.models.options import GPTOptions
@@ -159,3 +161,37 @@ def test_flops_of_a_word() -> None:
     recurrent = nn.LSTM(hidden, hidden, layers, bias=False)
     weights = sum(each.numel() for each in recurrent.parameters()) + hidden * seen
     assert WordsOptions(trunk="lstm", **SIZES).flops_per_token() == 6 * weights
+
+
+def first_steps(rank: int, data: int) -> list[float]:
+    """Of the config that comes with colossus, with less text and smaller tables."""
+    overrides = dict(
+        parallel__data=data,
+        model__vocab_size=900,
+        model__pairs=700,
+        model__num_samples=64,
+        data__pairs=700,
+        data__max_bytes=200_000,
+        train__global_batch_size=8,
+        train__eval_batches=1,
+        train__precision="fp64",
+        optimizer__type="SGD",  # AdamW makes torch import its compiler, on each rank
+    )
+    settings = load_config(ROOT / "configs" / "words_hybrid.py", overrides_of(overrides))
+    engine = colossus.initialize(settings)
+    batches = iter(engine.loader)
+    losses = [engine.train_step(next(batches)).loss for _ in range(3)]
+    losses.append(engine.evaluate().loss)
+    engine.close()
+    return losses
+
+
+def overrides_of(values: dict[str, Any]) -> list[str]:
+    return [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+
+
+def test_the_first_steps_of_the_config() -> None:
+    (wanted,) = run_ranks(1, first_steps, 1, with_context=False)
+    for found in run_ranks(4, first_steps, 4, with_context=False):
+        assert found == pytest.approx(wanted, rel=1e-9)
+    assert wanted[2] < wanted[0] < math.log(900) + 1

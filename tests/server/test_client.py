@@ -293,7 +293,7 @@ def test_a_dead_source_is_not_waited_for() -> None:
     with local_servers(1, 2) as [worker, other]:
         theirs = other.create({"w": torch.ones(3)})
         worker.close()
-        with pytest.raises(Refused, match="worker 0 has gone and has not made 'w'"):
+        with pytest.raises(Refused, match=r"worker 0 has gone \(it has closed its connection\) and has not made 'w'"):
             theirs.wait()
 
 

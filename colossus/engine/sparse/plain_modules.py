@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colossus.engine.sparse.uncompiled import uncompiled
 from colossus.layers.bag_lookup import embedding_bag
 from colossus.layers.embedding_bag import require_whole_bags
 from colossus.layers.row_source import row_source
@@ -51,6 +52,7 @@ class RowForward:
     def __init__(self, module: nn.Module) -> None:
         self._module, self._replaced = module, vars(module).get("forward")
 
+    @uncompiled
     def __call__(self, *args: Any, **options: Any) -> Any:
         module = self._module
         with _RowLookups():

@@ -22,7 +22,7 @@ class Samples:
         loss_fn: None: the model's own.
 
     Attributes:
-        failure: why `lookups` found nothing, in words.
+        failure: why `lookups` found nothing, in words; empty where it did, was not asked, or there is no data.
     """
 
     def __init__(
@@ -38,12 +38,11 @@ class Samples:
     @cached_property
     def _batches(self) -> Sequence[Any]:
         if self._read is None:
-            self.failure = "there is no data"
             return ()
         try:
             return self._read()
         except StopIteration:
-            self.failure = "there is no data"
+            self.failure = "the data is empty"
         except Exception as error:  # of a user's own data code: training raises it again
             self.failure = _in_words(error)
         return ()

@@ -35,12 +35,8 @@ def survey(model: nn.Module, context: ParallelContext) -> Survey:
         spec, axes = spec_of(weight), gradient_sum_axes(weight, context)
         data = context.size("data") if "data" in axes else 1
         ranks = context.size(axes)
-        shape, held = spec.shards[0].shape, tuple(weight.shape)
-        facts.append(
-            TableFacts(
-                spec.name, shape, held, context.precision.params.itemsize, ranks, ranks // data, tied.get(id(weight))
-            )
-        )
+        shape, held, itemsize = spec.shards[0].shape, tuple(weight.shape), context.precision.params.itemsize
+        facts.append(TableFacts(spec.name, shape, held, itemsize, ranks, ranks // data, tied.get(id(weight))))
     for module in model.modules():
         if any(id(table) in tied for table in lookups.get(id(module), ())):
             module.sparse = False  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from colossus.comm.first_order import first_order
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.sparse.bad_ids import in_words, outside
+from colossus.engine.sparse.uncompiled import uncompiled
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
 from colossus.refusal import refusal
@@ -44,6 +45,7 @@ class Table:
 
     # -- forward and backward -----------------------------------------------------------------------------
 
+    @uncompiled
     def look_up(self, ids: Tensor, padding_idx: int | None = None) -> tuple[Tensor, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             return self._look_up(ids, padding_idx)
@@ -52,8 +54,8 @@ class Table:
         distinct, where = torch.unique(ids, return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
             self._refuse(ids)
-        if not torch.is_grad_enabled():  # an evaluation ends with no step that would forget the rows
-            return self.way.read(distinct).to(gradient_dtype(self.param)), where
+        if not torch.is_grad_enabled():
+            return self.way.fetch(distinct).to(gradient_dtype(self.param)), where
         rows: Tensor = _Rows.apply(self.param, self, distinct, padding_idx)
         return rows, where
 
@@ -68,6 +70,7 @@ class Table:
             self.way.fail()
         raise error
 
+    @uncompiled
     def read(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.way.read(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -52,6 +52,7 @@ class Tables:
     Args:
         model: of this rank, on the meta device.
         way_of: (full name, full shape, ranks that share a table) -> name of its way.
+        within: the axes over which gradients are summed at most; None: all.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Tables:
         model: nn.Module,
         context: ParallelContext,
         way_of: Callable[[str, tuple[int, ...], int], str],
+        within: Container[str] | None = None,
     ) -> None:
         self._context = context
         #: by full name: the way, and the axes over which the gradient is a partial sum
@@ -71,6 +73,7 @@ class Tables:
             if spec.name in self._plans:
                 continue
             axes = gradient_sum_axes(weight, context)
+            axes = axes if within is None else tuple(axis for axis in axes if axis in within)
             way = way_of(spec.name, spec.shards[0].shape, context.size(axes))
             self._plans[spec.name] = way, axes
             if way == "owners" and axes:

@@ -39,7 +39,7 @@ class Elastic(AsyncServer):
             is_sync = self.options.mode == "sync"
             if is_sync and self.stop_agreement is not None:
                 self.stop_agreement.enter(step + 1)  # all wait for all here; `reduce_scalars` is the end of it
-            anchor = self.at_servers.whole((self._pull or self.at_servers.pull()).wait())
+            anchor = self.at_servers.whole(self._pull or self.at_servers.pull())
             self._pull = None
             if is_sync:
                 self.wait_for_all()

@@ -63,12 +63,12 @@ class Hybrid(AllReduce):
         self.parties = parties = Parties(len(hosts.sets) if hosts is not None else 1, hosts is not None)
         known = alphas.given(found.tables, options.alpha, parties)
         open_tables = [table for table in found.untied if table.name not in known]
-        if open_tables and context.size("data") > 1:
+        if any(table.ranks > 1 for table in open_tables):
             known |= self._agreed(open_tables, samples, context, parties)
         for table in found.tables:
             alpha = known.get(table.name) or alphas.bound(table, None, parties)
             self.choices[table.name] = choose(table, alpha, parties, options.way_of(table.name))
-        if open_tables and samples.failure and context.is_logging_rank and context.size("data") > 1:
+        if samples.failure and context.is_logging_rank:
             log.warning(
                 "alpha of %s could not be measured (%s), so it is an upper bound; parallel.strategy.alpha gives it",
                 ", ".join(table.name for table in open_tables),
@@ -85,7 +85,7 @@ class Hybrid(AllReduce):
         by_way: dict[str, list[str]] = {}
         for name, choice in self.choices.items():
             by_way.setdefault(choice.way, []).append(name)
-        return ", ".join(f"{way}: {' '.join(names)}" for way, names in by_way.items())
+        return ", ".join(f"{way}: {_few(names)}" for way, names in by_way.items())
 
     def _hosts(self, context: ParallelContext) -> Hosts | None:
         per_host = self.options.ranks_per_host(context.size("data"))
@@ -154,3 +154,7 @@ class Hybrid(AllReduce):
 
     def report(self) -> dict[str, float]:
         return super().report() | self._balance.report()
+
+
+def _few(names: Sequence[str]) -> str:
+    return " ".join(names) if len(names) <= 3 else f"{len(names)} tables"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from colossus.comm import collectives
+from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.replica_average import Distance, ReplicaAverage, Share
@@ -61,8 +62,7 @@ class PerReplica(AllReduce):
         self._requests_of_all = 0.0
         has_others = self._data_group.size > 1
         self.stop_agreement = None
-        options = self.options
-        if has_others and options.replicas_are_independent and (options.must_go_on_after_a_death or is_posted()):
+        if has_others and self._outlives_others(parts.context):
             self.gate = MeetingGate(parts.context, on_progress=lambda: self.on_progress())
         if has_others and self.stops_by_store:
             self.stop_agreement = StopAgreement(
@@ -75,6 +75,14 @@ class PerReplica(AllReduce):
                 "%s: parallel.data is 1, so there is one replica, which trains alone: nothing is mixed or averaged",
                 type(self).__name__,
             )
+
+    def _outlives_others(self, context: ParallelContext) -> bool:
+        """Whether this replica goes on when another dies: also where nobody has said so, and the launcher and the
+        device can."""
+        options = self.options
+        if not (options.replicas_are_independent and options.goes_on_after_a_death):
+            return False
+        return options.must_go_on_after_a_death or (is_posted() and context.device.type == "cpu")
 
     def meets_after(self, step: int) -> bool:
         """Whether step ``step`` (from 0) is a meeting step."""

@@ -14,11 +14,13 @@ from colossus.comm import collectives
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
+from colossus.engine.sparse.choice import Survey
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.per_replica import PerReplica
-from colossus.engine.strategies.server_parameters import Pull, ServerParameters
+from colossus.engine.strategies.server_parameters import ServerParameters
+from colossus.engine.strategies.server_pull import Pull
+from colossus.engine.strategies.server_rows import tables_of_replica, usage_of
 from colossus.engine.strategies.server_shards import require_rows
-from colossus.engine.strategies.strategy import Strategy
 from colossus.layout.split_parameter import as_shards
 
 log = logging.getLogger("colossus.engine")
@@ -40,17 +42,24 @@ class AsyncServer(PerReplica):
         super().__init__(options)
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        Strategy.prepare(self, model, context)
         require_rows(self.options.servers, model)
+        self.tables = tables_of_replica(model, context)
+
+    def check_tables(self, found: Survey) -> None:
+        """All are taken."""
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        self.at_servers = ServerParameters(self.options, parts, self.trained, lambda: self.on_progress())
+        self.usage = None  # nothing of tables goes by collectives along data
+        self.at_servers = ServerParameters(
+            self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
+        )
         #: what the next step begins with, where it was asked for already
         self._pull: Pull | None = None
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        self.at_servers.take_optimizer(None if self.options.has_own_optimizer else optimizer)
+        if not self.options.has_own_optimizer:
+            self.at_servers.take_optimizer(optimizer)
 
     @property
     def prefetches(self) -> bool:
@@ -61,6 +70,8 @@ class AsyncServer(PerReplica):
 
     def begin_step(self, step: int) -> None:
         super().begin_step(step)
+        if self.tables is not None:
+            self.tables.begin_step()
         self.at_servers.place()
         self.at_servers.wait_for_slowest()
 
@@ -108,7 +119,7 @@ class AsyncServer(PerReplica):
         """The first replica gives all: what the servers have."""
         with as_shards():
             self.at_servers.place()
-            values = self.at_servers.whole(self.at_servers.pull().wait())
+            values = self.at_servers.whole(self.at_servers.pull(tables=True))
         if self._data_group.index == 0:
             return values, 1.0
         return [value.zero_() for value in values], 0.0
@@ -145,7 +156,7 @@ class AsyncServer(PerReplica):
         self._pull = None
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report()
+        return self.at_servers.report() | usage_of(self.tables or ())
 
     def close(self) -> None:
         self.part()
@@ -177,14 +188,14 @@ class AsyncSGD(AsyncServer):
         super().meet()
         if self._completed or self.at_servers.is_placed:
             self.at_servers.place()
-            self.at_servers.pull().wait_into_parameters()
+            self.at_servers.pull(tables=True).wait_into_parameters()
             self.wait_for_all()
 
     def reduce_scalars(self, step: int, numbers: Tensor) -> Tensor:
         numbers = super().reduce_scalars(step, numbers)
         if self.is_summed(step):  # all have pushed: who looks at the model sees what was made of it
             self.at_servers.wait_for_pushes()
-            self.at_servers.pull().wait_into_parameters()
+            self.at_servers.pull(tables=True).wait_into_parameters()
         return numbers
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:

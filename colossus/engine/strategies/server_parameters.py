@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,49 +13,19 @@ from torch import Tensor, nn
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
 from colossus.engine.parts import ModelParts
-from colossus.engine.sparse.row_update import row_rule
-from colossus.engine.strategies.options.server import SERVER_OPTIMIZERS, ServerOptions
+from colossus.engine.sparse.table import Table
+from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.server_connection import connect
+from colossus.engine.strategies.server_optimizer import ServerOptimizer
+from colossus.engine.strategies.server_pull import Pull
 from colossus.engine.strategies.server_report import ServerReport
+from colossus.engine.strategies.server_rows import ServerRows
 from colossus.engine.strategies.server_shards import ServerShard, SharedShards, server_shards
 from colossus.rows.row_gradient import RowGradient
 from colossus.server.handles import Handle
-from colossus.server.tensor_state import TensorState
 
 #: of one shard: its gradient, whole or of some rows
 Gradient = Tensor | RowGradient | None
-
-
-class Pull:
-    """Values on their way to a rank. `wait` is collective in a replica of several ranks."""
-
-    def __init__(
-        self,
-        handle: Handle[None],
-        shards: Sequence[ServerShard],
-        values: Sequence[Tensor],
-        shared: SharedShards,
-        waited: Callable[[float], None],
-    ) -> None:
-        self._handle, self._shards, self._values = handle, shards, list(values)
-        self._shared, self._waited = shared, waited
-
-    def wait(self) -> list[Tensor]:
-        """Of each shard of this rank its values."""
-        began = time.perf_counter()
-        self._handle.wait()
-        self._waited(time.perf_counter() - began)
-        if self._shared:
-            self._shared.take_first(self._shards, self._values)
-        return self._values
-
-    @torch.no_grad()
-    def wait_into_parameters(self) -> None:
-        """The parameters of this rank are these values."""
-        for shard, value in zip(self._shards, self.wait(), strict=True):
-            local = shard.local()
-            if value.data_ptr() != local.data_ptr():
-                local.copy_(value)
 
 
 class ServerParameters:
@@ -66,6 +37,7 @@ class ServerParameters:
     Args:
         params: stored parameters that are trained.
         on_progress: called whenever something has moved.
+        tables: with sparse gradients, of this rank.
 
     Attributes:
         shards: of this rank, those that the optimizer updates.
@@ -73,7 +45,12 @@ class ServerParameters:
     """
 
     def __init__(
-        self, options: ServerOptions, parts: ModelParts, params: Sequence[nn.Parameter], on_progress: Callable[[], None]
+        self,
+        options: ServerOptions,
+        parts: ModelParts,
+        params: Sequence[nn.Parameter],
+        on_progress: Callable[[], None],
+        tables: Iterable[Table] = (),
     ) -> None:
         self._options, self._context, self._params = options, parts.context, list(params)
         context = parts.context
@@ -82,31 +59,36 @@ class ServerParameters:
         self._world, self._data = context.group(context.grid.names), context.group("data")
         self._connection = connect(options.servers, context, on_progress, self._data.ranks)
         self._servers = self._connection.servers
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._optimizer: ServerOptimizer | None = None
         self.is_placed = self._is_made = False
         self._begin: Sequence[Tensor] | None = None
         self._pushes: list[Handle[dict[str, int | None]]] = []
         self._clock: Handle[None] | None = None
+        #: the last update of tables
+        self._applied: Handle[None] = Handle((), lambda replies: None)
         self._numbers = ServerReport(self._servers, is_logging=context.is_logging_rank)
+        #: names of tables of which steps pull rows
+        self._by_rows: set[str] = set()
+        if not options.has_own_optimizer:
+            self._pull_by_rows(tables)
 
-    def take_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """That which the servers apply; None: workers have their own.
+    def _pull_by_rows(self, tables: Iterable[Table]) -> None:
+        """Of the tables that this rank shares with no other of its replica; others are pulled whole."""
+        shard_of = {id(shard.param): shard for shard in self.shards if not shard.is_shared}
+        for table in tables:
+            shard = shard_of.get(id(table.param))
+            if shard is not None:
+                table.way = ServerRows(table.param, table.num_rows, partial(self._pull_rows, shard.name))
+                self._by_rows.add(shard.name)
+
+    def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """That which the servers apply; without one workers have their own.
 
         Raises:
             ValueError: the servers do not know it.
         """
-        self._optimizer = optimizer
-        for group in optimizer.param_groups if optimizer is not None else ():
-            if group["params"] and (row_rule(optimizer, group) is None or group.get("amsgrad")):
-                what = f"{type(optimizer).__name__} with amsgrad" if group.get("amsgrad") else type(optimizer).__name__
-                raise ValueError(
-                    f"strategy 'server': the servers cannot apply {what}; they know "
-                    f"{', '.join(SERVER_OPTIMIZERS)} of torch. Any other is a worker's own, with "
-                    f"algorithm = 'downpour' or 'easgd'"
-                )
-        if optimizer is not None:
-            grouped = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            self.shards = [shard for shard in self.shards if id(shard.param) in grouped]
+        self._optimizer = ServerOptimizer(optimizer, self._context)
+        self.shards = self._optimizer.updated(self.shards)
 
     @property
     def _first(self) -> list[ServerShard]:
@@ -147,7 +129,9 @@ class ServerParameters:
             }
             rules = {name: {"type": rule_of[name]} for name in of_source if rule_of[name]}
             self._servers.create(tensors, optimizers=rules, source=source).wait()
-        self._load_optimizer({name for name, source in source_of.items() if source == self._context.rank})
+        if self._optimizer is not None:
+            mine = {name for name, source in source_of.items() if source == self._context.rank}
+            self._optimizer.give_state(self._servers, self.shards, mine)
         self.wait_for_all()
         self.is_placed, self._is_made, self._begin = True, True, None
         self._clock = None
@@ -155,27 +139,16 @@ class ServerParameters:
     def _sources_and_rules(self) -> tuple[dict[str, int], dict[str, str | None]]:
         """Of each tensor the rank whose values count, and the rule of its optimizer."""
         is_source = self._data.index == 0
-        own = [(shard.name, self._rule_of(shard)) for shard in self._first if is_source]
+        optimizer = self._optimizer
+        own = [
+            (shard.name, None if optimizer is None else optimizer.rule_of(shard)) for shard in self._first if is_source
+        ]
         source_of: dict[str, int] = {}
         rules: dict[str, str | None] = {}
         for rank, held in zip(self._world.ranks, all_gather_object(own, self._world), strict=True):
             for name, rule in held:
                 source_of[name], rules[name] = rank, rule
         return source_of, rules
-
-    def _rule_of(self, shard: ServerShard) -> str | None:
-        if self._optimizer is None:
-            return None
-        rule = row_rule(self._optimizer, self._groups[id(shard.param)])
-        assert rule is not None, "checked by take_optimizer"
-        return rule.name
-
-    @property
-    def _groups(self) -> dict[int, dict[str, Any]]:
-        """The parameter group of each parameter, by id."""
-        if self._optimizer is None:
-            return {}
-        return {id(param): group for group in self._optimizer.param_groups for param in group["params"]}
 
     def wait_for_all(self) -> None:
         """Until all ranks have come here."""
@@ -185,20 +158,47 @@ class ServerParameters:
 
     # -- pulling --------------------------------------------------------------------------------------------
 
-    def pull(self) -> Pull:
-        """Start to pull the values of this rank's shards, into memory of their own."""
-        values = [torch.empty_like(shard.local(), device="cpu") for shard in self.shards]
-        into = {shard.name: value for shard, value in zip(self.shards, values, strict=True) if shard.is_first}
-        return self._coming(self._servers.pull(into), values, into)
+    def pull(self, *, tables: bool = False) -> Pull:
+        """Start to pull the values of this rank's shards, into memory of their own.
 
-    def _coming(self, handle: Handle[None], values: Sequence[Tensor], into: Mapping[str, Tensor]) -> Pull:
+        Args:
+            tables: also whole tables of which steps pull rows.
+        """
+        return self._start_pull([shard for shard in self.shards if tables or shard.name not in self._by_rows])
+
+    def _start_pull(self, shards: Sequence[ServerShard]) -> Pull:
+        values = [torch.empty_like(shard.local(), device="cpu") for shard in shards]
+        into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
+        return self._coming(self._servers.pull(into), shards, values, into)
+
+    def _coming(
+        self, handle: Handle[None], shards: Sequence[ServerShard], values: Sequence[Tensor], into: Mapping[str, Tensor]
+    ) -> Pull:
         self._numbers.pulled(sum(value.nbytes for value in into.values()))
-        return Pull(handle, self.shards, values, self._shared, self._numbers.waited)
+        return Pull(handle, shards, values, self._shared, self._numbers.waited)
 
-    def whole(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Values of shards as tensors of the shape of each parameter; what servers do not have is as it is here."""
+    @torch.no_grad()
+    def pull_tables(self) -> None:
+        """Whole tables of which steps pull rows, into the parameters."""
+        shards = [shard for shard in self.shards if shard.name in self._by_rows]
+        if shards and self.is_placed:
+            for shard, value in self._start_pull(shards).own():
+                shard.local().copy_(value)
+
+    def _pull_rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows [n, ..] of a tensor, of ascending distinct ids [n]."""
+        began = time.perf_counter()
+        rows = self._servers.pull_rows({name: ids.cpu()}).wait()[name]
+        self._numbers.waited(time.perf_counter() - began)
+        self._numbers.pulled(rows.nbytes)
+        return rows
+
+    @torch.no_grad()
+    def whole(self, pull: Pull) -> list[Tensor]:
+        """What was pulled as tensors of the shape of each parameter; the rest is as it is here. Collective in a
+        replica."""
         found = {id(param): param.detach().clone() for param in self._params}
-        for shard, value in zip(self.shards, values, strict=True):
+        for shard, value in pull.wait():
             shard.local(found[id(shard.param)]).copy_(value)
         return [found[id(param)] for param in self._params]
 
@@ -206,6 +206,7 @@ class ServerParameters:
 
     def accumulate(self, number: int) -> None:
         """Give this replica's sums of gradients, of step ``number``."""
+        self._applied.wait()
         gradients = {shard.name: _gradient(shard) for shard in self._first}
         self._numbers.pushed(gradients.values())
         self._servers.accumulate(number, gradients)
@@ -219,37 +220,29 @@ class ServerParameters:
         self._numbers.waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
-    def apply(self, number: int, scale: float | None, clip_value: float | None) -> Pull:
-        """One update by the sums, times ``scale`` (None: none, they are forgotten), and what it makes of the values."""
+    def apply(self, number: int, scale: float | None) -> Pull:
+        """One update by the sums, times ``scale`` (None: none, they are forgotten), and what it makes of the values,
+        but for the tables of which steps pull rows."""
+        assert self._optimizer is not None
+        shards = [shard for shard in self.shards if shard.name not in self._by_rows]
         values = [
             shard.local() if shard.local().device.type == "cpu" else torch.empty_like(shard.local(), device="cpu")
-            for shard in self.shards
+            for shard in shards
         ]
-        into = {shard.name: value for shard, value in zip(self.shards, values, strict=True) if shard.is_first}
-        options_of = self._options_of({"scale": 0.0 if scale is None else scale})
-        handle = self._servers.apply(number, list(into), options_of=options_of, found_inf=scale is None, into=into)
-        return self._coming(handle, values, into)
-
-    def _options_of(self, more: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """For each tensor that this rank pushes the options of its optimizer now."""
-        assert self._optimizer is not None
-        groups, found, made = self._groups, {}, {}
-        for shard in self._first:
-            group = groups[id(shard.param)]
-            if id(group) not in made:
-                rule = row_rule(self._optimizer, group)
-                assert rule is not None
-                given = {key: group[key] for key in rule.options if key in group}
-                made[id(group)] = {key: _plain(value) for key, value in given.items()} | dict(more)
-            found[shard.name] = made[id(group)]
-        return found
+        into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
+        options_of = self._optimizer.options_of(self._first, scale=0.0 if scale is None else scale)
+        apply = partial(self._servers.apply, number, options_of=options_of, found_inf=scale is None)
+        # who pulls rows later is served after this
+        self._applied = apply([shard.name for shard in self._first if shard.name not in into])
+        return self._coming(apply(list(into), into=into), shards, values, into)
 
     # -- pushing ----------------------------------------------------------------------------------------------
 
     def push_gradients(self) -> None:
         """To the optimizer at the servers, divided and clipped as they are."""
+        assert self._optimizer is not None
         gradients = {shard.name: _gradient(shard) for shard in self._first}
-        self._push(gradients, "gradient", self._options_of({}))
+        self._push(gradients, "gradient", self._optimizer.options_of(self._first))
 
     def add(self, values: Sequence[Tensor]) -> None:
         """To the values at the servers, of each parameter."""
@@ -286,40 +279,12 @@ class ServerParameters:
 
     # -- state ------------------------------------------------------------------------------------------------
 
-    def _load_optimizer(self, names: set[str]) -> None:
-        """Give the servers what the optimizer of this rank keeps of these, and forget it here."""
-        if self._optimizer is None:
-            return
-        states = {}
-        for shard in self.shards:
-            kept = self._optimizer.state.get(shard.param)
-            if kept and shard.name in names:
-                states[shard.name] = _tensor_state(shard, kept)
-        if states:
-            self._servers.load_state(states).wait()
-        for shard in self.shards:
-            self._optimizer.state.pop(shard.param, None)
-
-    @torch.no_grad()
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Mapping[Any, Mapping[str, Any]]:
-        """What the servers keep for this rank's parameters, as the optimizer of torch would keep it."""
+        """What is kept for this rank's parameters, at the servers or here, as the optimizer of torch would keep it."""
         if self._optimizer is None or not self.is_placed:
             return optimizer.state
         self.wait_for_pushes()
-        found: dict[Any, dict[str, Any]] = {}
-        states = self._servers.state([shard.name for shard in self.shards]).wait()
-        for shard in self.shards:
-            of_param = found.setdefault(shard.param, {})
-            for key, rows in states[shard.name].rows.items():
-                if key == "value":
-                    continue
-                param = shard.param
-                if key not in of_param:
-                    shape = (*param.shape[:1], *rows.shape[1:])
-                    of_param[key] = torch.zeros(shape, dtype=rows.dtype, device=param.device)
-                shard.local(of_param[key]).copy_(rows.view(shard.local(of_param[key]).shape))
-            of_param.update({key: torch.tensor(value) for key, value in states[shard.name].scalars.items()})
-        return {param: of_param for param, of_param in found.items() if of_param}
+        return self._optimizer.state(self._servers, self.shards)
 
     # -- besides ----------------------------------------------------------------------------------------------
 
@@ -339,26 +304,3 @@ def _gradient(shard: ServerShard) -> Gradient:
     if gradient.is_sparse:
         return RowGradient(gradient._indices()[0].cpu(), gradient._values().cpu())
     return shard.local(gradient).cpu()
-
-
-def _tensor_state(shard: ServerShard, kept: Mapping[str, Any]) -> TensorState:
-    """What an optimizer of torch keeps for a parameter: of each row, or once (``step``)."""
-    rows: dict[str, Tensor] = {}
-    scalars: dict[str, float] = {}
-    for key, value in kept.items():
-        if value is None:
-            continue
-        if key == "step":
-            scalars[key] = float(value)
-        else:
-            local = shard.local(value).detach().cpu()
-            rows[key] = local if local.dim() else local.view(1)
-    local = shard.local()
-    return TensorState(0, len(local) if local.dim() else 1, rows, scalars)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value

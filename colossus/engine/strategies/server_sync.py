@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.parts import ModelParts
 from colossus.engine.strategies.all_reduce import AllReduce
 from colossus.engine.strategies.options.server import ServerOptions
-from colossus.engine.strategies.server_parameters import Pull, ServerParameters
+from colossus.engine.strategies.server_parameters import ServerParameters
+from colossus.engine.strategies.server_pull import Pull
+from colossus.engine.strategies.server_rows import tables_of_replica, usage_of
 from colossus.engine.strategies.server_shards import require_rows
-from colossus.engine.strategies.strategy import Strategy
 
 
 class SyncServer(AllReduce):
@@ -32,12 +34,15 @@ class SyncServer(AllReduce):
         self.options = options
 
     def prepare(self, model: nn.Module, context: ParallelContext) -> None:
-        Strategy.prepare(self, model, context)
         require_rows(self.options.servers, model)
+        self.tables = tables_of_replica(model, context)
 
     def setup(self, store: ParameterStore, parts: ModelParts) -> None:
         super().setup(store, parts)
-        self.at_servers = ServerParameters(self.options, parts, self.trained, lambda: self.on_progress())
+        self.usage = None  # nothing of tables goes by collectives along data
+        self.at_servers = ServerParameters(
+            self.options, parts, self.trained, lambda: self.on_progress(), self.tables or ()
+        )
         #: of synchronous steps, one also for each that failed
         self._number = 0
         self._pull: Pull | None = None
@@ -79,14 +84,32 @@ class SyncServer(AllReduce):
     ) -> None:
         before_update()
         skipped = found_inf is not None and bool(found_inf)
-        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item(), clip_value)
+        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item())
 
     def after_step(self, step: int) -> None:
         assert self._pull is not None
         self._pull.wait_into_parameters()
         self._pull = None
+        if self.parts.meets_after(step + 1):
+            self.meet()
 
     # -- besides ------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Pull the tables, of which steps pull the rows that are looked up."""
+        self.at_servers.pull_tables()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self.meet()
+        with super().evaluation():
+            yield
+
+    @contextmanager
+    def export(self) -> Iterator[None]:
+        self.meet()
+        with super().export():
+            yield
 
     def parameters_loaded(self) -> None:
         self.at_servers.forget()
@@ -95,7 +118,7 @@ class SyncServer(AllReduce):
         return self.at_servers.optimizer_state(optimizer)
 
     def report(self) -> dict[str, float]:
-        return self.at_servers.report()
+        return self.at_servers.report() | usage_of(self.tables or ())
 
     def close(self) -> None:
         self.at_servers.close()

@@ -1,0 +1,58 @@
+"""Tables whose rows are at servers: a step pulls those that it looks up, and pushes their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.sparse.table import Table
+from colossus.engine.sparse.tables import Tables
+from colossus.engine.sparse.ways.way import Way
+
+
+class ServerRows(Way):
+    """A table that this rank shares with no other of its replica.
+
+    What is here of it is as old as the last pull of each row, until the whole table is pulled.
+
+    Args:
+        pull: the rows of ascending distinct ids, from the servers.
+    """
+
+    def __init__(self, param: nn.Parameter, num_rows: int, pull: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(param, num_rows)
+        self._pull = pull
+        #: [rows] those that this step has pulled; None outside of steps, when what is here is looked up
+        self._is_new: Tensor | None = None
+
+    def begin(self) -> None:
+        self._is_new = torch.zeros(len(self.param), dtype=torch.bool, device=self.param.device)
+
+    def end(self) -> None:
+        self._is_new = None
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        if self._is_new is not None:
+            wanted = ids[~self._is_new[ids]]
+            if len(wanted):
+                self.param.detach()[wanted] = self._pull(wanted).to(self.param.device)
+                self._is_new[wanted] = True
+        return super().fetch(ids)
+
+
+def tables_of_replica(model: nn.Module, context: ParallelContext) -> Tables | None:
+    """The tables of a rank's part of a model, whose gradients are summed inside of the replica; None: it has none."""
+    tables = Tables(model, context, lambda name, shape, ranks: "gather", context.replica_axes)
+    return tables if tables else None
+
+
+def usage_of(tables: Iterable[Table]) -> dict[str, float]:
+    """Of the last step of this rank, by the names of metrics."""
+    listed = list(tables)
+    if not listed:
+        return {}
+    alphas = {f"alpha.{table.name}": table.num_touched / max(1, table.num_rows) for table in listed}
+    return {"rows_touched": float(sum(table.num_touched for table in listed)), **alphas}
