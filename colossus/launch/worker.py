@@ -236,6 +236,7 @@ def _fail(run: _Run, error: BaseException) -> int:
     record = failure.of_exception(error, run.rank, **run.details())
     _write(run, record)
     if run.stop.is_orphaned():  # nobody else will say so
+        finished.abandon()
         print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}", file=sys.stderr)
     if run.stop.received is not None:
         if not isinstance(error, CheckpointError):

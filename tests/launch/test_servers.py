@@ -41,13 +41,6 @@ def run(folder: Path, *arguments: str, **variables: str) -> tuple[int, str, str]
     return finish(begin(folder, *arguments, **variables))
 
 
-def training(folder: Path, *arguments: str) -> tuple[Process, list[int]]:
-    """A run that goes on and on, and its processes."""
-    launcher = begin(folder, *FOREVER, *arguments, STEP_SECONDS="0.01")
-    wait_for(lambda: has_rows(launcher, folder / "run", 3), launcher.pid)
-    return launcher, children(launcher.pid)
-
-
 def is_server(pid: int, index: int) -> bool:
     """By the file that it prints to."""
     return os.readlink(f"/proc/{pid}/fd/1").endswith(f"server{index}.log")
@@ -59,8 +52,12 @@ def left_in(folder: Path) -> set[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_no_process_outlives_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
-    launcher, pids = training(tmp_path)
+def test_nothing_outlives_the_launcher(tmp_path: Path, signum: signal.Signals) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    launcher = begin(tmp_path, *ASYNC, *FOREVER, STEP_SECONDS="0.01", TMPDIR=str(temporary))
+    wait_for(lambda: has_rows(launcher, tmp_path / "run", 3), launcher.pid)
+    pids = children(launcher.pid)
     assert len(pids) == 4
     began = time.monotonic()
     launcher.send_signal(signum)
@@ -70,6 +67,8 @@ def test_no_process_outlives_the_launcher(tmp_path: Path, signum: signal.Signals
     if signum != signal.SIGKILL:
         assert (code, err) == (128 + signum, "")
         assert f"stopped by {signum.name}" in out
+    assert left_in(temporary) == set()
+    assert not any(name.startswith(f"colossus-{pid}-") for name in left_in(SHARED_MEMORY) for pid in pids)
 
 
 @pytest.mark.long
