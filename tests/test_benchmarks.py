@@ -448,3 +448,15 @@ def test_stragglers(tmp_path: Path) -> None:
     for of_kind in payload["seconds_per_step"].values():
         assert all(len(seconds) == 2 and min(seconds) > 0.01 for seconds in of_kind.values())
         assert min(of_kind["always the same"]) > 0.029
+
+
+@pytest.mark.long
+def test_sparse_tables(tmp_path: Path) -> None:
+    text, payload = smoke("sparse_tables", tmp_path)
+    assert "tables MB" in text
+    rows = {row["method"]: row for row in payload["rows"]}
+    ours = [rows[name] for name in ("hybrid", "owners", "gathered rows", "all_reduce, dense")]
+    assert len({round(row["loss"], 5) for row in ours}) == 1  # ways change no result
+    assert rows["owners"]["counted"] < rows["gathered rows"]["counted"] < rows["all_reduce, dense"]["counted"] / 5
+    assert rows["owners"]["held"] == pytest.approx(rows["all_reduce, dense"]["held"] / 4, rel=0.01)
+    assert rows["DDP, sparse=True"]["loss"] == pytest.approx(rows["DDP, dense"]["loss"], rel=1e-5)
