@@ -88,7 +88,7 @@ def config_of(arguments: argparse.Namespace, vocabulary: int, world: int) -> dic
         parallel=dict(data=world),
         model=model,
         data=dict(type="PythonStdlibWords", pairs=arguments.pairs, max_bytes=arguments.max_bytes),
-        optimizer=dict(type="Adagrad", lr=0.1),
+        optimizer=dict(type="Adagrad", lr=0.02),
         train=dict(steps=_WARM_UP + arguments.steps, global_batch_size=arguments.rows * world, seed=0),
         checkpoint=dict(dir=None),
         comm=dict(timeout_seconds=600.0),

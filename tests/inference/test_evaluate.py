@@ -267,7 +267,7 @@ def test_classes_of_users_come_from_a_config_file_only(tmp_path: Path, capsys: p
     for name in [name for name in sys.modules if name.startswith("colossus_config_")]:
         del sys.modules[name]
     words = refused(capsys, tmp_path / "own")
-    assert "its model is colossus_config_mine:Net, none of colossus (GPT, Llama, ViT)" in words
+    assert "its model is colossus_config_mine:Net, none of colossus (GPT, Llama, ViT, WordsLM)" in words
     assert "code is never imported because a checkpoint names it: give --config FILE" in words
     assert not [name for name in sys.modules if name.startswith("colossus_config_")]
     found = evaluate(capsys, tmp_path / "own", "--config", str(file), "train.eval_batches=2")
