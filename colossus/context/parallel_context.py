@@ -251,6 +251,8 @@ class ParallelContext:
             name += f"/of{len(self.ranks)}"
         process_group = new_process_group(ranks, ranks.index(self.rank), name, self.timeout)
         self._own_groups.append(process_group)
+        if dist.get_backend(process_group) == dist.Backend.GLOO:
+            dist.barrier(process_group)  # a rank that ends early must not end one that is still connecting to it
         return process_group
 
     def _axis_groups(self) -> list[dist.ProcessGroup]:
