@@ -191,9 +191,8 @@ def assert_counted_is_formula(payload: dict[str, Any]) -> None:
             assert entry["counted"]["bytes"] == pytest.approx(entry["formula"]["bytes"], rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "names", [["plain", "1d-2", "2d-2x2", "dtensor-2"], pytest.param([], marks=pytest.mark.long)], ids=len
-)
+@pytest.mark.long
+@pytest.mark.parametrize("names", [["plain", "1d-2", "2d-2x2", "dtensor-2"], []], ids=len)
 def test_tensor(tmp_path: Path, names: list[str]) -> None:
     """Of four cases, and of all that a smoke run has."""
     text, payload = smoke("tensor", tmp_path, *(["--cases", *names] if names else []))

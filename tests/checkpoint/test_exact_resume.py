@@ -262,7 +262,7 @@ def worlds() -> list[Any]:
         for is_long in (False, True):
             names = [name for name, case in CASES.items() if case.world == world and case.is_long == is_long]
             if names:
-                marks = pytest.mark.long if is_long else ()
+                marks = pytest.mark.long if is_long or world == 1 else ()
                 params.append(pytest.param(world, names, id=f"{world} ranks{' long' * is_long}", marks=marks))
     return params
 

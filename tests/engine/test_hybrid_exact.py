@@ -83,7 +83,7 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1d with pipeline": (8, dict(data=2, pipeline=2, tensor=2, schedule="1f1b", microbatches=2)),
 }
 
-DEFAULT = ("2d", "zb-h1")
+DEFAULT = ("2d",)
 
 
 @pytest.mark.parametrize("product", but([name for name in PRODUCTS if name not in DEFAULT], PRODUCTS))

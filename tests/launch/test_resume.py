@@ -77,6 +77,7 @@ def test_a_stop_whose_save_cannot_be_complete_is_a_failure(tmp_path: Path) -> No
     assert "SIGKILL" in err, err
 
 
+@pytest.mark.long
 def test_a_rank_whose_launcher_is_killed_while_it_loads_leaves_the_run_alone(tmp_path: Path) -> None:
     run, steps = tmp_path / "run", ["parallel.data=1", "checkpoint.every=2", "train.steps=5"]
     assert launch(tmp_path, *steps)[0] == 0
