@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import server_threads
 from helpers.long import long
 from helpers.ranks import run_ranks
-from torch import Tensor, nn
+from helpers.two_tables import CLASSES, DIM, Words, batch_of, loss_fn
 
 import colossus
-from colossus import layers
 
 server_threads.in_threads()
 
-ROWS, DIM, CLASSES, SAMPLES, LENGTH, STEPS = 37, 6, 5, 8, 3, 4
+SAMPLES, STEPS = 8, 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": dict(type="SGD", lr=0.5),
     "momentum": dict(type="SGD", lr=0.2, momentum=0.9),
@@ -25,29 +23,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": dict(type="AdamW", lr=0.01, weight_decay=0.1),
     "tables of their own": dict(type="AdamW", lr=0.01, tables=dict(type="RowWiseAdagrad", lr=0.1)),
 }
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = layers.Embedding(ROWS, DIM, padding_idx=2, sparse=True)
-        self.plain = nn.Embedding(ROWS, DIM, sparse=True)
-        self.out = layers.Linear(DIM, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.table(ids) + self.plain(ids // 2)).mean(1))
-
-
-def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
-
-
-def batch_of(step: int, index: int, count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, ROWS, (SAMPLES, LENGTH), generator=generator)
-    classes = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
-    part = SAMPLES // count
-    return ids[index * part : (index + 1) * part], classes[index * part : (index + 1) * part]
 
 
 def _train(
@@ -70,7 +45,7 @@ def _train(
             context = engine.context
             numbers, sizes = [], []
             for step in range(STEPS):
-                result = engine.train_step(batch_of(step, context.index("data"), context.size("data")))
+                result = engine.train_step(batch_of(step, SAMPLES, context.index("data"), context.size("data")))
                 numbers += [result.loss, result.grad_norm]
                 sizes.append({key: value for key, value in engine.strategy.report().items() if key.endswith("_bytes")})
             with engine.strategy.export():
@@ -98,7 +73,7 @@ def test_a_table_at_servers_is_that_of_all_reduce(names: tuple[str, ...]) -> Non
         # rows are pulled once in a step, although two microbatches look them up
         dense = (DIM * CLASSES + CLASSES) * 8
         for step, sizes in enumerate(found["sgd/server"][2][:-1]):  # the last is a meeting
-            ids = batch_of(step, rank, 2)[0]
+            ids = batch_of(step, SAMPLES, rank, 2)[0]
             pulled = len(ids.unique()) + len((ids // 2).unique())
             pushed = len(ids[ids != 2].unique()) + len((ids // 2).unique())
             assert sizes["pull_bytes"] == dense + pulled * DIM * 8

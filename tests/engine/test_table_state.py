@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.ranks import run_ranks
+from helpers.two_tables import DIM, Words, batch_of, loss_fn
 from torch import Tensor, nn
 
 import colossus
-from colossus import layers
 from colossus.checkpoint import CheckpointReader, full_state_dict, load_full_state_dict
 from colossus.engine.engine import Engine
 from colossus.layout.parameter import StoredSpec, spec_of
 
-ROWS, DIM, CLASSES, SAMPLES, LENGTH = 37, 6, 5, 12, 3
+SAMPLES = 12
 #: row ranges of two and of three owners, which leave nothing to the order of ranks
 PLACES = {
     2: [((0, 3), (20, 31)), ((3, 20), (31, 37))],
@@ -25,29 +24,9 @@ PLACES = {
 }
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = layers.Embedding(ROWS, DIM, padding_idx=2, sparse=True)
-        self.plain = nn.Embedding(ROWS, DIM, sparse=True)
-        self.out = layers.Linear(DIM, CLASSES)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.table(ids) + self.plain(ids // 2)).mean(1))
-
-
-def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)
-
-
 def step(engine: Engine, number: int) -> float:
-    generator = torch.Generator().manual_seed(number)
-    batch = (
-        torch.randint(0, ROWS, (SAMPLES, LENGTH), generator=generator),
-        torch.randint(0, CLASSES, (SAMPLES,), generator=generator),
-    )
-    share, index = SAMPLES // engine.context.size("data"), engine.context.index("data")
-    return engine.train_step(tuple(each[index * share : (index + 1) * share] for each in batch)).loss
+    batch = batch_of(number, SAMPLES, engine.context.index("data"), engine.context.size("data"))
+    return engine.train_step(batch).loss
 
 
 def make(data: int, way: str, folder: Path, **optimizer: Any) -> Engine:
