@@ -6,6 +6,10 @@ A push of any worker is an update: with 4 workers 2,000 of them in 500 steps, ea
 parameters that others have changed meanwhile. So the learning rate is smaller than that of gpt_stdlib.py, and Adam has
 less momentum: asynchrony is one (Mitliagkas et al., 2016). Pulls are not made ahead: on one host they take no time, and
 what was pulled one step before is staler.
+
+Validation loss 2.02 after 500 steps (2 minutes on two cores): gpt_stdlib.py, in step, has 1.73. What it is depends on how
+stale updates are, and so on the machine. With parallel.strategy.algorithm=easgd optimizer.lr=2e-3
+"optimizer.betas=(0.9, 0.95)" it is 1.99.
 """
 
 parallel = dict(data=4, strategy=dict(type="server", mode="async", servers=2, prefetch=False))
