@@ -27,6 +27,7 @@ from colossus.engine.sparse.ways.way import Way
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
+from colossus.layout.split_parameter import mark_owned
 from colossus.rows.rules import Features
 
 #: what looks up rows, if it has sparse=True: in its parameters of two dims
@@ -106,6 +107,8 @@ class Tables:
                 table = Table(weight, way, self._context, self._features(spec))
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
+                if isinstance(way, Owners):
+                    mark_owned(weight)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
 

@@ -11,6 +11,7 @@ from colossus.engine.sparse.placement import Placement, bins_for
 from colossus.engine.sparse.row_cache import RowCache
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.ways.way import Way
+from colossus.layout.split_parameter import as_shards
 from colossus.refusal import refusal
 from colossus.rows.row_gradient import RowGradient
 
@@ -56,7 +57,8 @@ class Owners(Way):
         return self._owners[self._partitions(ids)]
 
     def stored_rows(self, ids: Tensor) -> Tensor:
-        return self.param.detach().index_select(0, self._stored(ids))
+        with as_shards():
+            return self.param.detach().index_select(0, self._stored(ids))
 
     def _partitions(self, ids: Tensor) -> Tensor:
         return torch.searchsorted(self._bounds, ids, right=True)
