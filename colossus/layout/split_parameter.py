@@ -134,9 +134,9 @@ _OF_ITS_KIND: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize",
                                                  "nbytes", "output_nr", "retains_grad", "_base", "_grad")),
     *(getattr(Tensor, name) for name in ("__repr__", "__format__", "__dir__", "type", "get_device", "is_complex",
-                                         "is_signed", "is_inference", "is_shared", "is_pinned", "nelement", "ndimension",
-                                         "is_same_size", "is_conj", "is_neg", "storage_offset", "new_empty", "new_zeros",
-                                         "new_ones", "new_full")),
+                                         "is_signed", "is_inference", "is_shared", "is_pinned", "nelement",
+                                         "ndimension", "is_same_size", "is_conj", "is_neg", "storage_offset",
+                                         "new_empty", "new_zeros", "new_ones", "new_full")),
     *(getattr(torch, name) for name in ("is_complex", "is_floating_point", "is_same_size", "numel", "empty_like",
                                         "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")),
 }  # fmt: skip

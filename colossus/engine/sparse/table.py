@@ -51,7 +51,7 @@ class Table:
             return self._look_up(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-        distinct, where = torch.unique(ids, return_inverse=True)
+        distinct, where = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
             self._refuse(ids)
         if not torch.is_grad_enabled():
@@ -73,7 +73,7 @@ class Table:
     @uncompiled
     def read(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.way.read(ids)
+            return self.way.read(ids.long())
 
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""
