@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -67,7 +68,8 @@ class Table:
     def _refuse(self, ids: Tensor) -> NoReturn:
         error: ValueError = refusal(in_words(self.name, ids, self.num_rows, self._context))
         if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
-            self.way.fail()
+            with suppress(RuntimeError):  # another rank fails, too, which is told there
+                self.way.fail()
         raise error
 
     @uncompiled
