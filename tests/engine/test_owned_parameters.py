@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
@@ -88,3 +90,37 @@ def test_an_owned_table_is_looked_up_and_nothing_else(kind: Any) -> None:
 def test_a_table_that_is_whole_on_each_rank_may_be_read() -> None:
     for found in run_ranks(2, _errors, "gather", nn.Embedding, with_context=False, timeout=30):
         assert not any(found[name] for name in ("in a step", "mean of detached", "product", "norm", "index", "sum"))
+
+
+class Checkpointed(Net):
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda ids: self.table(ids).tanh(), ids, use_reentrant=False)
+        return y
+
+
+def _own_backward(rank: int) -> tuple[str, list[str]]:
+    """What a user's own backward of a checkpointed lookup says, and what is warned of in few partitions."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("colossus.engine").addHandler(handler)
+    config = dict(
+        parallel=dict(data=2, strategy=dict(type="hybrid", ways={"*": "owners"}, partitions=5)),
+        optimizer=dict(type="SGD", lr=0.1),
+        train=dict(steps=3, global_batch_size=2 * SAMPLES, precision="fp64"),
+    )
+    engine = colossus.initialize(config, model=lambda: Checkpointed(nn.Embedding))
+    ids = torch.arange(SAMPLES) + rank
+    engine.train_step(ids)
+    with pytest.raises(ValueError, match="are not here any more") as error:
+        engine.model(ids).sum().backward()
+    return str(error.value), warned
+
+
+def test_a_backward_of_ones_own_finds_no_rows_again() -> None:
+    (said, warned), (_, elsewhere) = run_ranks(2, _own_backward, with_context=False, timeout=20)
+    assert "it finds rows in engine.train_step alone" in said
+    (warning,) = [each for each in warned if "partitions" in each]
+    assert "partitions = 5: table 'table.weight' has 2 owners" in warning
+    assert "take 8 or more" in warning
+    assert not any("partitions" in each for each in elsewhere)
