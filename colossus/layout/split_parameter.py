@@ -163,6 +163,12 @@ def mark_owned(parameter: nn.Parameter) -> None:
 def _refusal_of_table(parameter: OwnedTable, called: str) -> str:
     name, whole = spec_of(parameter).name, spec_of(parameter).shards[0].shape
     rows, all_rows = parameter.shape[0], whole[0]
+    if not name:
+        return (
+            f"{called} was called with a copy of a table with owners (sparse=True), which has the {rows} rows of this "
+            f"rank alone; the result would be wrong. Take the whole of it from colossus.checkpoint.full_state_dict("
+            f"model, context), or let every rank hold it, with 'gather' or 'dense' in parallel.strategy.ways"
+        )
     return (
         f"table {name!r} (sparse=True): {called} was called with the parameter itself, of which this rank holds the "
         f"{rows} of {all_rows} rows that it owns; the result would be wrong. Look rows up by their ids; or let every "
