@@ -14,7 +14,7 @@ parallel = dict(data=4, strategy=dict(type="hybrid"))
 model = dict(
     type="WordsLM", vocab_size=50_176, pairs=131_072, hidden_size=256, trunk="lstm", num_samples=1024, seq_len=32
 )
-data = dict(type="PythonStdlibWords", pairs=131_072)
+data = dict(type="PythonStdlibWords")
 optimizer = dict(type="AdamW", lr=3e-3, weight_decay=0.0, tables=dict(type="Adagrad", lr=0.1))
 lr_schedule = dict(type="cosine", warmup_steps=20, min_ratio=0.1)
 train = dict(steps=300, global_batch_size=128, clip_grad_norm=1.0, eval_every=300, eval_batches=24, seed=0)

@@ -14,6 +14,7 @@ from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.layout import Layout
 from colossus.layout.redistribute import gather, shard
+from colossus.layout.split_parameter import as_shards
 
 
 def full_state_dict(
@@ -122,11 +123,12 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor], context:
             f"the state dict does not fit the model: missing {missing or 'none'}, not in the model {extra or 'none'}"
         )
     chosen = {name: _value(name, entry, state) for name, entry in entries.items()}
-    for name, entry in entries.items():
-        if isinstance(entry.held, Tensor):
-            entry.held.copy_(chosen[name])
-        else:
-            entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
+    with as_shards():
+        for name, entry in entries.items():
+            if isinstance(entry.held, Tensor):
+                entry.held.copy_(chosen[name])
+            else:
+                entry.held.local().copy_(shard(chosen[name], entry.held.layout, context, entry.held.intervals))
     torch.clear_autocast_cache()  # a block around this would keep casts of what was there before
 
 

@@ -89,6 +89,7 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
             before the result is there.
         what: the bytes are counted as those of the operation ``all_to_all <what>``.
     """
+    _require_alike(x, what)
     if group.size == 1:
         return Ready(x)
     me, row_bytes = group.index, _row_bytes(x)
@@ -112,6 +113,7 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
         lengths: rows of each rank.
         what: the bytes are counted as those of the operation ``all_gather <what>``.
     """
+    _require_alike(x, what)
     n, me = group.size, group.index
     if n == 1:
         return Ready(x)
@@ -189,6 +191,11 @@ class _ThroughSlots(Pending):
 def _channel(x: Tensor, group: AxisGroup, row_bytes: int) -> Channel | None:
     channel = channel_for(x[:0], group)
     return channel if channel is not None and row_bytes <= channel.slot_bytes else None
+
+
+def _require_alike(x: Tensor, what: str) -> None:
+    """A rank without ids sends none of int64: those of another dtype would be read as these."""
+    assert what != "ids" or x.dtype == torch.int64, x.dtype
 
 
 def _row_bytes(x: Tensor) -> int:

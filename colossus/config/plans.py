@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from colossus.config.errors import ConfigError, explain
 from colossus.config.nearest import ModelOptions, suggestions
-from colossus.config.ranges import range_problems, vocabulary_problems
+from colossus.config.ranges import pairs_problems, range_problems, vocabulary_problems
 from colossus.config.schema import Config, Parallel, ZeroSection
 from colossus.config.section import Named
 from colossus.config.signatures import option_problems
@@ -182,6 +182,7 @@ def resolve_sizes(config: Config, nproc: int | None = None) -> Config:
     if options is not None:
         problems += options.check(resolved)
         problems += vocabulary_problems(config, options)
+        problems += pairs_problems(config, options)
     if fits:  # otherwise the number of replicas is still open
         problems += batch_problems(config, resolved)
     if problems:

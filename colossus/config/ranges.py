@@ -130,6 +130,17 @@ def _schedule_problems(key: str, named: Named) -> list[str]:
     return []
 
 
+def pairs_problems(config: Config, options: object) -> list[str]:
+    """One line where words data gives other buckets of pairs than the model has rows for."""
+    rows, data = getattr(options, "pairs", None), config.data
+    if rows is None or not isinstance(data, Named) or data.type != "PythonStdlibWords":
+        return []
+    buckets = data.options.get("pairs", rows)
+    if buckets == rows:
+        return []
+    return [f"data.pairs = {brief(buckets)}, but model.pairs = {rows}: leave data.pairs out, it is the model's then"]
+
+
 def vocabulary_problems(config: Config, options: object) -> list[str]:
     """One line when the model has fewer embeddings than the data has ids, where both are known."""
     vocabulary, data = getattr(options, "vocab_size", None), config.data

@@ -30,6 +30,7 @@ def build_loaders(
     data_size: int,
     seq_len: int | None = None,
     vocab_size: int | None = None,
+    pairs: int | None = None,
     device: torch.device | str = "cpu",
     eval_batch_size: int | None = None,
 ) -> Loaders:
@@ -69,6 +70,8 @@ def build_loaders(
         "seq_len": seq_len,
         "vocab_size": vocab_size,
     }
+    if pairs is not None:
+        defaults["pairs"] = pairs
     spec = parse_data(data)
     train_shard = BatchShard(seed, global_batch_size, data_rank, data_size, endless=True)
     train_data = spec.build({**defaults, "split": "train"} if spec.takes_split else defaults)
@@ -109,6 +112,7 @@ def loaders_of(config: Config, data: Any, *, data_rank: int, data_size: int, dev
         data_size=data_size,
         seq_len=getattr(options, "seq_len", None),
         vocab_size=getattr(options, "vocab_size", None),
+        pairs=getattr(options, "pairs", None),
         device=device,
         eval_batch_size=train.eval_batch_size,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ Ids = np.ndarray[Any, Any]
 def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
     """What ``make`` gives, [ids] uint16 or uint32; memory-mapped where it has been made for this key before.
 
-    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``); a file that is not as it was written is made again.
+    Kept in ``$XDG_CACHE_HOME/colossus/tokens`` (``~/.cache``), with their CRC-32 behind them; a file that is not as it
+    was written is made again.
     """
     kept = _folder() / f"{key}.npy"
     if (found := _read(kept)) is not None:
@@ -29,6 +31,7 @@ def kept_ids(key: str, make: Callable[[], Ids]) -> Ids:
         try:
             with temporary.open("wb") as file:
                 np.save(file, ids, allow_pickle=False)
+                file.write(_checksum(ids))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.rename(kept)
@@ -43,10 +46,17 @@ def _read(file: Path) -> Ids | None:
     """The ids of a file, memory-mapped; None where there is none, or it is not as it was written."""
     try:
         ids = np.load(file, mmap_mode="r", allow_pickle=False)
-        is_whole = isinstance(ids, np.memmap) and file.stat().st_size == ids.offset + ids.nbytes
+        if not isinstance(ids, np.memmap) or ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
+            return None
+        with file.open("rb") as opened:
+            opened.seek(ids.offset + ids.nbytes)
+            return ids if opened.read() == _checksum(ids) else None
     except Exception:  # numpy raises many: EOFError, ValueError, tokenize.TokenError, ..
         return None
-    return ids if is_whole and ids.ndim == 1 and ids.dtype in (np.uint16, np.uint32) else None
+
+
+def _checksum(ids: Ids) -> bytes:
+    return zlib.crc32(np.ascontiguousarray(ids).data).to_bytes(4, "little")
 
 
 def _folder() -> Path:

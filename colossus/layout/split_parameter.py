@@ -70,6 +70,27 @@ class FreedParameter(SplitParameter):
         )
 
 
+class OwnedTable(SplitParameter):
+    """The rows of a table that this rank owns: they are for lookups, and stand for nothing else.
+
+    Its shape can be asked for, and ``.data`` gives the rows as a plain tensor; everything else raises.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (
+            (func in _ABOUT and func not in _ITS_VALUES)
+            or func in _OF_ITS_KIND
+            or func in _BACKWARD
+            or (func in _OF_ITS_SHAPE and args[0] is args[1])
+        ):
+            return super().__torch_function__(func, types, args, kwargs)
+        parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnedTable))
+        raise refusal(_refusal_of_table(parameter, getattr(func, "__name__", str(func))))
+
+
 #: what to do about a parameter that is gathered with its block
 _CALL_THE_BLOCK = (
     "A block is whole while it is called, as block(x): compute inside of its forward what needs its parameters, and "
@@ -108,8 +129,23 @@ _ABOUT: set[Any] = {
                                          "untyped_storage")),
 }  # fmt: skip
 
+#: what asks for no value of it, and what makes others of its shape or kind
+_OF_ITS_KIND: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "itemsize",
+                                                 "nbytes", "output_nr", "retains_grad", "_base", "_grad")),
+    *(getattr(Tensor, name) for name in ("__repr__", "__format__", "__dir__", "type", "get_device", "is_complex",
+                                         "is_signed", "is_inference", "is_shared", "is_pinned", "nelement",
+                                         "ndimension", "is_same_size", "is_conj", "is_neg", "storage_offset",
+                                         "new_empty", "new_zeros", "new_ones", "new_full")),
+    *(getattr(torch, name) for name in ("is_complex", "is_floating_point", "is_same_size", "numel", "empty_like",
+                                        "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")),
+}  # fmt: skip
+
+#: what hands out its values
+_ITS_VALUES: set[Any] = {Tensor.detach, Tensor.clone}
+
 # as torch.distributed does for DTensor: else an optimizer on CUDA takes these parameters one by one
-torch_optimizer._foreach_supported_types.append(SplitParameter)
+torch_optimizer._foreach_supported_types += [SplitParameter, OwnedTable]
 
 
 def mark_split(parameter: nn.Parameter) -> nn.Parameter:
@@ -117,6 +153,28 @@ def mark_split(parameter: nn.Parameter) -> nn.Parameter:
     if spec_of(parameter).layout.shard_axes:
         parameter.__class__ = SplitParameter
     return parameter
+
+
+def mark_owned(parameter: nn.Parameter) -> None:
+    """A table has its values, and from now on rows of it that a rank does not own are found by lookups only."""
+    parameter.__class__ = OwnedTable
+
+
+def _refusal_of_table(parameter: OwnedTable, called: str) -> str:
+    name, whole = spec_of(parameter).name, spec_of(parameter).shards[0].shape
+    rows, all_rows = parameter.shape[0], whole[0]
+    if not name:
+        return (
+            f"{called} was called with a copy of a table with owners (sparse=True), which has the {rows} rows of this "
+            f"rank alone; the result would be wrong. Take the whole of it from colossus.checkpoint.full_state_dict("
+            f"model, context), or let every rank hold it, with 'gather' or 'dense' in parallel.strategy.ways"
+        )
+    return (
+        f"table {name!r} (sparse=True): {called} was called with the parameter itself, of which this rank holds the "
+        f"{rows} of {all_rows} rows that it owns; the result would be wrong. Look rows up by their ids; or let every "
+        f"rank hold the whole table, with parallel.strategy.ways = {{{name!r}: 'gather'}} (or 'dense'). For a log or "
+        f"an export colossus.checkpoint.full_state_dict(model, context) has the whole of it"
+    )
 
 
 def _refusal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

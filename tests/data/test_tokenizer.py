@@ -135,8 +135,9 @@ def test_ids_are_made_once(tmp_path: Path, texts: Path, cache: Path, monkeypatch
     (kept,) = cache.iterdir()
     whole = kept.read_bytes()
     zeros = whole[:60] + bytes(60) + whole[120:]
+    flipped = whole[:200] + bytes([whole[200] ^ 1]) + whole[201:]  # another id
     for number, damaged in enumerate(
-        (b"", whole[:20], zeros, whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))
+        (b"", flipped, whole[:20], zeros, whole[:-10], whole + b"12", whole.replace(b"<u2", b"<f2"))
     ):
         kept.write_bytes(damaged)
         assert TextFolder(texts, 8, tokenizer=tokenizer).tokens.tolist() == first, number

@@ -12,6 +12,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 import colossus
+from colossus.comm import accounting
 
 ROWS, DIM, SAMPLES, RANKS, BYTES = 41, 3, 4, 3, 8
 
@@ -119,3 +120,35 @@ def test_a_better_way_is_told_of_once() -> None:
     assert line.endswith("set parallel.strategy.ways={'table.weight': 'dense'}")
     assert others == [[], []]
     assert run_ranks(RANKS, _told, True, with_context=False) == [[], [], []]  # alpha 1/2: gather sends least
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, DIM, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def _chosen_and_sent(rank: int, way: str, precision: Any) -> tuple[float, float]:
+    """Bytes of the way that was taken as the choice has them, and as they were counted, on all ranks together."""
+    config = _config(ways={"*": way}, alpha={"*": 1.0})
+    config["schedule"] = dict(microbatches=1)
+    config["train"]["precision"] = precision
+    engine = colossus.initialize(config, model=Table, loss_fn=loss)
+    with accounting.count() as meter:
+        engine.train_step(torch.arange(ROWS).expand(SAMPLES, -1))
+    operation = {"owners": "all_to_all rows", "gather": "all_gather rows", "dense": "all_reduce"}[way]
+    chosen = engine.strategy.choices["table.weight"].sent[way]  # type: ignore[attr-defined]
+    return chosen, sum(
+        tally.bytes for (name, _, dtype), tally in meter.entries.items() if (name, dtype) == (operation, torch.float32)
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", dict(params="bf16", compute="bf16")], ids=["fp32", "bf16"])
+def test_a_choice_counts_the_bytes_that_travel(precision: Any) -> None:
+    """All ranks touch all rows; tables are stored as wide as the optimizer's state under any ``params``."""
+    for way in ("owners", "gather", "dense"):
+        found = run_ranks(RANKS, _chosen_and_sent, way, precision, with_context=False)
+        assert sum(chosen for chosen, _ in found) == pytest.approx(sum(sent for _, sent in found), rel=0.01), way

@@ -18,6 +18,7 @@ import colossus
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import resolve_sizes
+from colossus.data.make_loaders import loaders_of
 from colossus.export import torch_modules
 from colossus.models.options import GPTOptions
 from colossus.models.words_options import WordsOptions
@@ -137,6 +138,23 @@ def test_bad_sizes(options: dict[str, Any], plan: dict[str, Any], words: str) ->
     assert "sparse_embeddings" not in str(error.value)
 
 
+def test_pairs_of_the_data_are_those_of_the_model() -> None:
+    """Before a process starts; where the data says nothing they are the model's."""
+
+    def given(**options: Any) -> Config:
+        data = dict(type="PythonStdlibWords", max_bytes=60_000, **options)
+        train = dict(steps=1, global_batch_size=2)
+        return Config(model=dict(type="WordsLM", **SIZES), data=data, optimizer=dict(type="SGD", lr=1.0), train=train)
+
+    with pytest.raises(ConfigError, match=r"data\.pairs = 5000, but model\.pairs = 29: leave data\.pairs out"):
+        resolve_sizes(given(pairs=5000))
+    config = given()
+    resolve_sizes(config)
+    resolve_sizes(given(pairs=29))
+    pairs = loaders_of(config, config.data, data_rank=0, data_size=1, device="cpu").train.peek()["inputs"]["pairs"]
+    assert 1 < int(pairs.max()) + 1 <= 29
+
+
 def test_pairs_that_only_one_side_knows() -> None:
     settings = config("lstm", {})
     engine = colossus.initialize(settings)
@@ -170,7 +188,6 @@ def first_steps(rank: int, data: int) -> list[float]:
         model__vocab_size=900,
         model__pairs=700,
         model__num_samples=64,
-        data__pairs=700,
         data__max_bytes=200_000,
         train__global_batch_size=8,
         train__eval_batches=1,

@@ -13,7 +13,7 @@ from colossus.comm import collectives, uneven
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.sparse.partition_search import STEPS_EACH, PartitionFit, PartitionSearch
-from colossus.engine.sparse.placement import PARTS_PER_OWNER, Placement
+from colossus.engine.sparse.placement import FEWEST_PER_OWNER, PARTS_PER_OWNER, Placement
 from colossus.engine.sparse.ways.owners import Owners
 from colossus.layout.parameter import StoredSpec, spec_of
 
@@ -53,8 +53,15 @@ class Balance:
             self._after = max(after, STEPS_EACH)
         self._steps = 0
         self._began, self._seconds = 0.0, 0.0
-        for table, _ in tables:
+        for table, group in tables:
             table.counts = self._after > 0
+            fewest = min(FEWEST_PER_OWNER * group.size, table.num_rows)
+            if self._after and self._pinned is not None and self._pinned < fewest and context.is_logging_rank:
+                log.warning(
+                    "parallel.strategy.partitions = %d: table %r has %d owners, and with fewer than %d parts for each "
+                    "one of them may have much more to send than the others: take %d or more, or leave it out",
+                    *(self._pinned, table.name, group.size, FEWEST_PER_OWNER, fewest),
+                )
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -89,7 +96,7 @@ class Balance:
         world = self._context.group(self._context.grid.names)
         most = torch.tensor(sizes, device=self._context.device)
         low, high = collectives.all_reduce(most, world, op="max", owned=True).wait().tolist()
-        self._search = PartitionSearch(low, high)
+        self._search = PartitionSearch(min(FEWEST_PER_OWNER * low, max(low, high)), high)
         self._place(self._search.parts, optimizer)
 
     def _sampled(self, search: PartitionSearch, optimizer: torch.optim.Optimizer) -> None:

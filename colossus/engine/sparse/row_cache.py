@@ -49,12 +49,6 @@ class RowCache:
         self._ids, order = torch.cat((self._ids, ids)).sort()
         self._places = torch.cat((self._places, places))[order]
 
-    def replace(self, ids: Tensor, rows: Tensor) -> None:
-        """Keep rows also where others of the same ids are here."""
-        new = torch.isin(ids, self._ids, assume_unique=True, invert=True)
-        self._rows[self._places[torch.searchsorted(self._ids, ids[~new])]] = rows[~new]
-        self.add(ids[new], rows[new])
-
     def rows_of(self, ids: Tensor) -> Tensor:
         """A copy of the rows [n, dim] of ids that are all here."""
         return self._rows[self._places[torch.searchsorted(self._ids, ids)]]

@@ -227,11 +227,13 @@ class RowExchange:
         if told is not None:
             raise refusal(told, RuntimeError)
         if word.rank != self._rank:
-            raise refusal(
+            error = refusal(
                 f"rank {word.rank} cannot go on with its lookups in {self._tables[word.table].name!r}, whose rows all "
                 f"ranks exchange together: its own error says why",
                 RuntimeError,
             )
+            error.culprit = word.rank  # type: ignore[attr-defined]  # in the report of a run
+            raise error
 
     # -- ids ----------------------------------------------------------------------------------------------
 

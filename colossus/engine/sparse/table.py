@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -51,7 +52,7 @@ class Table:
             return self._look_up(ids, padding_idx)
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
-        distinct, where = torch.unique(ids, return_inverse=True)
+        distinct, where = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
             self._refuse(ids)
         if not torch.is_grad_enabled():
@@ -67,13 +68,14 @@ class Table:
     def _refuse(self, ids: Tensor) -> NoReturn:
         error: ValueError = refusal(in_words(self.name, ids, self.num_rows, self._context))
         if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
-            self.way.fail()
+            with suppress(RuntimeError):  # another rank fails, too, which is told there
+                self.way.fail()
         raise error
 
     @uncompiled
     def read(self, ids: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.way.read(ids)
+            return self.way.read(ids.long())
 
     def add(self, gradient: RowGradient) -> None:
         """Add to the gradient of this rank in this step."""

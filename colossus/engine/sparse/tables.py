@@ -27,17 +27,25 @@ from colossus.engine.sparse.ways.way import Way
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
+from colossus.layout.split_parameter import mark_owned
 from colossus.rows.rules import Features
 
-#: what looks up rows, if it has sparse=True: in its parameters of two dims
-_LOOKUPS = (Embedding, EmbeddingBag, SampledSoftmax, nn.Embedding, nn.EmbeddingBag)
+#: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
+_LOOKUPS: dict[type[nn.Module], tuple[str, ...]] = {
+    Embedding: ("weight",),
+    EmbeddingBag: ("weight",),
+    SampledSoftmax: ("weight", "bias"),
+    nn.Embedding: ("weight",),
+    nn.EmbeddingBag: ("weight",),
+}
 
 
 def table_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Name, module and parameter of what looks up in a table with a sparse gradient that training changes."""
     for name, module in model.named_modules():
-        if isinstance(module, _LOOKUPS) and module.sparse:
-            for leaf in ("weight", "bias"):
+        leaves = next((leaves for kind, leaves in _LOOKUPS.items() if isinstance(module, kind)), ())
+        if leaves and module.sparse:
+            for leaf in leaves:
                 table = getattr(module, leaf, None)
                 if isinstance(table, nn.Parameter) and table.requires_grad:
                     yield name, module, table
@@ -106,6 +114,8 @@ class Tables:
                 table = Table(weight, way, self._context, self._features(spec))
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
+                if isinstance(way, Owners):
+                    mark_owned(weight)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
 

@@ -92,7 +92,7 @@ class SampledSoftmax(Layer):
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         require_features_last(x, self.title)
-        labels = local(labels)
+        labels = local(labels).long()
         x, source, _ = unwrap(x, self.parallel)
         x = move(x, source, self.looked_up, self.context)
         if labels.shape != x.shape[:-1]:

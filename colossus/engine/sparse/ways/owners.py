@@ -11,6 +11,7 @@ from colossus.engine.sparse.placement import Placement, bins_for
 from colossus.engine.sparse.row_cache import RowCache
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.ways.way import Way
+from colossus.layout.split_parameter import as_shards
 from colossus.refusal import refusal
 from colossus.rows.row_gradient import RowGradient
 
@@ -56,7 +57,8 @@ class Owners(Way):
         return self._owners[self._partitions(ids)]
 
     def stored_rows(self, ids: Tensor) -> Tensor:
-        return self.param.detach().index_select(0, self._stored(ids))
+        with as_shards():
+            return self.param.detach().index_select(0, self._stored(ids))
 
     def _partitions(self, ids: Tensor) -> Tensor:
         return torch.searchsorted(self._bounds, ids, right=True)
@@ -84,14 +86,13 @@ class Owners(Way):
         if torch._C._current_graph_task_id() != -1:  # a recomputation: the other ranks may be elsewhere
             if len(own.missing(ids)):
                 raise refusal(
-                    f"{self.name!r}: a backward looks up rows that no forward has looked up. Under activation "
-                    f"checkpointing the recomputation must look up what the forward did"
+                    f"{self.name!r}: a backward looks up rows that are not here any more. Under activation "
+                    f"checkpointing the recomputation must look up what the forward did; and it finds rows in "
+                    f"engine.train_step alone: in a backward of your own leave activation checkpointing out, or hold "
+                    f"the table whole on each rank, parallel.strategy.ways = {{{self.name!r}: 'gather'}}"
                 )
             return own.rows_of(ids)
-        rows = self._exchange.fetch(self._number, ids)
-        if not self._exchange.keeps and torch.is_grad_enabled():  # outside of a step, for a recomputation alone
-            own.replace(ids, rows)
-        return rows
+        return self._exchange.fetch(self._number, ids)
 
     def read(self, ids: Tensor) -> Tensor:
         return self._exchange.fetch(self._number, ids, keep=False)
