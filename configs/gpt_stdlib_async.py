@@ -7,8 +7,8 @@ parameters that others have changed meanwhile. So the learning rate is smaller t
 less momentum: asynchrony is one (Mitliagkas et al., 2016). Pulls are not made ahead: on one host they take no time, and
 what was pulled one step before is staler.
 
-Validation loss 2.02 after 500 steps (2 minutes on two cores): gpt_stdlib.py, in step, has 1.73. What it is depends on how
-stale updates are, and so on the machine. With parallel.strategy.algorithm=easgd optimizer.lr=2e-3
+Validation loss 2.02 after 500 steps (2 minutes on two cores): gpt_stdlib.py, in step, has 1.73. What it is depends on
+how stale updates are, and so on the machine. With parallel.strategy.algorithm=easgd optimizer.lr=2e-3
 "optimizer.betas=(0.9, 0.95)" it is 1.99.
 """
 
