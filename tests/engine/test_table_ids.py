@@ -1,4 +1,4 @@
-"""Ids of 32 bits, a table that some ranks use, a user's own parameter beside a table: as in one process, by all ways."""
+"""Ids of 32 bits, a table that some ranks use, a parameter of a user beside a table: as in one process, by all ways."""
 
 from __future__ import annotations
 
