@@ -106,7 +106,7 @@ class Servers:
                 server,
                 "create",
                 [spec["name"] for spec in of_server],
-                {"specs": of_server, "has_values": has_values, "source": source},
+                {"specs": of_server, "has_values": has_values, "source": source, "workers": list(self.workers)},
                 values[server].arrays if has_values else (),
             )
             for server, of_server in specs.items()

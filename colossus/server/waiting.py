@@ -44,6 +44,12 @@ class WaitingRequests:
         if not self._try(deferred):
             self._deferred.append(deferred)
 
+    def drop(self, worker: int) -> None:
+        """A worker has gone."""
+        for deferred in [deferred for deferred in self._deferred if deferred.request.worker == worker]:
+            self._deferred.remove(deferred)
+            deferred.request.fail(f"worker {worker} has gone")
+
     def look_again(self) -> None:
         """Something has changed. What an answer changes is looked at, too."""
         before = -1
