@@ -15,7 +15,7 @@ from colossus.server.messages import Request
 from colossus.server.shard import ShardSpec
 from colossus.server.step_requests import StepRequests
 from colossus.server.stored_tensors import StoredTensors, check_ids
-from colossus.server.waiting import Answer, WaitingRequests
+from colossus.server.waiting import Answer, Awaited, WaitingRequests
 
 
 class ShardStore:
@@ -47,6 +47,7 @@ class ShardStore:
             "clock": self._clock,
             "leave": self._leave,
             "alive": self._alive,
+            "waiting_for": self._waiting_for,
             "dump": self._dump,
             "load": self._load,
             "stats": self._stats,
@@ -79,6 +80,7 @@ class ShardStore:
         """A worker has ended; nobody waits for it any more."""
         self._gone[worker] = reason or "it has closed its connection"
         self._deaths[worker] += 1
+        self._waiting.drop(worker)
         self._clocks.leave(worker)
         self._steps.restart(self._tensors.leave(worker))
         self._waiting.look_again()
@@ -86,21 +88,33 @@ class ShardStore:
     # -- tensors --------------------------------------------------------------------------------------------
 
     def _create(self, request: Request) -> None:
-        """Header: specs (`ShardSpec`), has_values, source: the worker that gives values. Answered when all are
-        there."""
+        """Header: specs (`ShardSpec`), has_values, source: the worker that gives values; workers, who make them.
+        Answered when the tensors are there; the source when all workers are: what it leaves early is there for those
+        that come late."""
         specs = [ShardSpec.of_json(spec) for spec in request.header["specs"]]
         values = list(request.arrays) if request.header["has_values"] else None
 
-        worker, source = request.worker, request.header["source"]
+        worker, source, workers = request.worker, request.header["source"], request.header["workers"]
+        has_joined = False
+
+        def absent() -> list[int]:
+            return [each for each in workers if each not in self._gone and not self._tensors.has_joined(specs, each)]
 
         def joined() -> Answer | None:
-            if self._tensors.join(specs, worker, values):
-                return request.reply
+            nonlocal has_joined
+            has_joined = has_joined or self._tensors.join(specs, worker, values)
+            if has_joined:
+                return None if worker == source and absent() else request.reply
             if source in self._gone and self._deaths[source] > self._deaths[worker]:  # else both were started again
                 raise ValueError(f"worker {source} has gone ({self._gone[source]}) and has not made {specs[0].name!r}")
             return None
 
-        self._waiting.add(request, joined)
+        def awaited() -> Awaited:
+            if users := self._tensors.users_before(specs, worker):
+                return users, f"have not freed the {specs[0].name!r} before"
+            return absent() if has_joined else [source], f"have not made {specs[0].name!r}"
+
+        self._waiting.add(request, joined, awaited)
 
     def _free(self, request: Request) -> None:
         names = request.header["names"]
@@ -155,7 +169,10 @@ class ShardStore:
         def answer() -> Answer | None:
             return request.reply if self._clocks.may_begin(step, most) else None
 
-        self._waiting.add(request, answer)
+        def awaited() -> Awaited:
+            return self._clocks.behind(step, most), f"have finished fewer than {step - most} steps"
+
+        self._waiting.add(request, answer, awaited)
 
     def _leave(self, request: Request) -> None:
         """Header: workers that take no further part in clocks."""
@@ -166,6 +183,10 @@ class ShardStore:
     def _alive(self, request: Request) -> None:
         gone = sorted(self._gone.items())
         request.reply({"alive": sorted(self._seen - self._gone.keys()), "gone": gone})
+
+    def _waiting_for(self, request: Request) -> None:
+        """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""
+        request.reply({"waits": self._waiting.of(request.worker)})
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ class StoredTensors:
         self._shards: dict[str, Shard] = {}
         self._users: dict[str, set[int]] = {}
         self._freed_by: dict[str, set[int]] = {}
+        self._known: dict[str, set[int]] = {}
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards.values())
@@ -51,6 +52,7 @@ class StoredTensors:
         for spec in specs:
             if spec.name in self._shards and self._shards[spec.name].spec != spec:
                 made = self._shards[spec.name].spec
+                self._known[spec.name].add(worker)
                 raise ValueError(f"{spec.name!r} is {spec} for worker {worker}, and {made} for those that have made it")
         if values is None and any(spec.name not in self._shards for spec in specs):
             return False
@@ -59,7 +61,17 @@ class StoredTensors:
                 self._shards[spec.name] = Shard(spec, value.clone())
         for spec in specs:
             self._users.setdefault(spec.name, set()).add(worker)
+            self._known.setdefault(spec.name, set()).add(worker)
         return True
+
+    def has_joined(self, specs: Sequence[ShardSpec], worker: int) -> bool:
+        """Whether a worker has joined tensors that are there, or was refused, and may have freed them since."""
+        return all(worker in self._known.get(spec.name, ()) for spec in specs)
+
+    def users_before(self, specs: Sequence[ShardSpec], worker: int) -> list[int]:
+        """Who still has tensors that a worker has freed and makes again."""
+        again = [spec.name for spec in specs if worker in self._freed_by.get(spec.name, ())]
+        return sorted({user for name in again for user in self._users[name]})
 
     def free(self, names: Sequence[str], worker: int) -> None:
         """A worker needs tensors no more."""
@@ -71,8 +83,8 @@ class StoredTensors:
 
     def leave(self, worker: int) -> list[str]:
         """A worker has gone. Names of tensors that nobody is left for: they are dropped."""
-        for freed_by in self._freed_by.values():
-            freed_by.discard(worker)
+        for kept in (*self._freed_by.values(), *self._known.values()):
+            kept.discard(worker)
         return [name for name in self.names() if worker in self._users[name] and self._drop(name, worker)]
 
     def _drop(self, name: str, worker: int) -> bool:
@@ -80,7 +92,7 @@ class StoredTensors:
         self._users[name].discard(worker)
         if self._users[name]:
             return False
-        del self._shards[name], self._users[name]
+        del self._shards[name], self._users[name], self._known[name]
         self._freed_by.pop(name, None)
         return True
 

@@ -70,6 +70,30 @@ def test_any_interleaving_of_sums_is_the_sum(data: st.DataObject, num_servers: i
     )
 
 
+def test_a_worker_that_comes_late_finds_what_the_first_has_left() -> None:
+    """The first pushes and frees, or leaves, before the last has joined: making is collective."""
+    with local_servers(2, 3) as workers:
+        first = workers[0].create({"w": torch.zeros(4)})
+        with pytest.raises(TimeoutError):
+            first.wait(0.02)
+        assert {(each.workers, each.words) for each in workers[0].waiting_for().wait()} == {
+            ((1, 2), "have not made 'w'")
+        }
+        workers[1].create({"w": torch.zeros(4)}).wait(9.0)
+        workers[1].free(["w"]).wait(9.0)
+        again = workers[1].create({"w": torch.ones(4)})  # of the tensor after this one
+        with pytest.raises(Refused, match="float64"):
+            workers[2].create({"w": torch.zeros(4, dtype=torch.float64)}).wait(9.0)
+        first.wait(9.0)  # who was refused is not waited for
+        workers[2].sharding.remove("w")
+        workers[2].create({"w": torch.zeros(4)}).wait(9.0)
+        workers[0].push({"w": torch.full((4,), 3.0)}).wait(9.0)
+        workers[0].close()
+        assert pulled(workers[2], "w", torch.empty(4)).tolist() == [3.0] * 4
+        with pytest.raises(Refused, match=r"worker 0 has gone .* and has not made 'w'"):
+            again.wait(9.0)
+
+
 def test_every_update_is_applied_once_under_random_delays() -> None:
     """Workers in threads that push at random times: the sum of all is there, and a pull never sees a half."""
     num_workers, pushes, size = 4, 12, 33

@@ -68,7 +68,7 @@ def test_no_request_ends_a_server(asked: list[tuple[str, dict[str, Any], list[Te
     """Each is answered once, or waits; the store goes on, and so does a tensor of right shape and dtype."""
     asking = Asked()
     spec = dict(name="w", shape=[4], dtype="float32", start=0, stop=4, optimizer={"type": "adagrad", "lr": 0.1})
-    asking.ask("create", {"specs": [spec], "has_values": True, "source": 1}, [torch.zeros(4)], worker=1)
+    asking.ask("create", {"specs": [spec], "has_values": True, "source": 1, "workers": [1]}, [torch.zeros(4)], 1)
     for op, header, arrays in asked:
         asking.ask(op, header, arrays)
     asking.store.on_gone(0, "it was odd")
@@ -105,14 +105,14 @@ def test_tensors_go_with_the_last_worker() -> None:
     asking = Asked()
     spec = dict(name="w", shape=[1], dtype="float32", start=0, stop=1, optimizer={})
     for worker in (0, 1):
-        header = {"specs": [spec], "has_values": worker == 0, "source": 0}
+        header = {"specs": [spec], "has_values": worker == 0, "source": 0, "workers": [0, 1]}
         asking.ask("create", header, [torch.zeros(1)] if worker == 0 else [], worker)
     asking.store.on_gone(0, "killed")
     asking.ask("stats", {}, worker=1)
     assert asking.answers[-1][0]["shards"] == {"w": {"updates": 0, "bytes": 4, "rows": 1}}  # type: ignore[index]
     asking.store.on_gone(1, "killed")
-    asking.ask("create", {"specs": [spec], "has_values": False, "source": 0}, [], 1)
+    asking.ask("create", {"specs": [spec], "has_values": False, "source": 0, "workers": [0, 1]}, [], 1)
     assert len(asking.answers) == 3  # it waits for values
-    asking.ask("create", {"specs": [spec], "has_values": True, "source": 0}, [torch.ones(1)], 0)
+    asking.ask("create", {"specs": [spec], "has_values": True, "source": 0, "workers": [0, 1]}, [torch.ones(1)], 0)
     assert len(asking.answers) == 5
     assert not any(error for _, error in asking.answers)

@@ -14,8 +14,10 @@ import colossus.server as ps
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.server import environment
+from colossus.server.client import Servers
 from colossus.server.local_server import LocalServer
 from colossus.server.messages import Refused
+from colossus.server.rpc import RpcClient
 
 
 def _all_kinds(context: ParallelContext) -> dict[str, Any]:
@@ -113,10 +115,20 @@ def test_servers_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.write([server.endpoint for server in servers], token, variables := {})
     for name, value in {**variables, "WORLD_SIZE": "4", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    workers = [(1 << 20) + rank for rank in range(4)]
+    others = [
+        Servers([RpcClient(server.endpoint, token, worker) for server in servers], worker, workers)
+        for worker in workers[1:]
+    ]
+    made = [other.create({"own/table": torch.zeros(6, 2)}) for other in others]
     table = ps.init(torch.zeros(6, 2), "table")
+    for handle in made:
+        handle.wait(9.0)
     assert table.servers.num_servers == 2
     ps.send(table, torch.ones(1, 2), ids=torch.tensor([4])).wait()
     assert ps.receive(table).wait().sum() == 2
+    for other in others:
+        other.close()
     ps.close()
     for server in servers:
         assert server.alive
