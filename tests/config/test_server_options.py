@@ -53,7 +53,6 @@ def config_of(more: dict[str, Any], data: int = 4, **strategy: Any) -> Any:
         (dict(algorithm="eamsgd"), dict(optimizer=dict(type="SGD", momentum=0.9)), "Nesterov's momentum"),
         (dict(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
         (dict(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
-        (dict(), dict(train=dict(clip_grad_value=1.0)), "clip by their norm only"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

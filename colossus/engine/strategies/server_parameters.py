@@ -219,9 +219,9 @@ class ServerParameters:
         self._numbers.waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
-    def apply(self, number: int, scale: float | None) -> Pull:
-        """One update by the sums, times ``scale`` (None: none, they are forgotten), and what it makes of the values,
-        but for the tables of which steps pull rows."""
+    def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
+        """One update by the sums, times ``scale`` (None: none, they are forgotten), elements clipped to ``clip_value``
+        after that, and what it makes of the values, but for the tables of which steps pull rows."""
         assert self._optimizer is not None
         shards = [shard for shard in self.shards if shard.name not in self._by_rows]
         values = [
@@ -229,7 +229,8 @@ class ServerParameters:
             for shard in shards
         ]
         into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
-        options_of = self._optimizer.options_of(self._first, scale=0.0 if scale is None else scale)
+        factors = {"scale": 0.0 if scale is None else scale, "clip_value": clip_value}
+        options_of = self._optimizer.options_of(self._first, **factors)
         apply = partial(self._servers.apply, number, options_of=options_of, found_inf=scale is None)
         # who pulls rows later is served after this
         self._applied = apply([shard.name for shard in self._first if shard.name not in into])

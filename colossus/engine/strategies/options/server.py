@@ -71,11 +71,6 @@ class ServerOptions(PerReplicaOptions):
         problems += self._combination_problems()
         problems += self._staleness_problems()
         problems += self._optimizer_problems(config.optimizer)
-        if config.train.clip_grad_value is not None and not self.has_own_optimizer and self.mode == "sync":
-            problems.append(
-                f"train.clip_grad_value = {config.train.clip_grad_value}: the sums of gradients are at the servers, "
-                f"which clip by their norm only; use clip_grad_norm, or mode='async'"
-            )
         return problems
 
     def _combination_problems(self) -> list[str]:
