@@ -22,6 +22,11 @@ class Arrivals:
         if step > self.newest:
             self._arrived.setdefault(step, set()).add(worker)
 
+    def missing(self, step: int, workers: tuple[int, ...], gone: Container[int]) -> list[int]:
+        """Who may still arrive in a step that is not closed."""
+        arrived = self._arrived.get(step, set())
+        return [worker for worker in workers if worker not in arrived and worker not in gone]
+
     def included(
         self, step: int, workers: tuple[int, ...], backups: int, gone: Container[int]
     ) -> tuple[int, ...] | None:

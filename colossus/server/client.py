@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, ServerCall, gone_in
+from colossus.server.handles import Handle, ServerCall, Waits, gone_in
 from colossus.server.messages import Reply, ServerGone
 from colossus.server.pieces import Pieces, Splitter, Value, header_of
 from colossus.server.rpc import RpcClient
@@ -288,6 +288,19 @@ class Servers:
             [self._call(0, "alive", (), {})],
             lambda replies: (replies[0].header["alive"], dict(replies[0].header["gone"])),
         )
+
+    def waiting_for(self) -> Handle[list[Waits]]:
+        """What the calls of this worker that are under way wait for at the servers, now."""
+        calls = [self._call(server, "waiting_for", (), {}) for server in range(self.num_servers)]
+
+        def finish(replies: list[Reply]) -> list[Waits]:
+            return [
+                Waits(server, tuple(workers), words)
+                for server, reply in enumerate(replies)
+                for workers, words in reply.header["waits"]
+            ]
+
+        return Handle(calls, finish)
 
     # -- state ----------------------------------------------------------------------------------------------
 

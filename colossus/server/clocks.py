@@ -32,6 +32,10 @@ class Clocks:
         steps behind."""
         return self.slowest >= step - max_staleness
 
+    def behind(self, step: int, max_staleness: int) -> list[int]:
+        """Those that `may_begin` waits for, ascending."""
+        return sorted(worker for worker, clock in self._clocks.items() if clock < step - max_staleness)
+
     @property
     def slowest(self) -> float:
         """The clock of the slowest worker that is there; infinite where none is."""

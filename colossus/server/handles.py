@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,6 +14,7 @@ from colossus.server.messages import Call, Refused, Reply, ServerGone
 
 T = TypeVar("T")
 U = TypeVar("U")
+V = TypeVar("V")
 _MOST_NAMES = 3
 
 
@@ -25,10 +27,12 @@ class ServerCall:
     names: Sequence[str]
     call: Call
 
-    def wait(self) -> Reply:
+    def wait(self, timeout: float | None = None) -> Reply:
         """As `Call.wait`; errors say of what."""
         try:
-            return self.call.wait()
+            return self.call.wait(timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; it was to {_in_words(self.op, self.names)}") from error
         except Refused as error:
             raise Refused(f"server {self.server} refused to {_in_words(self.op, self.names)}: {error}") from error
         except ServerGone as error:
@@ -46,6 +50,26 @@ def _in_words(op: str, names: Sequence[str]) -> str:
         return op
     more = len(names) - _MOST_NAMES
     return f"{op} {', '.join(map(repr, names[:_MOST_NAMES]))}" + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Why a call of this worker is not answered yet.
+
+    Attributes:
+        workers: those that a server waits for.
+        words: what they have not done.
+    """
+
+    server: int
+    workers: tuple[int, ...]
+    words: str
+
+    def __str__(self) -> str:
+        found = ", ".join(map(str, self.workers))
+        return (
+            f"server {self.server} waits for {'workers' if len(self.workers) > 1 else 'worker'} {found}: {self.words}"
+        )
 
 
 class StartCall(Protocol):
@@ -79,15 +103,55 @@ class Handle(Generic[T]):
         """What ``use`` makes of the result, when it is waited for."""
         return Handle(self._calls, lambda _: use(self.wait()))
 
-    def wait(self) -> T:
+    def and_then(self, start: Callable[[T], Handle[U]]) -> Handle[U]:
+        """What ``start`` starts with the result, when this is waited for."""
+        return _Chain(self, start)
+
+    def wait(self, timeout: float | None = None) -> T:
         """The result, once all servers have answered. It may be asked for again, and from any thread.
+
+        Args:
+            timeout: seconds; None: as long as the servers live. `Servers.waiting_for` says whom they wait for.
 
         Raises:
             ServerGone: a server has ended.
             Refused: a server lives, and does not do this.
+            TimeoutError: after ``timeout``; it is still under way.
         """
-        with self._lock:
+        left = _Left(timeout)
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise TimeoutError(f"another thread waits for the same, which was not done within {timeout:g} s")
+        try:
             if not self._is_finished:
-                self._result = self._finish([each.wait() for each in self._calls])
+                self._result = self._finish([each.wait(left.seconds()) for each in self._calls])
                 self._is_finished = True
+        finally:
+            self._lock.release()
         return self._result
+
+
+class _Left:
+    """What is left of a time-out."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def seconds(self) -> float | None:
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+class _Chain(Handle[U]):
+    """One operation after another."""
+
+    def __init__(self, first: Handle[T], start: Callable[[T], Handle[U]]) -> None:
+        self._first: Handle[Handle[U]] = first.then(start)
+
+    def is_done(self) -> bool:
+        return self._first.is_done() and self._first.wait().is_done()
+
+    def then(self, use: Callable[[U], V]) -> Handle[V]:
+        return _Chain(self._first, lambda second: second.then(use))
+
+    def wait(self, timeout: float | None = None) -> U:
+        left = _Left(timeout)
+        return self._first.wait(left.seconds()).wait(left.seconds())

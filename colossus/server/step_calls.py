@@ -79,13 +79,13 @@ class StepCalls:
             return self._squares(step, names, tuple(self._workers), step)
         arrive = self._call(0, "arrive", (), {"step": step, "workers": self._workers, "backups": backups})
 
-        def then(replies: list[Reply]) -> StepSquares:
+        def then(replies: list[Reply]) -> Handle[StepSquares]:
             included, newest = tuple(replies[0].header["included"]), replies[0].header["newest"]
             if not included:
-                return StepSquares((), {}, True, newest)
-            return self._squares(step, names, included, newest).wait()
+                return Handle((), lambda _: StepSquares((), {}, True, newest))
+            return self._squares(step, names, included, newest)
 
-        return Handle([arrive], then)
+        return Handle([arrive], lambda replies: replies).and_then(then)
 
     def _squares(self, step: int, names: Sequence[str], included: tuple[int, ...], newest: int) -> Handle[StepSquares]:
         servers = self._splitter.by_server(names)

@@ -13,7 +13,7 @@ from colossus.server.messages import Request
 from colossus.server.shard import Part
 from colossus.server.stored_tensors import StoredTensors
 from colossus.server.sync_steps import SyncSteps
-from colossus.server.waiting import Answer, WaitingRequests
+from colossus.server.waiting import Answer, Awaited, WaitingRequests
 
 
 class StepRequests:
@@ -61,7 +61,10 @@ class StepRequests:
                 return None
             return lambda: request.reply({"included": list(included), "newest": arrivals.newest})
 
-        self._waiting.add(request, answer)
+        def awaited() -> Awaited:
+            return arrivals.missing(header["step"], workers, self._gone), f"have not arrived in step {header['step']}"
+
+        self._waiting.add(request, answer, awaited)
 
     def squares(self, request: Request) -> None:
         """Of each tensor the square of the norm of the sum over workers, answered when all parts are here. Header:
@@ -88,7 +91,13 @@ class StepRequests:
             array = torch.tensor([squares or 0.0 for squares in found], dtype=torch.float64)
             return lambda: request.reply({"late": late}, [array])
 
-        self._waiting.add(request, answer)
+        def awaited() -> Awaited:
+            missing = {name: self._steps[name].missing(step, included) for name in names if name in self._steps}
+            workers = sorted({worker for those in missing.values() for worker in those})
+            of = next((repr(name) for name, those in missing.items() if those), "any tensor")
+            return workers, f"have not given their part of {of} in step {step}"
+
+        self._waiting.add(request, answer, awaited)
 
     def apply(self, request: Request) -> list[Tensor]:
         """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the

@@ -15,7 +15,7 @@ from colossus.server.messages import Request
 from colossus.server.shard import ShardSpec
 from colossus.server.step_requests import StepRequests
 from colossus.server.stored_tensors import StoredTensors, check_ids
-from colossus.server.waiting import Answer, WaitingRequests
+from colossus.server.waiting import Answer, Awaited, WaitingRequests
 
 
 class ShardStore:
@@ -47,6 +47,7 @@ class ShardStore:
             "clock": self._clock,
             "leave": self._leave,
             "alive": self._alive,
+            "waiting_for": self._waiting_for,
             "dump": self._dump,
             "load": self._load,
             "stats": self._stats,
@@ -100,7 +101,10 @@ class ShardStore:
                 raise ValueError(f"worker {source} has gone ({self._gone[source]}) and has not made {specs[0].name!r}")
             return None
 
-        self._waiting.add(request, joined)
+        def awaited() -> Awaited:
+            return self._tensors.awaited(specs, worker, source), f"have not made, or not freed, {specs[0].name!r}"
+
+        self._waiting.add(request, joined, awaited)
 
     def _free(self, request: Request) -> None:
         names = request.header["names"]
@@ -155,7 +159,10 @@ class ShardStore:
         def answer() -> Answer | None:
             return request.reply if self._clocks.may_begin(step, most) else None
 
-        self._waiting.add(request, answer)
+        def awaited() -> Awaited:
+            return self._clocks.behind(step, most), f"have finished fewer than {step - most} steps"
+
+        self._waiting.add(request, answer, awaited)
 
     def _leave(self, request: Request) -> None:
         """Header: workers that take no further part in clocks."""
@@ -166,6 +173,10 @@ class ShardStore:
     def _alive(self, request: Request) -> None:
         gone = sorted(self._gone.items())
         request.reply({"alive": sorted(self._seen - self._gone.keys()), "gone": gone})
+
+    def _waiting_for(self, request: Request) -> None:
+        """The reply: waits, for each request of this worker that is not answered (workers, what they have not done)."""
+        request.reply({"waits": self._waiting.of(request.worker)})
 
     # -- state ----------------------------------------------------------------------------------------------
 

@@ -61,6 +61,13 @@ class StoredTensors:
             self._users.setdefault(spec.name, set()).add(worker)
         return True
 
+    def awaited(self, specs: Sequence[ShardSpec], worker: int, source: int) -> list[int]:
+        """Whom a worker that makes tensors waits for: those that have not freed them, or the one that gives values."""
+        users = {
+            user for spec in specs if worker in self._freed_by.get(spec.name, ()) for user in self._users[spec.name]
+        }
+        return sorted(users) or [source]
+
     def free(self, names: Sequence[str], worker: int) -> None:
         """A worker needs tensors no more."""
         for name in names:

@@ -9,12 +9,15 @@ from colossus.server.messages import Request
 
 #: whether a request can be answered now: None, not yet; else what answers it
 Answer = Callable[[], object]
+#: what a request waits for: workers, and in words
+Awaited = tuple[list[int], str]
 
 
 @dataclass(frozen=True)
 class _Deferred:
     request: Request
     look: Callable[[], Answer | None]
+    awaited: Callable[[], Awaited]
 
 
 class WaitingRequests:
@@ -27,9 +30,17 @@ class WaitingRequests:
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def add(self, request: Request, look: Callable[[], Answer | None]) -> None:
-        """Answer a request, at once where it can be."""
-        deferred = _Deferred(request, look)
+    def of(self, worker: int) -> list[Awaited]:
+        """What each request of a worker waits for."""
+        return [deferred.awaited() for deferred in self._deferred if deferred.request.worker == worker]
+
+    def add(self, request: Request, look: Callable[[], Answer | None], awaited: Callable[[], Awaited]) -> None:
+        """Answer a request, at once where it can be.
+
+        Args:
+            awaited: what it waits for while it is not answered.
+        """
+        deferred = _Deferred(request, look, awaited)
         if not self._try(deferred):
             self._deferred.append(deferred)
 

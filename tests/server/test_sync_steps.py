@@ -221,3 +221,34 @@ def test_a_dead_worker_holds_no_clock() -> None:
         further = workers[0].clock(9, 1)
         workers[1].close()
         further.wait()
+
+
+def test_whom_a_call_waits_for() -> None:
+    """A call that depends on others can be waited for with a time-out, and the servers say whom they wait for."""
+    with local_servers(2, 3) as workers:
+        made(workers, {"w": torch.zeros(4)}, optimizer=dict(type="sgd", lr=1.0))
+        workers[0].accumulate(0, {"w": torch.ones(4)}).wait()
+        workers[2].accumulate(0, {"w": torch.ones(4)}).wait()
+        squares, clock = workers[0].squares(0), workers[2].clock(3, 1)
+        with pytest.raises(TimeoutError, match=r"has not answered 'squares' within 0.\d+ s; it was to squares 'w'"):
+            squares.wait(0.02)
+        assert [str(each) for each in workers[0].waiting_for().wait()] == [
+            f"server {server} waits for worker 1: have not given their part of 'w' in step 0" for server in range(2)
+        ]
+        [behind] = workers[2].waiting_for().wait()
+        assert str(behind) == "server 0 waits for workers 0, 1: have finished fewer than 2 steps"
+        assert not workers[1].waiting_for().wait()
+        workers[1].accumulate(0, {"w": torch.ones(4)}).wait()
+        assert squares.wait(9.0).squares["w"] == pytest.approx(36.0)
+        workers[0].clock(2, 9).wait()
+        workers[1].clock(2, 9).wait()
+        clock.wait(9.0)
+        for worker in workers[:2]:
+            worker.accumulate(1, {"w": torch.ones(4)}, backups=0).wait()
+        chain = workers[0].squares(1, backups=1).then(lambda found: found.included)
+        with pytest.raises(TimeoutError):
+            chain.wait(0.02)
+        [of] = workers[0].waiting_for().wait()
+        assert (of.workers, of.words) == ((1, 2), "have not arrived in step 1")
+        workers[1].squares(1, backups=1).wait(9.0)
+        assert chain.wait(9.0) == (0, 1)
