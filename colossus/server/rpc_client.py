@@ -138,9 +138,14 @@ class RpcClient:
                 self._connection.forget(self._segments.take_dropped())
         return call
 
-    def close(self) -> None:
-        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent."""
-        self._calls.wait_for_end()
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent.
+
+        Args:
+            patience_seconds: for which calls are waited for; None: without end.
+        """
+        if not self._is_closing:
+            self._calls.wait_for_end(patience_seconds)
         self._is_closing = True
         self._wake.call()
         if self._thread is not threading.current_thread():

@@ -77,7 +77,10 @@ def case_of(name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "names",
-    [("adagrad", "microbatches", "clipped values"), *long(("sgd", "momentum", "nesterov", "adamw", "adam", "norms of groups"))],
+    [
+        ("adagrad", "microbatches", "clipped values"),
+        *long(("sgd", "momentum", "nesterov", "adamw", "adam", "norms of groups")),
+    ],
     ids=["some", "rest"],
 )
 def test_each_optimizer_is_that_of_all_reduce(names: tuple[str, ...]) -> None:

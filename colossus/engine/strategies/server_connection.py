@@ -41,6 +41,7 @@ class ServerConnection:
     def __init__(self, servers: Servers, own: Sequence[OwnServer], context: ParallelContext) -> None:
         self.servers, self._own = servers, list(own)
         self._ranks, self._rank = context.ranks, context.rank
+        self._timeout = context.timeout.total_seconds()
         self._store = context.store() if context.world_size > 1 else None
         self._is_closed = False
 
@@ -49,7 +50,7 @@ class ServerConnection:
         if self._is_closed:
             return
         self._is_closed = True
-        self.servers.close()
+        self.servers.close(0.0 if sys.exception() is not None else self._timeout)
         if self._store is not None:
             self._store.set(f"servers/left/{self._rank}", "")
             if self._own and sys.exception() is None:
