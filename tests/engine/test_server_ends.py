@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +178,38 @@ def test_workers_stop_after_the_same_step() -> None:
     first, second = run_ranks(2, _stopped, options, with_context=False)
     assert first == second
     assert all(3 <= step < 900 for step in first)
+
+
+OWN_LOOP = """
+import os, time, torch
+from torch import nn
+import colossus
+
+class Net(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1 * int(os.environ["RANK"]))
+        return super().forward(x)
+
+engine = colossus.initialize(
+    dict(
+        parallel=dict(data=2, strategy=dict(type="server", mode="async")),
+        train=dict(steps=1000, global_batch_size=8), optimizer=dict(type="SGD", lr=0.1), device="cpu",
+    ),
+    model=lambda: Net(6, 3),
+    loss_fn=lambda outputs, batch: (outputs.square().sum(), len(outputs)),
+)
+for _ in range(10):
+    engine.train_step({"inputs": torch.ones(4, 6)})
+print("done")
+"""
+
+
+@pytest.mark.long
+def test_servers_of_an_own_loop_live_until_the_last_rank_has_ended(tmp_path: Path) -> None:
+    """Nobody closes the engine, and the rank that has started the servers is the first to end."""
+    script = tmp_path / "loop.py"
+    script.write_text(OWN_LOOP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("done") == 2
