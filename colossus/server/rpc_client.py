@@ -17,6 +17,7 @@ from colossus.comm.forked import close_in_children, keep
 from colossus.comm.peer_wire import WireError
 from colossus.comm.wake import Wake
 from colossus.server import wire
+from colossus.server.beats import BEAT_SECONDS, LEAST_TIMEOUT_SECONDS
 from colossus.server.connect import address_of, connect
 from colossus.server.connection import Connection
 from colossus.server.environment import wrong_endpoint
@@ -26,7 +27,7 @@ from colossus.server.outgoing import Outgoing
 from colossus.server.pending_calls import Pending, PendingCalls
 from colossus.server.reply_arrays import ReplyArrays
 from colossus.server.segments import SegmentMap, SegmentPool
-from colossus.server.wire import BEAT_SECONDS, Hello
+from colossus.server.wire import Hello
 
 _POOLED_BYTES = 256 << 20
 _LOOK_SECONDS = 0.2
@@ -35,7 +36,6 @@ _ACKNOWLEDGE_SECONDS = 0.02
 _MOST_UNACKNOWLEDGED = 32
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
-LEAST_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
 
 
 class RpcClient:

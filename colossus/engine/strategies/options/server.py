@@ -8,6 +8,7 @@ from pydantic import Field
 
 from colossus.config import Config
 from colossus.engine.strategies.options.base import Count, CountOrZero, PerReplicaOptions
+from colossus.server.beats import LEAST_TIMEOUT_SECONDS
 
 #: optimizers whose updates a server knows, by the names of torch's classes
 SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")
@@ -71,6 +72,11 @@ class ServerOptions(PerReplicaOptions):
         problems += self._combination_problems()
         problems += self._staleness_problems()
         problems += self._optimizer_problems(config.optimizer)
+        if config.comm.timeout_seconds < LEAST_TIMEOUT_SECONDS:
+            problems.append(
+                f"comm.timeout_seconds = {config.comm.timeout_seconds:g}: a server can be taken for dead after "
+                f"{LEAST_TIMEOUT_SECONDS:g} s at the earliest; use at least that"
+            )
         return problems
 
     def _combination_problems(self) -> list[str]:
