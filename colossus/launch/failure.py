@@ -34,6 +34,7 @@ _COMMUNICATION_ERRORS = (
     "connectFullMesh failed",
     "Timed out waiting",
     "did not come to collective",
+    "did not come to the servers",
     "did not send the",
     "did not take the",
     "did not send its message",

@@ -61,10 +61,14 @@ class Servers:
     def names(self) -> list[str]:
         return list(self.sharding.ranges)
 
-    def close(self) -> None:
-        """Say goodbye to all servers, which go on."""
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Say goodbye to all servers, which go on.
+
+        Args:
+            patience_seconds: for which calls under way are waited for, at each; None: without end.
+        """
         for client in self._clients:
-            client.close()
+            client.close(patience_seconds)
 
     # -- tensors --------------------------------------------------------------------------------------------
 

@@ -47,10 +47,10 @@ class PendingCalls:
         with self.changed:
             self.changed.wait_for(lambda: self._has_room() or self.gone is not None)
 
-    def wait_for_end(self) -> None:
-        """Return when all have ended."""
+    def wait_for_end(self, seconds: float | None) -> None:
+        """Return when all have ended, or after ``seconds``."""
         with self.changed:
-            self.changed.wait_for(lambda: not self._calls)
+            self.changed.wait_for(lambda: not self._calls, seconds)
 
     def _has_room(self) -> bool:
         return len(self._calls) < _MOST_CALLS and self._held_bytes < _MOST_HELD_BYTES

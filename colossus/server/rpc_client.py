@@ -17,6 +17,7 @@ from colossus.comm.forked import close_in_children, keep
 from colossus.comm.peer_wire import WireError
 from colossus.comm.wake import Wake
 from colossus.server import wire
+from colossus.server.beats import BEAT_SECONDS, LEAST_TIMEOUT_SECONDS
 from colossus.server.connect import address_of, connect
 from colossus.server.connection import Connection
 from colossus.server.environment import wrong_endpoint
@@ -26,7 +27,7 @@ from colossus.server.outgoing import Outgoing
 from colossus.server.pending_calls import Pending, PendingCalls
 from colossus.server.reply_arrays import ReplyArrays
 from colossus.server.segments import SegmentMap, SegmentPool
-from colossus.server.wire import BEAT_SECONDS, Hello
+from colossus.server.wire import Hello
 
 _POOLED_BYTES = 256 << 20
 _LOOK_SECONDS = 0.2
@@ -35,7 +36,6 @@ _ACKNOWLEDGE_SECONDS = 0.02
 _MOST_UNACKNOWLEDGED = 32
 #: in which what is left must be written at the end
 _CLOSE_SECONDS = 2.0
-LEAST_TIMEOUT_SECONDS = 3 * BEAT_SECONDS
 
 
 class RpcClient:
@@ -138,9 +138,14 @@ class RpcClient:
                 self._connection.forget(self._segments.take_dropped())
         return call
 
-    def close(self) -> None:
-        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent."""
-        self._calls.wait_for_end()
+    def close(self, patience_seconds: float | None = None) -> None:
+        """Wait for the calls under way, as long as the server lives, and say goodbye. Idempotent.
+
+        Args:
+            patience_seconds: for which calls are waited for; None: without end.
+        """
+        if not self._is_closing:
+            self._calls.wait_for_end(patience_seconds)
         self._is_closing = True
         self._wake.call()
         if self._thread is not threading.current_thread():

@@ -18,12 +18,13 @@ from colossus.comm.forked import close_in_children, keep
 from colossus.comm.peer_wire import WireError
 from colossus.comm.wake import Wake
 from colossus.server import wire
+from colossus.server.beats import BEAT_SECONDS
 from colossus.server.connection import Connection
 from colossus.server.entrance import Entrance
 from colossus.server.intake import Intake
 from colossus.server.messages import Request
 from colossus.server.session import Session
-from colossus.server.wire import BEAT_SECONDS, BUSY, NEVER, WELCOME, Hello, Welcome
+from colossus.server.wire import BUSY, NEVER, WELCOME, Hello, Welcome
 
 _log = logging.getLogger("colossus.server")
 _LOOK_SECONDS = 0.2

@@ -21,8 +21,6 @@ from typing import Any
 from colossus.comm.peer_wire import WireError
 
 MAGIC = b"CLSV"
-#: of silence, after which either end gives a sign of life
-BEAT_SECONDS = 1.0
 VERSION = 1
 _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32

@@ -52,8 +52,8 @@ def config_of(more: dict[str, Any], data: int = 4, **strategy: Any) -> Any:
         (dict(prefetch=True), {}, "nothing is pulled ahead"),
         (dict(algorithm="eamsgd"), dict(optimizer=dict(type="SGD", momentum=0.9)), "Nesterov's momentum"),
         (dict(), dict(optimizer=dict(type=torch.optim.Rprop)), "optimizer.type = 'Rprop': the servers apply SGD"),
+        (dict(), dict(comm=dict(timeout_seconds=2.9)), "comm.timeout_seconds = 2.9: a server can be taken for dead"),
         (dict(), dict(optimizer=dict(type="AdamW", amsgrad=True)), "the servers' Adam keeps no maxima"),
-        (dict(), dict(train=dict(clip_grad_value=1.0)), "clip by their norm only"),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

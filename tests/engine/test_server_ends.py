@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from helpers import server_threads
+from helpers.long import long
 from helpers.ranks import run_ranks
+from helpers.servers import local_servers
 from torch import Tensor, nn
+from torch import distributed as dist
 
 import colossus
+from colossus.engine.strategies.server_patience import Patience
+from colossus.launch.failure import kind_of
 from colossus.server.messages import ServerGone
 
 server_threads.in_threads()
@@ -29,12 +40,13 @@ def loss_fn(outputs: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum"), len(outputs)
 
 
-def engine_of(steps: int, **strategy: Any) -> Any:
+def engine_of(steps: int, timeout_seconds: float = 60.0, **strategy: Any) -> Any:
     return colossus.initialize(
         dict(
             parallel=dict(data=2, strategy=dict(type="server", servers=2, **strategy)),
             train=dict(steps=steps, global_batch_size=8),
             optimizer=dict(type="SGD", lr=0.1),
+            comm=dict(timeout_seconds=timeout_seconds),
             device="cpu",
         ),
         model=Net,
@@ -53,6 +65,7 @@ def _server_dies(rank: int, options: list[dict[str, Any]]) -> list[tuple[str, fl
         engine = engine_of(1000, **strategy)
         for _ in range(3):
             engine.train_step(batch())
+        dist.barrier()  # the other is in its first steps, perhaps
         began = time.monotonic()
         if rank == 0:
             engine.strategy.at_servers._connection._own[1].close()
@@ -83,6 +96,64 @@ def test_all_workers_hear_in_words_that_a_server_has_ended() -> None:
     assert len(by_rank[0]) == len(options)
 
 
+def _sleeps(rank: int, strategy: dict[str, Any]) -> tuple[str, str, float]:
+    """What the first worker is told when the second lives, and does not come; what it is; after how many seconds."""
+    engine = engine_of(1000, 3.0, **strategy)
+    store = engine.context.store()
+    for _ in range(3):
+        engine.train_step(batch())
+    told, began = ("", "", 0.0), time.monotonic()
+    if rank == 0:
+        try:
+            while time.monotonic() - began < 10:
+                engine.train_step(batch())
+        except RuntimeError as error:
+            told = str(error), kind_of(error), time.monotonic() - began
+            engine.close()  # does not wait for the other, either
+        store.set("told", "")
+    else:
+        store.wait(["told"], timedelta(seconds=20))
+    try:
+        raise RuntimeError("as the step of the other")
+    except RuntimeError:
+        engine.close()
+    return told
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dict(mode="sync"),
+        *long(dict(mode="async", max_staleness=1), dict(mode="async", algorithm="easgd", max_staleness=1)),
+    ],
+    ids=str,
+)
+def test_a_worker_that_lives_and_does_not_come_is_named_after_the_time_out(strategy: dict[str, Any]) -> None:
+    (text, kind, seconds), _ = run_ranks(2, _sleeps, strategy, with_context=False)
+    assert text.startswith("timeout: rank 1 did not come to the servers within 3 s (comm.timeout_seconds): server ")
+    assert kind == "communication"
+    assert 3.0 <= seconds < 6.0
+
+
+def test_others_are_waited_for_as_long_as_one_after_the_other_comes() -> None:
+    """In all longer than the time-out; who then does not come is named."""
+    with local_servers(1, 3) as (first, second, third):
+        patience, ended = Patience(first, 0.4), threading.Event()
+
+        def come() -> None:
+            for worker in (second, third):
+                ended.wait(0.3)
+                worker.clock(1, 0)
+
+        thread = threading.Thread(target=come)
+        thread.start()
+        patience.wait(first.clock(1, 0))
+        thread.join()
+        with pytest.raises(RuntimeError, match=r"timeout: ranks 1, 2 did not come .* within 0.4 s"):
+            patience.wait(first.clock(2, 0))
+        first.close(0.0)  # which else would wait for the same
+
+
 def _stopped(rank: int, options: list[dict[str, Any]]) -> list[int]:
     """The step after which each run has ended, when the second worker has asked for it in its third step."""
     ended = []
@@ -107,3 +178,38 @@ def test_workers_stop_after_the_same_step() -> None:
     first, second = run_ranks(2, _stopped, options, with_context=False)
     assert first == second
     assert all(3 <= step < 900 for step in first)
+
+
+OWN_LOOP = """
+import os, time, torch
+from torch import nn
+import colossus
+
+class Net(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.1 * int(os.environ["RANK"]))
+        return super().forward(x)
+
+engine = colossus.initialize(
+    dict(
+        parallel=dict(data=2, strategy=dict(type="server", mode="async")),
+        train=dict(steps=1000, global_batch_size=8), optimizer=dict(type="SGD", lr=0.1), device="cpu",
+    ),
+    model=lambda: Net(6, 3),
+    loss_fn=lambda outputs, batch: (outputs.square().sum(), len(outputs)),
+)
+for _ in range(10):
+    engine.train_step({"inputs": torch.ones(4, 6)})
+print("done")
+"""
+
+
+@pytest.mark.long
+def test_servers_of_an_own_loop_live_until_the_last_rank_has_ended(tmp_path: Path) -> None:
+    """Nobody closes the engine, and the rank that has started the servers is the first to end."""
+    script = tmp_path / "loop.py"
+    script.write_text(OWN_LOOP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("done") == 2

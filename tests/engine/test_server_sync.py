@@ -70,12 +70,17 @@ def case_of(name: str) -> dict[str, dict[str, Any]]:
         return pair(dict(data=2), "adamw", schedule=dict(microbatches=2))
     if name == "norms of groups":
         return pair(dict(data=2), "adamw", train=dict(grad_norm_by_group=True, clip_grad_norm=None))
+    if name == "clipped values":
+        return pair(dict(data=2), "momentum", train=dict(clip_grad_norm=0.7, clip_grad_value=1e-3))
     return pair(dict(data=2), name, train=dict(clip_grad_norm=0.7))
 
 
 @pytest.mark.parametrize(
     "names",
-    [("adagrad", "microbatches"), *long(("sgd", "momentum", "nesterov", "adamw", "adam", "norms of groups"))],
+    [
+        ("adagrad", "microbatches", "clipped values"),
+        *long(("sgd", "momentum", "nesterov", "adamw", "adam", "norms of groups")),
+    ],
     ids=["some", "rest"],
 )
 def test_each_optimizer_is_that_of_all_reduce(names: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from colossus.server.client import Servers
 from colossus.server.process import start_servers
 from colossus.server.rpc import RpcClient
 
-#: for which the first rank waits for others, before it ends servers of its own
+#: for which the first rank waits for others at least, before it ends servers of its own
 _PATIENCE_SECONDS = 20.0
 
 
@@ -41,19 +42,26 @@ class ServerConnection:
     def __init__(self, servers: Servers, own: Sequence[OwnServer], context: ParallelContext) -> None:
         self.servers, self._own = servers, list(own)
         self._ranks, self._rank = context.ranks, context.rank
+        self._timeout = context.timeout.total_seconds()
         self._store = context.store() if context.world_size > 1 else None
         self._is_closed = False
+        atexit.register(self.close)  # a loop of the user's own may end without `Engine.close`
 
     def close(self) -> None:
         """Say goodbye; servers that this rank has started end once all others have."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.servers.close()
+        atexit.unregister(self.close)
+        has_failed = sys.exception() is not None or hasattr(sys, "last_value")  # others may wait for this rank then
+        self.servers.close(0.0 if has_failed else self._timeout)
         if self._store is not None:
             self._store.set(f"servers/left/{self._rank}", "")
-            if self._own and sys.exception() is None:
-                keys, deadline = [f"servers/left/{rank}" for rank in self._ranks], time.monotonic() + _PATIENCE_SECONDS
+            if self._own and not has_failed:
+                keys, deadline = (
+                    [f"servers/left/{rank}" for rank in self._ranks],
+                    time.monotonic() + max(_PATIENCE_SECONDS, self._timeout),
+                )
                 while not self._store.check(keys) and time.monotonic() < deadline:
                     time.sleep(0.01)
         for server in self._own:

@@ -17,6 +17,7 @@ from colossus.engine.sparse.table import Table
 from colossus.engine.strategies.options.server import ServerOptions
 from colossus.engine.strategies.server_connection import connect
 from colossus.engine.strategies.server_optimizer import ServerOptimizer
+from colossus.engine.strategies.server_patience import Patience
 from colossus.engine.strategies.server_pull import Pull
 from colossus.engine.strategies.server_report import ServerReport
 from colossus.engine.strategies.server_rows import ServerRows
@@ -55,6 +56,7 @@ class ServerParameters:
         self._world, self._data = context.group(context.grid.names), context.group("data")
         self._connection = connect(options.servers, context, on_progress, self._data.ranks)
         self._servers = self._connection.servers
+        self._patience = Patience(self._servers, context.timeout.total_seconds())
         self._optimizer: ServerOptimizer | None = None
         self.is_placed = self._is_made = False
         self._begin: Sequence[Tensor] | None = None
@@ -126,7 +128,7 @@ class ServerParameters:
                 for name in of_source
             }
             rules = {name: {"type": rule_of[name]} for name in of_source if rule_of[name]}
-            self._servers.create(tensors, optimizers=rules, source=source).wait()
+            self._patience.wait(self._servers.create(tensors, optimizers=rules, source=source))
         if self._optimizer is not None:
             mine = {name for name, source in source_of.items() if source == self._context.rank}
             self._optimizer.give_state(self._servers, self.shards, mine)
@@ -215,13 +217,13 @@ class ServerParameters:
             return []
         began = time.perf_counter()
         self._given.wait()  # a part that was refused would be waited for without end
-        squares = self._servers.squares(number).wait().squares
+        squares = self._patience.wait(self._servers.squares(number)).squares
         self._numbers.waited(time.perf_counter() - began)
         return [(shard.param, squares[shard.name]) for shard in self._first]
 
-    def apply(self, number: int, scale: float | None) -> Pull:
-        """One update by the sums, times ``scale`` (None: none, they are forgotten), and what it makes of the values,
-        but for the tables of which steps pull rows."""
+    def apply(self, number: int, scale: float | None, clip_value: float | None = None) -> Pull:
+        """One update by the sums, times ``scale`` (None: none, they are forgotten), elements clipped to ``clip_value``
+        after that, and what it makes of the values, but for the tables of which steps pull rows."""
         assert self._optimizer is not None
         shards = [shard for shard in self.shards if shard.name not in self._by_rows]
         values = [
@@ -229,7 +231,8 @@ class ServerParameters:
             for shard in shards
         ]
         into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
-        options_of = self._optimizer.options_of(self._first, scale=0.0 if scale is None else scale)
+        factors = {"scale": 0.0 if scale is None else scale, "clip_value": clip_value}
+        options_of = self._optimizer.options_of(self._first, **factors)
         apply = partial(self._servers.apply, number, options_of=options_of, found_inf=scale is None)
         # who pulls rows later is served after this
         self._applied = apply([shard.name for shard in self._first if shard.name not in into])
@@ -272,7 +275,7 @@ class ServerParameters:
         """Before a step, until the slowest worker is no more than ``max_staleness`` steps behind."""
         if self._clock is not None:
             began = time.perf_counter()
-            self._clock.wait()
+            self._patience.wait(self._clock)
             self._clock = None
             self._numbers.waited(time.perf_counter() - began)
 

@@ -84,7 +84,7 @@ class SyncServer(AllReduce):
     ) -> None:
         before_update()
         skipped = found_inf is not None and bool(found_inf)
-        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item())
+        self._pull = self.at_servers.apply(self._number, None if skipped else scale.item(), clip_value)
 
     def after_step(self, step: int) -> None:
         assert self._pull is not None

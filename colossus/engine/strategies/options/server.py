@@ -8,6 +8,7 @@ from pydantic import Field
 
 from colossus.config import Config
 from colossus.engine.strategies.options.base import Count, CountOrZero, PerReplicaOptions
+from colossus.server.beats import LEAST_TIMEOUT_SECONDS
 
 #: optimizers whose updates a server knows, by the names of torch's classes
 SERVER_OPTIMIZERS = ("SGD", "AdamW", "Adam", "Adagrad")
@@ -71,10 +72,10 @@ class ServerOptions(PerReplicaOptions):
         problems += self._combination_problems()
         problems += self._staleness_problems()
         problems += self._optimizer_problems(config.optimizer)
-        if config.train.clip_grad_value is not None and not self.has_own_optimizer and self.mode == "sync":
+        if config.comm.timeout_seconds < LEAST_TIMEOUT_SECONDS:
             problems.append(
-                f"train.clip_grad_value = {config.train.clip_grad_value}: the sums of gradients are at the servers, "
-                f"which clip by their norm only; use clip_grad_norm, or mode='async'"
+                f"comm.timeout_seconds = {config.comm.timeout_seconds:g}: a server can be taken for dead after "
+                f"{LEAST_TIMEOUT_SECONDS:g} s at the earliest; use at least that"
             )
         return problems
 
