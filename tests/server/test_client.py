@@ -238,8 +238,10 @@ def test_a_tensor_is_there_until_all_have_freed_it() -> None:
         assert torch.equal(pulled(other, "w", torch.empty(4)), torch.ones(4))
         assert not again.is_done()
         other.free(["w"]).wait()
-        again.wait()
+        other.create({"w": torch.ones(4)}).wait(9.0)
+        again.wait(9.0)
         assert torch.equal(pulled(worker, "w", torch.empty(4)), torch.full((4,), 2.0))
+        other.free(["w"]).wait()
         with pytest.raises(ValueError, match="no tensor 'w' at the servers: it was not made, or was freed"):
             other.push({"w": torch.ones(4)})
 
