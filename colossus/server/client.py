@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.server.handles import Handle, ServerCall, Waits, gone_in
+from colossus.server.handles import Handle, ServerCall, UnwaitedPushes, Waits, gone_in
 from colossus.server.messages import Reply, ServerGone
 from colossus.server.pieces import Pieces, Splitter, Value, header_of
 from colossus.server.rpc import RpcClient
@@ -50,7 +51,9 @@ class Servers:
         self._splitter.ranges = self.sharding.ranges
         self._versions: dict[tuple[str, int], int] = {}
         self._prefetched: dict[tuple[str, ...], tuple[Handle[None], dict[str, Tensor]]] = {}
-        self._spare: dict[tuple[str, ...], dict[str, Tensor]] = {}
+        #: by names, buffers that no pull takes any more
+        self._spare: dict[tuple[str, ...], list[dict[str, Tensor]]] = {}
+        self._pushes = UnwaitedPushes()
         self._steps = StepCalls(self._splitter, self.workers, self._call)
         self._lock = threading.RLock()
 
@@ -66,9 +69,14 @@ class Servers:
 
         Args:
             patience_seconds: for which calls under way are waited for, at each; None: without end.
+
+        Raises:
+            Refused: a push that nobody waited for was refused.
         """
         for client in self._clients:
             client.close(patience_seconds)
+        if sys.exception() is None:
+            self._pushes.require_accepted()
 
     # -- tensors --------------------------------------------------------------------------------------------
 
@@ -123,9 +131,11 @@ class Servers:
             servers = self._splitter.by_server(names)
             for name in names:
                 self.sharding.remove(name)
-            for key in [key for key in self._spare if not set(key).isdisjoint(names)]:
+                del self._splitter.shapes[name], self._splitter.dtypes[name]
+            for key in [key for key in (*self._spare, *self._prefetched) if not set(key).isdisjoint(names)]:
                 self._prefetched.pop(key, None)
-                del self._spare[key]
+                self._spare.pop(key, None)
+            self._versions = {key: version for key, version in self._versions.items() if key[0] not in names}
         return Handle([self._call(server, "free", of, {"names": of}) for server, of in servers.items()], _nothing)
 
     def push(
@@ -149,7 +159,12 @@ class Servers:
         Returns:
             By name the staleness: how many updates of it, this worker's included, were applied since this worker pulled
             it, the largest over its shards; None where it never did, and for ``zero`` and ``copy``.
+
+        Raises:
+            ValueError: a value does not fit its tensor.
+            Refused: an earlier push that nobody waited for was refused.
         """
+        self._pushes.require_accepted()
         counts = rule in ("add", "gradient")
         found = self._splitter.split(values)
         calls = []
@@ -158,6 +173,7 @@ class Servers:
             chosen = [dict(options_of.get(name, options)) for name in pieces.names]
             header = header_of(pieces, rule=rule, options=chosen, bases=bases)
             calls.append(self._call(server, "push", pieces.names, header, pieces.arrays))
+        self._pushes.add(calls)
 
         def staleness(replies: list[Reply]) -> dict[str, int | None]:
             most: dict[str, int | None] = dict.fromkeys(values)
@@ -174,11 +190,23 @@ class Servers:
 
         What was prefetched for just these names is taken instead.
         """
+        self._pushes.require_accepted()
+        for name, target in into.items():
+            if target.shape != (shape := self._shape(name)):
+                raise ValueError(f"{name!r} is {list(shape)}: it does not go into {list(target.shape)}")
+        key = tuple(into)
         with self._lock:
-            ready = self._prefetched.pop(tuple(into), None)
-        if ready is not None:
-            return ready[0].then(lambda _: _copy(ready[1], into))
-        return self._pull(into)
+            ready = self._prefetched.pop(key, None)
+        if ready is None:
+            return self._pull(into)
+
+        def taken(_: None) -> None:
+            _copy(ready[1], into)
+            with self._lock:  # only now another prefetch may write to it
+                if all(name in self._splitter.shapes for name in key):
+                    self._spare.setdefault(key, []).append(ready[1])
+
+        return ready[0].then(taken)
 
     def prefetch(self, names: Sequence[str]) -> Handle[None]:
         """Start to pull into spare buffers, for the next `pull` of just these names, in this order."""
@@ -186,12 +214,12 @@ class Servers:
         with self._lock:
             if key in self._prefetched:
                 return self._prefetched[key][0]
-            if key not in self._spare:
-                self._spare[key] = {
-                    name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in names
-                }
-            handle = self._pull(self._spare[key])
-            self._prefetched[key] = handle, self._spare[key]
+            if spare := self._spare.get(key):
+                buffers = spare.pop()
+            else:
+                buffers = {name: torch.empty(self._shape(name), dtype=self._splitter.dtypes[name]) for name in names}
+            handle = self._pull(buffers)
+            self._prefetched[key] = handle, buffers
         return handle
 
     def pull_rows(self, ids: Mapping[str, Tensor]) -> Handle[dict[str, Tensor]]:
@@ -224,7 +252,8 @@ class Servers:
     def _pulled(self, found: Mapping[int, Pieces], replies: Sequence[Reply]) -> None:
         for (server, pieces), reply in zip(found.items(), replies, strict=True):
             for name, version in zip(pieces.names, reply.header["versions"], strict=True):
-                self._versions[name, server] = version
+                if name in self._splitter.shapes:  # it may have been freed meanwhile
+                    self._versions[name, server] = version
 
     def _shape(self, name: str) -> tuple[int, ...]:
         self._splitter.ranges_of(name)

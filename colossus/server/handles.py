@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,14 +19,19 @@ V = TypeVar("V")
 _MOST_NAMES = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServerCall:
-    """One operation at one server, and the tensors that it is of."""
+    """One operation at one server, and the tensors that it is of.
+
+    Attributes:
+        is_told: whether somebody who waited was told that it was refused.
+    """
 
     server: int
     op: str
     names: Sequence[str]
     call: Call
+    is_told: bool = False
 
     def wait(self, timeout: float | None = None) -> Reply:
         """As `Call.wait`; errors say of what."""
@@ -37,6 +43,31 @@ class ServerCall:
             raise Refused(f"server {self.server} refused to {_in_words(self.op, self.names)}: {error}") from error
         except ServerGone as error:
             raise gone_in(error, self.op, self.names) from error
+
+
+class UnwaitedPushes:
+    """Pushes that nobody may wait for: one that was refused is told of at the next call, or at the end."""
+
+    def __init__(self) -> None:
+        self._calls: list[ServerCall] = []
+        self._lock = threading.Lock()
+
+    def add(self, calls: Sequence[ServerCall]) -> None:
+        with self._lock:
+            self._calls += calls
+
+    def require_accepted(self) -> None:
+        """
+        Raises:
+            Refused: one that is done was refused, and nobody was told.
+        """
+        with self._lock:
+            done = [each for each in self._calls if each.call.is_done()]
+            self._calls = [each for each in self._calls if not each.call.is_done()]
+        for each in done:
+            if not each.is_told:
+                with suppress(ServerGone):  # which every other call tells, too
+                    each.wait(0.0)
 
 
 def gone_in(error: ServerGone, op: str, names: Sequence[str]) -> ServerGone:
@@ -125,6 +156,10 @@ class Handle(Generic[T]):
             if not self._is_finished:
                 self._result = self._finish([each.wait(left.seconds()) for each in self._calls])
                 self._is_finished = True
+        except Refused:
+            for each in self._calls:  # those of other servers, too
+                each.is_told = True
+            raise
         finally:
             self._lock.release()
         return self._result

@@ -27,11 +27,12 @@ class ParameterServer:
         name, shape, dtype: of it.
         device: on which `receive` makes new tensors: that of the tensor it was made from.
         servers: where it is.
+        optimizer: of the rule ``gradient``, None: there is none.
         is_freed: whether `free` was called.
     """
 
-    def __init__(self, name: str, like: Tensor, servers: Servers) -> None:
-        self.servers = servers
+    def __init__(self, name: str, like: Tensor, servers: Servers, optimizer: Mapping[str, Any] | None) -> None:
+        self.servers, self.optimizer = servers, optimizer
         self.name, self.shape, self.dtype, self.device = name, like.shape, like.dtype, like.device
         self.is_freed = False
 
@@ -69,7 +70,7 @@ def init(tensor: Tensor, name: str | None = None, *, optimizer: Mapping[str, Any
         kind = type(tensor).__name__ if hasattr(tensor, "to_local") else f"{tensor.layout} on {tensor.device}"
         raise ValueError(f"colossus.server.init takes a dense tensor with values, not {kind}")
     servers = servers_of_run()
-    made = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers)
+    made = ParameterServer(f"tensor-{next(_numbers)}" if name is None else name, tensor, servers, optimizer)
     servers.create({made.key: tensor.detach().to("cpu")}, optimizer).wait()
     return made
 
@@ -86,11 +87,15 @@ def send(
         options: of the optimizer for this update, ``lr`` above all.
 
     Returns:
-        To be waited for until it is applied. The result is the staleness: how many updates came since this rank
+        To be waited for until it is applied; nobody has to: what is refused is told at the next call. The result is the staleness: how many updates came since this rank
         received the tensor; None where it never did, and for ``zero`` and ``copy``.
     """
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
+    if rule == "gradient" and "lr" not in {**(handle.optimizer or {}), **options}:
+        missing = "learning rate" if handle.optimizer else "optimizer"
+        given = 'init(.., optimizer=dict(type="sgd", lr=0.1))'
+        raise ValueError(f"{handle!r} has no {missing}: say, {given}")
     if tensor is None and rule != "zero":
         raise ValueError(f"{rule} of {handle!r} needs a tensor")
     value: Value = tensor
@@ -114,9 +119,12 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
     """
     key, servers = handle.key, handle.servers
     if ids is None:
+        _require_fits(handle, into, tuple(handle.shape))
         target = torch.empty(handle.shape, dtype=handle.dtype, device=handle.device) if into is None else into
         return servers.pull({key: target}).then(lambda _: target)
     wanted, places = torch.unique(_checked_ids(handle, ids), return_inverse=True)
+    shape = (len(ids), *handle.shape[1:])
+    _require_fits(handle, into, shape)
 
     @torch.no_grad()
     def taken(rows: dict[str, Tensor]) -> Tensor:
@@ -124,6 +132,13 @@ def receive(handle: ParameterServer, into: Tensor | None = None, ids: Tensor | N
         return found.to(handle.device) if into is None else into.detach().copy_(found)
 
     return servers.pull_rows({key: wanted}).then(taken)
+
+
+def _require_fits(handle: ParameterServer, into: Tensor | None, shape: tuple[int, ...]) -> None:
+    if into is not None and (into.shape != shape or into.dtype != handle.dtype):
+        raise ValueError(
+            f"{handle!r}: {handle.dtype} {list(shape)} does not go into {into.dtype} {list(into.shape)} (into=)"
+        )
 
 
 def prefetch(handle: ParameterServer) -> Handle[None]:

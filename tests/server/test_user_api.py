@@ -180,3 +180,44 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 4
     assert losses[-1] < 0.2
+
+
+def test_what_was_received_is_of_one_time_whatever_is_prefetched_next() -> None:
+    """In a process of its own: the servers of a lone process are there until it ends."""
+
+    def body(context: ParallelContext) -> None:
+        handle = ps.init(torch.zeros(1000, 3), "w")
+        for round_ in range(5):
+            ps.prefetch(handle)
+            received = ps.receive(handle)
+            ps.send(handle, torch.ones(1000, 3)).wait()
+            ps.prefetch(handle).wait()
+            assert torch.equal(received.wait(), torch.full((1000, 3), float(round_)))
+            assert torch.equal(ps.receive(handle).wait(), torch.full((1000, 3), round_ + 1.0))
+        for into in (torch.empty(4, 1000, 3), torch.empty(1000, 3, dtype=torch.int64)):
+            ps.prefetch(handle).wait()
+            with pytest.raises(ValueError, match="does not go into"):
+                ps.receive(handle, into)
+        with pytest.raises(ValueError, match="does not go into"):
+            ps.receive(handle, torch.empty(5, 3), ids=torch.tensor([2]))
+        with pytest.raises(ValueError, match="has no optimizer"):
+            ps.send(handle, torch.ones(1000, 3), "gradient")
+
+    run_ranks(1, body)
+
+
+def test_a_push_that_was_refused_is_told_although_nobody_waits_for_it() -> None:
+    def body(context: ParallelContext) -> None:
+        handle = ps.init(torch.zeros(7, 3), "w", optimizer=dict(type="momentum", lr=0.1))
+        ps.send(handle, torch.ones(7, 3), "gradient").wait()
+        refused = ps.send(handle, torch.ones(7, 3).bool())  # cannot be added to numbers of 32 bits
+        while not refused.is_done():
+            pass
+        with pytest.raises(Refused, match="refused to push"):
+            ps.receive(handle).wait()
+        assert ps.receive(handle).wait().unique().numel() == 1
+        ps.free(handle)
+        again = ps.init(torch.zeros(7, 3), "w")
+        assert ps.send(again, torch.ones(7, 3)).wait() is None  # it was not received yet
+
+    run_ranks(1, body)
