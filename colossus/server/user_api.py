@@ -88,7 +88,8 @@ def send(
 
     Returns:
         To be waited for until it is applied; nobody has to: what is refused is told at the next call. The result is the
-        staleness: how many updates came since this rank received the tensor; None where it never did, and for ``zero`` and ``copy``.
+        staleness: how many updates came since this rank received the tensor; None where it never did, and for ``zero``
+        and ``copy``.
     """
     if rule not in RULES:
         raise ValueError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
