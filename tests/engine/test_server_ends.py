@@ -135,6 +135,20 @@ def test_a_worker_that_lives_and_does_not_come_is_named_after_the_time_out(strat
     assert 3.0 <= seconds < 6.0
 
 
+def test_clocks_can_begin_anew() -> None:
+    """As `ServerParameters.place` does after a load."""
+    with local_servers(1, 2) as workers:
+        for handle in [worker.clock(100, 0) for worker in workers]:
+            handle.wait()
+        for worker in workers:
+            worker.clock(0, 0).wait()
+        first = workers[0].clock(1, 0)
+        with pytest.raises(TimeoutError):
+            first.wait(0.2)
+        workers[1].clock(1, 0).wait()
+        first.wait()
+
+
 def test_others_are_waited_for_as_long_as_one_after_the_other_comes() -> None:
     """In all longer than the time-out; who then does not come is named."""
     with local_servers(1, 3) as (first, second, third):

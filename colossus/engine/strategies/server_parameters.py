@@ -132,6 +132,8 @@ class ServerParameters:
         if self._optimizer is not None:
             mine = {name for name, source in source_of.items() if source == self._context.rank}
             self._optimizer.give_state(self._servers, self.shards, mine)
+        if self._options.max_staleness is not None:
+            self._servers.clock(0, 0).wait()  # the steps before a load do not count
         self.wait_for_all()
         self.is_placed, self._is_made, self._begin = True, True, None
         self._clock = None
