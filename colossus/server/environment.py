@@ -72,8 +72,8 @@ def read(environment: Mapping[str, str] = os.environ) -> Given:
     for name in (SERVERS, TOKEN):
         if name not in environment:
             raise ServersError(
-                f"{name} is not set: servers are started by `colossus launch` (strategy type='server') or by "
-                "colossus.server.init(), which set it for their workers"
+                f"{name} is not set: `colossus launch` sets it for its workers, where it starts servers (strategy "
+                "type='server')"
             )
     token = environment[TOKEN]
     if not re.fullmatch(rf"[0-9a-fA-F]{{{2 * _TOKEN_BYTES}}}", token):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from colossus.rows.rules import rule_of
 
 #: what a push may do; ``gradient`` is an update by the optimizer of the tensor
 RULES = ("zero", "copy", "add", "gradient")
+
+#: options of an update, beside those of its optimizer: see `Shard.push`
+_OF_UPDATES = ("scale", "clip_value")
 
 #: of a shard: all of it, some rows of it, or nothing
 Part = Tensor | RowGradient | None
@@ -83,6 +87,8 @@ class Shard:
         if rule == "add" and values.dtype == torch.bool:
             raise ValueError(f"{name} is torch.bool, which has no sum; there are zero and copy")
         if rule != "gradient":
+            if options:
+                raise ValueError(f"{rule} of {name} takes no options, and {', '.join(options)} was given")
             return
         if not values.is_floating_point():
             raise ValueError(f"{name} is {values.dtype}, which has no gradients")
@@ -90,9 +96,17 @@ class Shard:
             raise ValueError(
                 f"{name} was made without an optimizer, so it takes no gradients; there are zero, copy and add"
             )
+        known = (*self._rule.options, *_OF_UPDATES)
+        for key in options:
+            if key not in known:
+                raise ValueError(
+                    f"an update of {name} by {self._rule.name!r} has no option {key!r}; it has {', '.join(known)}"
+                )
+        if (lr := options.get("lr")) is not None and not _is_rate(lr):
+            raise ValueError(f"an update of {name} with lr = {lr!r}; it is a number, at least 0")
         options = {**self._options, **options}
         if options.get("lr") is None:
-            raise ValueError(f"the optimizer of {name} has no lr")
+            raise ValueError(f"the optimizer of {name} has no lr, and none was given with its gradient; give lr")
         if isinstance(part, RowGradient) and options.get("weight_decay"):
             raise ValueError(
                 f"the optimizer of {name} has weight_decay = {options['weight_decay']}, which needs all rows in each "
@@ -182,6 +196,10 @@ def check_optimizer(name: str, optimizer: Mapping[str, Any]) -> None:
         if key not in rule.options:
             known = ", ".join(rule.options)
             raise ValueError(f"the optimizer {rule.name!r} of {name!r} has no option {key!r}; it has {known}")
+
+
+def _is_rate(lr: object) -> bool:
+    return isinstance(lr, int | float) and 0 <= lr < math.inf
 
 
 def _given(part: Tensor | None) -> Tensor:

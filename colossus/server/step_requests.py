@@ -101,18 +101,20 @@ class StepRequests:
 
     def apply(self, request: Request) -> list[Tensor]:
         """Update by the sums of a step, once, whoever asks first. Header: step, names, options (for each: of the
-        optimizer, and scale), found_inf: the sums are dropped. Returns the values afterwards."""
+        optimizer, and scale), found_inf: the sums are dropped. Returns the values afterwards. What one tensor refuses
+        changes none, and no sum is taken."""
         header = request.header
         step, names = header["step"], header["names"]
         shards = self._tensors.shards(names)
-        for name in names:
+        for name, shard, options in zip(names, shards, header["options"], strict=True):
             if name not in self._steps:
                 raise ValueError(f"step {step} of {name!r} is to be applied, and nobody has given a part of it")
-            self._steps[name].check(step)
-        for name, shard, options in zip(names, shards, header["options"], strict=True):
-            is_new, total = self._steps[name].take(step)
-            if is_new and total is not None and not header["found_inf"]:
+            total = self._steps[name].peek(step)
+            if total is not None and not header["found_inf"]:
                 shard.check("gradient", total, options)
+        for name, shard, options in zip(names, shards, header["options"], strict=True):
+            total = self._steps[name].take(step)
+            if total is not None and not header["found_inf"]:
                 shard.push("gradient", total, options)
         return [shard.values for shard in shards]
 

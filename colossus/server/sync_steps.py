@@ -116,24 +116,28 @@ class SyncSteps:
             self._totals[step], self._squares[step] = total, _squares(total)
         return self._squares.get(step)
 
-    def check(self, step: int) -> None:
-        """
+    def peek(self, step: int) -> Part:
+        """What `take` will give.
+
         Raises:
             ValueError: `take` cannot be: the squares of the step were not asked for, so it may be incomplete.
         """
-        if step > self.applied and step not in self._totals:
-            raise ValueError(f"step {step} is to be applied before the squares of its sums were taken")
-
-    def take(self, step: int) -> tuple[bool, Part]:
-        """The sum, to be applied now; (False, None): it was applied before."""
         if step <= self.applied:
-            return False, None
+            return None
+        if step not in self._totals:
+            raise ValueError(f"step {step} is to be applied before the squares of its sums were taken")
+        return self._totals[step]
+
+    def take(self, step: int) -> Part:
+        """The sum, to be applied now; None: it is nothing, or was applied before."""
+        if step <= self.applied:
+            return None
         total, self._squares = self._totals[step], {step: self._squares[step]}
         self._totals = {number: kept for number, kept in self._totals.items() if number > step}
         for old in [number for number in self._sums if number < step]:
             self.num_late += self._sums.pop(old).num_given
         self.applied = step
-        return True, total
+        return total
 
 
 def _squares(total: Part) -> float:

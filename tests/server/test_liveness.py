@@ -68,6 +68,7 @@ def test_a_worker_killed_in_the_midst_of_its_requests() -> None:
         assert handler.gone[1] == (3, None)
 
 
+@pytest.mark.long
 def test_two_clients_of_one_number() -> None:
     with serving(reconnect_seconds=30.0) as (_, server):
         first = RpcClient(server.endpoint, TOKEN, 1)
@@ -91,6 +92,7 @@ def test_two_clients_of_one_number() -> None:
         first.close()
 
 
+@pytest.mark.long
 def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
     with serving(timeout_seconds=2.5) as (handler, server):
         quiet = RpcClient(server.endpoint, TOKEN, 0)
@@ -103,6 +105,7 @@ def test_a_silent_worker_is_given_up_and_a_quiet_one_is_not() -> None:
         quiet.close()
 
 
+@pytest.mark.long
 def test_a_slow_server_is_waited_for_and_a_silent_one_is_not() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     silent = dict(index=1, host="127.0.0.1", port=listener.getsockname()[1], unix=None, host_id="", process=os.getpid())

@@ -100,6 +100,33 @@ def test_a_refused_push_of_several_tensors_changes_none() -> None:
         assert pulled(worker, "a", torch.ones(3)).tolist() == [0.0, 0.0, 0.0]
 
 
+REFUSED_OPTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another word": ("gradient", {"learning_rate": 3.0}, "'w' by 'sgd' has no option 'learning_rate'; it has lr, "),
+    "a slip": ("gradient", {"lr": 0.5, "lrr": 3.0}, "has no option 'lrr'.*scale, clip_value"),
+    "of another optimizer": ("gradient", {"lr": 0.5, "betas": [0.9, 0.99]}, "by 'sgd' has no option 'betas'"),
+    "uphill": ("gradient", {"lr": -1.0}, r"'w' with lr = -1\.0; it is a number, at least 0"),
+    "no number": ("gradient", {"lr": float("nan")}, "lr = nan"),
+    "endless": ("gradient", {"lr": float("inf")}, "lr = inf"),
+    "words": ("gradient", {"lr": "1.0"}, "lr = '1.0'"),
+    "none": ("gradient", {}, "'w' has no lr, and none was given"),
+    "none, though scaled": ("gradient", {"lr": None, "scale": 0.5}, "'w' has no lr, and none was given"),
+    "added": ("add", {"lr": 0.1}, "add of 'w' takes no options, and lr was given"),
+    "copied": ("copy", {"scale": 0.5}, "copy of 'w' takes no options, and scale was given"),
+}
+
+
+def test_options_that_would_be_ignored_are_refused() -> None:
+    with local_servers(2) as [worker]:
+        made([worker], {"w": torch.zeros(4)}, optimizer=dict(type="sgd"))
+        for rule, options, words in REFUSED_OPTIONS.values():
+            with pytest.raises(RuntimeError, match=words):
+                worker.push({"w": torch.ones(4)}, rule, options).wait()
+            assert not pulled(worker, "w", torch.ones(4)).any(), options
+        options = {"lr": 1, "weight_decay": 0.0, "scale": 0.5, "clip_value": 2.0}
+        worker.push({"w": torch.full((4,), 6.0)}, "gradient", options).wait()
+        assert pulled(worker, "w", torch.ones(4)).tolist() == [-2.0] * 4
+
+
 def test_tensors_go_with_the_last_worker() -> None:
     """A run that is started again begins with its own values, and does not meet those of its dead predecessor."""
     asking = Asked()

@@ -99,6 +99,25 @@ def test_squares_wait_for_all_parts_and_an_overflow_drops_them() -> None:
         assert torch.equal(pulled(workers[0], "w", torch.empty(4)), torch.ones(4))
 
 
+def test_a_refused_update_changes_none_of_its_tensors_whoever_asks() -> None:
+    """Weight decay is for the dense one alone; the sums stay, for an update that fits."""
+    with local_servers(1, 2) as workers:
+        made(workers, {"a": torch.zeros(4, 2), "b": torch.zeros(4, 2)}, optimizer=dict(type="sgd"))
+        for worker in workers:
+            rows = RowGradient(torch.tensor([1]), torch.ones(1, 2))
+            worker.accumulate(1, {"a": torch.ones(4, 2), "b": rows}).wait()
+        workers[0].squares(1).wait()
+        for worker in workers:
+            with pytest.raises(Refused, match=r"'b' has weight_decay = 0\.1.*rows alone were sent"):
+                worker.apply(1, ["a", "b"], {"lr": 1.0, "weight_decay": 0.1}).wait()
+            assert not pulled(worker, "a", torch.ones(4, 2)).any()
+            assert not pulled(worker, "b", torch.ones(4, 2)).any()
+        for worker in workers:
+            worker.apply(1, ["a", "b"], {"lr": 1.0}).wait()
+        assert torch.equal(pulled(workers[0], "a", torch.ones(4, 2)), torch.full((4, 2), -2.0))
+        assert pulled(workers[0], "b", torch.ones(4, 2)).tolist() == [[0, 0], [-2, -2], [0, 0], [0, 0]]
+
+
 def test_who_dies_in_a_step_is_named() -> None:
     with local_servers(1, 2) as workers:
         made(workers, {"w": torch.ones(4)}, optimizer=dict(type="sgd", lr=1.0))
