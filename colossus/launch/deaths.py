@@ -266,11 +266,12 @@ def report(rows: Sequence[Mapping[str, Any]], samples_per_step: int, last_step: 
             lines.append(f"{line}; the others had nothing left to do together")
             continue
         it, its = ("them", "their") if len(row["replicas"]) > 1 else ("it", "its")
-        line += f"; the others went on without {it} from step {start}"
+        about = "" if row["graph"] is not None else "about "  # replicas that need nobody tell it ten times a second
+        line += f"; the others went on without {it} from {about}step {start}"
         line += f" (graph: {row['graph']})" if row["graph"] is not None else ""
         if last_step is not None:
             num_samples = max(0, last_step - start + 1) * samples_per_step * len(row["replicas"])
-            line += f", {num_samples} samples of {its} share were not trained on"
+            line += f", {about}{num_samples} samples of {its} share were not trained on"
         if row["push_sum_weight"] is not None:
             line += f", push-sum weight {row['push_sum_weight']:.4g} was renounced"
         lines.append(line)

@@ -183,7 +183,9 @@ def test_the_others_go_on_when_workers_die(tmp_path: Path) -> None:
     assert now.endswith("; the others go on")
     start = told["first_step_without"]
     assert 2 <= start <= 8
-    assert f"from step {start}, {(40 - start + 1) * 2 * 2} samples of their share were not trained on" in then
+    assert (
+        f"from about step {start}, about {(40 - start + 1) * 2 * 2} samples of their share were not trained on" in then
+    )
     rows = rows_of(tmp_path / "run")
     assert (rows[-1]["step"], rows[-1]["tokens"]) == (40, 2 * 2)
     assert rows[-1]["validation_loss"] < 0.1 < rows[0]["loss"]
