@@ -39,10 +39,12 @@ class PerReplica(AllReduce):
     memory of the parameters once (of a checkpoint: of the part that a rank writes).
 
     Attributes:
+        holds_parameters: whether a replica that trains alone has the parameters itself; else it has copies of them.
         stops_by_store: whether requests to stop go as `StopAgreement` says; strategies with a way of their own: false.
     """
 
     exact = False
+    holds_parameters: bool = True
     stops_by_store: bool = True
 
     #: through which those go that live where replicas are independent and a run goes on without who dies
@@ -165,7 +167,7 @@ class PerReplica(AllReduce):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        if self._data_group.size == 1 or self.is_averaged:
+        if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
             yield
             return
         self.meet()
@@ -177,7 +179,7 @@ class PerReplica(AllReduce):
 
     @contextmanager
     def export(self) -> Iterator[None]:
-        if self._data_group.size == 1 or self.is_averaged:
+        if self.is_averaged or (self.holds_parameters and self._data_group.size == 1):
             yield
             return
         self.meet()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class AsyncServer(PerReplica):
     """
 
     options: ServerOptions
+    holds_parameters = False
 
     def __init__(self, options: ServerOptions) -> None:
         super().__init__(options)
@@ -93,27 +93,6 @@ class AsyncServer(PerReplica):
             super().meet()
         else:
             self.come_together()
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        if self.is_averaged:
-            yield
-            return
-        self.meet()
-        if self.evaluates == "own":
-            yield
-            return
-        with self._instead(self.share()):
-            yield
-
-    @contextmanager
-    def export(self) -> Iterator[None]:
-        if self.is_averaged:
-            yield
-            return
-        self.meet()
-        with self._instead(self.share() if self.evaluates == "average" else None):
-            yield
 
     def share(self) -> tuple[list[Tensor], float]:
         """The first replica gives all: what the servers have."""
