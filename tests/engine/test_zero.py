@@ -114,6 +114,7 @@ def test_twenty_steps_in_float32(plan: str, stage: int) -> None:
     assert_is_one_process(plan, stage, "fp32", 20, "AdamW")
 
 
+@pytest.mark.long
 def test_ten_steps_of_each_optimizer() -> None:
     """Two data ranks, ten steps: every weight to 1e-9."""
     for ends in run_ranks(2, _ten_steps, with_context=False):

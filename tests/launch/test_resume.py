@@ -114,6 +114,7 @@ def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_again_and_again_has_the_metrics_of_one_that_was_not(tmp_path: Path) -> None:
     """By a signal to the launcher, SLURM's to all processes, and a death; then it goes on under another plan."""
     whole, run = tmp_path / "whole", tmp_path / "run"

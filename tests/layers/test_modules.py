@@ -473,6 +473,7 @@ def trained(context: ParallelContext, name: str) -> dict[str, Tensor]:
     return {"loss": total, **full_state_dict(net, context, gradients=True)}
 
 
+@pytest.mark.long
 def test_a_changed_gpt_is_the_same_in_every_mode() -> None:
     def body(context: ParallelContext) -> list[dict[str, Tensor]]:
         return [trained(context, name) for name in GPTS]
