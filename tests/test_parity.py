@@ -166,6 +166,7 @@ def test_a_halved_layernorm_gradient_is_seen() -> None:
             assert_same_run(traces[0], reference, loss=1e9, norm=1e9, parameter=tolerance["parameter"])
 
 
+@pytest.mark.long
 def test_dropout_repeats_under_recomputation_and_is_the_same_run_again() -> None:
     options = dict(dropout=0.2, attention_dropout=0.1)
     for parallel, world in (

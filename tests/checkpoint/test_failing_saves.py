@@ -421,6 +421,7 @@ for how in ("works", "fails"):
 """
 
 
+@pytest.mark.long
 def test_an_interpreter_that_ends_waits_for_the_save(in_memory: Path) -> None:
     """A loop of a user's own, which ends while the last save is under way."""
     path = f"{Path(__file__).parents[2]}:{Path(__file__).parents[1]}"

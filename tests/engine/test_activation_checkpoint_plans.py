@@ -275,6 +275,7 @@ PLANS.update(
 )
 
 
+@pytest.mark.long
 def test_plain_modules_under_plans() -> None:
     """Dropout of torch's own generators; tokens that are split; weights that are gathered by block, also where blocks
     are computed again together."""

@@ -137,6 +137,7 @@ def facts() -> dict[str, list[Run]]:
     )
 
 
+@pytest.mark.long
 def test_a_complete_graph_is_all_reduce() -> None:
     """SGD with momentum and weight decay, as many samples in all replicas, nothing clipped."""
     for run, reference in zip(facts()["complete"], facts()["all_reduce"], strict=True):

@@ -138,6 +138,7 @@ def check_memory(found: list[dict[str, Any]], name: str, plan: str) -> None:
         assert each["held"] == elements * size, f"{name}, {plan}"
 
 
+@pytest.mark.long
 def test_parts_equal_whole_forwards_under_every_plan(sources: dict[str, Source]) -> None:
     check(sources, PLANS)
 
