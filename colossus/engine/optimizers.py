@@ -71,6 +71,12 @@ def _takes_fused(params: Iterable[nn.Parameter]) -> bool:
     return not any(param.is_complex() for param in params)
 
 
+def _make(kind: Any, params: Iterable[nn.Parameter], fused: bool, **options: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    made: torch.optim.Optimizer = _without_dynamo(kind)(params, fused=fused and _takes_fused(params), **options)
+    return made
+
+
 def adamw(
     params: Iterable[nn.Parameter],
     lr: float,
@@ -82,16 +88,16 @@ def adamw(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.AdamW``."""
-    params = list(params)
-    return _without_dynamo(torch.optim.AdamW)(
+    return _make(
+        torch.optim.AdamW,
         params,
+        fused,
         lr=lr,
         betas=betas,
         eps=eps,
         weight_decay=weight_decay,
         amsgrad=amsgrad,
         maximize=maximize,
-        fused=fused and _takes_fused(params),
     )
 
 
@@ -106,16 +112,16 @@ def adam(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.Adam``."""
-    params = list(params)
-    return _without_dynamo(torch.optim.Adam)(
+    return _make(
+        torch.optim.Adam,
         params,
+        fused,
         lr=lr,
         betas=betas,
         eps=eps,
         weight_decay=weight_decay,
         amsgrad=amsgrad,
         maximize=maximize,
-        fused=fused and _takes_fused(params),
     )
 
 
@@ -151,14 +157,14 @@ def sgd(
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """``torch.optim.SGD``."""
-    params = list(params)
-    return _without_dynamo(torch.optim.SGD)(
+    return _make(
+        torch.optim.SGD,
         params,
+        fused,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
         weight_decay=weight_decay,
         nesterov=nesterov,
         maximize=maximize,
-        fused=fused and _takes_fused(params),
     )
