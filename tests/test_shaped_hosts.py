@@ -134,17 +134,24 @@ def test_ranks_share_memory_inside_of_a_host_alone() -> None:
 
     def body(rank: int) -> list[int]:
         context = ParallelContext(grid(data=2, tensor=2), rank, device=torch.device("cpu"))
+        everyone = context.group(("data", "tensor"))
         sent = []
         for axis in ("tensor", "data"):
             group = context.group(axis)
-            collectives.all_reduce(torch.ones(4), group, owned=True).wait()  # makes the way
+            for made in (group, everyone):
+                collectives.all_reduce(torch.ones(4), made, owned=True).wait()
             begin = bytes_on_wire()
             for _ in range(rounds):
                 x = torch.full((size // 4,), float(rank))
                 total = collectives.all_reduce(x, group, owned=True).wait()
                 assert total[-1] == sum(group.ranks)
+            collectives.all_reduce(
+                torch.ones(4), everyone, owned=True
+            ).wait()  # what was sent has left the host: peers have it
             sent.append(bytes_on_wire() - begin)
-        collectives.all_reduce(torch.ones(4), context.group(("data", "tensor")), owned=True).wait()
+            collectives.all_reduce(
+                torch.ones(4), everyone, owned=True
+            ).wait()  # nobody sends on before all have counted
         context.close()
         return sent
 
