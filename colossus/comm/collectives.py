@@ -17,11 +17,12 @@ from torch import distributed as dist
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, cost, log, ring
 from colossus.comm.shared_memory import channel_for
-from colossus.context.groups import AxisGroup
+from colossus.context.groups import AxisGroup, is_fake
 from colossus.refusal import refusal
 
 _functional = torch.ops._c10d_functional
 #: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
+_FAKE_TENSORS = torch._C._TorchDispatchModeKey.FAKE
 _MESSAGES_BYTES = 1 << 20
 
 
@@ -59,8 +60,12 @@ class Ready(Pending):
 
 
 def is_recorded() -> bool:
-    """Whether tensor operations are being traced or recorded by a dispatch mode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """Whether tensor operations are being traced or recorded by a dispatch mode. Fake tensors among fake ranks are not:
+    there the collectives are those that real ones take."""
+    num_modes = torch._C._len_torch_dispatch_stack()
+    if num_modes == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
+        return torch.compiler.is_compiling() or not is_fake(dist.group.WORLD)
+    return torch.compiler.is_compiling() or num_modes > 0
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:

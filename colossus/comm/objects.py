@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.context.groups import AxisGroup
+from colossus.context.groups import AxisGroup, is_fake
 
 T = TypeVar("T")
 
 
 def all_gather_object(value: T, group: AxisGroup) -> list[T]:
-    """The values of all ranks of the group, in group order, on each of them."""
+    """The values of all ranks of the group, in group order, on each of them. Fake ranks have this one's value."""
     out = [value] * group.size
-    if group.process_group is not None:
+    if group.process_group is not None and not is_fake(group.process_group):
         dist.all_gather_object(out, value, group=group.process_group)
     return out
 
 
 def broadcast_object(value: T, group: AxisGroup, source: int) -> T:
-    """The value of the rank at index ``source`` of the group; what the others pass is not looked at."""
+    """The value of the rank at index ``source`` of the group; what the others pass is not looked at. Fake ranks have
+    this one's value."""
     out = [value]
-    if group.process_group is not None:
+    if group.process_group is not None and not is_fake(group.process_group):
         dist.broadcast_object_list(out, src=group.ranks[source], group=group.process_group)
     return out[0]
 
@@ -38,6 +39,11 @@ def to_bytes(value: Any) -> Tensor:
 
 def from_bytes(data: Tensor) -> Any:
     """The object of `to_bytes`. Only for what a rank of this run has sent: unpickling runs code."""
+    return unpickled(bytes(data.cpu().numpy()))
+
+
+def unpickled(data: bytes) -> Any:
+    """The object that a rank of this run has pickled."""
     with warnings.catch_warnings():  # torch's own LeafSpec warns of itself when it is unpickled
         warnings.simplefilter("ignore", FutureWarning)
-        return pickle.loads(bytes(data.cpu().numpy()))
+        return pickle.loads(data)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeGuard
 
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -121,6 +122,11 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store that a process group was made from."""
     return c10d._world.pg_map[group][1]
+
+
+def is_fake(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether torch's fake backend stands for the other ranks: nothing comes from them, and nobody waits for them."""
+    return group is not None and dist.get_backend(group) == dist.Backend.FAKE
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from colossus.comm import collectives
+from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.parameter import spec_of
@@ -41,11 +40,10 @@ def agree_on_axes(parameters: list[nn.Parameter], context: ParallelContext) -> l
     for parameter in parameters:
         axes = spec_of(parameter).gradient_axes
         masks.append(0 if axes is None else 1 + sum(2 << names.index(axis) for axis in axes))
-    found = torch.tensor(masks, dtype=torch.int64, device=context.device)
     peers = context.group(tuple(name for name in names if name != "pipeline"))
-    found = collectives.all_reduce(found, peers, op="max", owned=True).wait()
     unused = []
-    for parameter, mask in zip(parameters, found.tolist(), strict=True):
+    for parameter, *found in zip(parameters, *all_gather_object(masks, peers), strict=True):
+        mask = max(found)
         if mask:
             spec_of(parameter).record(tuple(axis for index, axis in enumerate(names) if mask & (2 << index)))
         else:

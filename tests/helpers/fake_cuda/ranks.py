@@ -1,0 +1,58 @@
+"""Forked ranks of a pretended CUDA machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.fake_cuda.pretend import DEVICE, pretend
+from helpers.fake_cuda.waits import WatchedFakeTensors
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+from torch.utils._python_dispatch import _disable_current_modes
+
+from colossus.context import parallel_context
+from colossus.context.local_ranks import run_local_ranks
+
+torch.set_num_threads(1)
+
+
+def _real_mesh(*args: Any, **options: Any) -> DeviceMesh:
+    """A mesh is arithmetic on a tensor of ranks, whose values are needed."""
+    with _disable_current_modes():
+        return init_device_mesh(*args, **options)
+
+
+def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequence[int] = (0,)) -> list[Any]:
+    """``body(rank, *args)`` on some ranks of a world, each in a process of its own; their results, in this order.
+
+    The others are not there: collectives end at once and leave any values. Objects that one stage of a pipeline sends
+    to another do arrive, so all ranks of a pipeline have to be among ``ranks``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(index: int) -> Any:
+            rank = ranks[index]
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            pretend()
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
+            if world > 1:
+                store = dist.FileStore(str(Path(folder) / "store"), world)
+                dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
+            with WatchedFakeTensors():
+                return body(rank, *args)
+
+        return run_local_ranks(len(ranks), run)
+
+
+def batch_on_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch as a loader would give it. To be called by a rank."""
+    return {key: value.to(DEVICE) for key, value in batch.items()}

@@ -1,0 +1,111 @@
+"""What makes the host wait for a CUDA device, found on fake tensors."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+#: operators whose result decides what the host does: a number, or the size of a tensor
+_READS = (
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+)
+_COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
+
+
+class HiddenWait(AssertionError):
+    """The host would wait for the device here."""
+
+
+class WatchedFakeTensors(FakeTensorMode):
+    """Fake tensors; the innermost of the `Waits` that are entered is told of what waits for a device.
+
+    It is one mode and no second one above of it: with another, our collectives would take themselves for recorded, and
+    take another way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whatever `torch.cuda.is_available` is made to say."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            if any(isinstance(x, Tensor) and x.device.type == "cuda" for x in tree_leaves((args, kwargs))):
+                note_wait(str(func))
+            if any(isinstance(x, FakeTensor) for x in tree_leaves(args)):
+                return _some_result(func, args, kwargs)
+        if func in _COPIES and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)):
+            to = kwargs.get("device") or args[0].device
+            source = args[0] if func is _COPIES[0] else args[1]
+            if {torch.device(to).type, source.device.type} == {"cpu", "cuda"}:
+                note_wait(f"{func} from {source.device} to {to}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _some_result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What it might return: zeros for numbers, and as many elements as there can be."""
+    x = args[0]
+    if func is aten._local_scalar_dense.default:
+        return False if x.dtype is torch.bool else 0.0 if x.is_floating_point() else 0
+    if func is aten.equal.default:
+        return True
+    if func is aten.nonzero.default:
+        return x.new_empty((x.numel(), x.dim()), dtype=torch.int64)
+    if func is aten._unique2.default:
+        where, counts = x.new_empty(x.shape, dtype=torch.int64), x.new_empty(x.numel(), dtype=torch.int64)
+        return x.reshape(-1), where, counts
+    return func(*args, **kwargs)
+
+
+class Waits:
+    """Notes what waits for a device while it is entered.
+
+    Attributes:
+        found: one line for each wait: the operation, and the line of the package that called it.
+        allowed: False raises `HiddenWait` at the first.
+    """
+
+    _stack: list[Waits] = []
+
+    def __init__(self, *, allowed: bool = False) -> None:
+        self.allowed = allowed
+        self.found: list[str] = []
+
+    def __enter__(self) -> Waits:
+        self._stack.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.remove(self)
+
+    def note(self, what: str) -> None:
+        frames = [frame for frame in traceback.extract_stack() if "/colossus/" in frame.filename]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the package"
+        self.found.append(f"{what} at {place}")
+        if not self.allowed:
+            raise HiddenWait(self.found[-1])
+
+
+def note_wait(what: str) -> None:
+    """Something waits for a device."""
+    if Waits._stack:
+        Waits._stack[-1].note(what)
