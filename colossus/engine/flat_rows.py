@@ -16,7 +16,6 @@ from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import FreedParameter, mark_split
-from colossus.layout.tensor_kind import set_kind
 from colossus.refusal import refusal
 
 
@@ -205,7 +204,7 @@ class FlatRows:
         if not self.storage.keeps_whole:
             for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
-                set_kind(param, kind)
+                param.__class__ = kind
         sources: list[Tensor] = []
         for shard, sizes, takes in zip(shards, self.layout.splits, self._takes, strict=True):
             sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
@@ -236,7 +235,7 @@ class FlatRows:
         """Free the whole parameters."""
         for param in self.params:
             param.untyped_storage().resize_(0)
-            set_kind(param, FreedParameter)
+            param.__class__ = FreedParameter
 
 
 def _fills_its_storage(value: Tensor) -> bool:

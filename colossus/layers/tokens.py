@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from colossus.layers.pointwise import is_pointwise
@@ -83,7 +84,7 @@ def local(x: Tensor) -> Tensor:
     Raises:
         ValueError: for an activation whose features are split: ``to_user(x)`` comes first.
     """
-    if type(x) is not SplitTokens:
+    if not isinstance(x, SplitTokens):
         if tokens_of(x) is not None:
             raise refusal(f"local: {x!r} has split features, too: call colossus.layers.to_user(x) first")
         return x
@@ -98,7 +99,7 @@ def with_tokens(x: Tensor, token_dim: TokenDim | None, num_ranks: int) -> Tensor
 
 def _mark(x: Any, at: TokenDim, num_ranks: int) -> Any:
     if isinstance(x, Tensor):
-        if type(x) is Tensor:  # just made: a view of it would cost an operation, in backward, too
+        if not isinstance(x, SplitTokens):  # just made: a view of it would cost an operation, in backward, too
             x.__class__ = SplitTokens
         assert isinstance(x, SplitTokens)
         x.token_dim = at if at.dim >= 0 else at.at(at.dim + len(_shape(x)))
@@ -224,7 +225,7 @@ _PASSED_ON = {
     "__delete__", "__dir__", "__reduce_ex__", "backward", "as_subclass", "result_type", "is_same_size", "_is_view",
     "register_post_accumulate_grad_hook", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new",
 }  # fmt: skip
-_WHOLE = (Tensor, torch.nn.Parameter)
+_WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
 _BASE: Any = getattr(Tensor, "_base").__get__  # noqa: B009
 _TRANSPOSED: set[Any] = {getattr(Tensor, name).__get__ for name in ("mT", "mH")}
 _REVERSED: set[Any] = {getattr(Tensor, name).__get__ for name in ("T", "H")}

@@ -13,7 +13,6 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.layout.parameter import spec_of
-from colossus.layout.tensor_kind import set_kind
 from colossus.refusal import refusal
 
 #: inside of this block a `SplitParameter` is the plain tensor that the rank holds: for code that knows it as a shard,
@@ -152,13 +151,13 @@ torch_optimizer._foreach_supported_types += [SplitParameter, OwnedTable]
 def mark_split(parameter: nn.Parameter) -> nn.Parameter:
     """The parameter itself, as a `SplitParameter` if its spec says that this rank holds a shard of it."""
     if spec_of(parameter).layout.shard_axes:
-        set_kind(parameter, SplitParameter)
+        parameter.__class__ = SplitParameter
     return parameter
 
 
 def mark_owned(parameter: nn.Parameter) -> None:
     """A table has its values, and from now on rows of it that a rank does not own are found by lookups only."""
-    set_kind(parameter, OwnedTable)
+    parameter.__class__ = OwnedTable
 
 
 def _refusal_of_table(parameter: OwnedTable, called: str) -> str:

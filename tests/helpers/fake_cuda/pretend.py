@@ -8,13 +8,16 @@ CUDA built?" is changed in the table of virtual functions. Both are of this proc
 from __future__ import annotations
 
 import ctypes
+import types
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from helpers.fake_cuda.waits import note_wait
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 #: the device of every rank, each on a machine of its own: autograd makes a thread for one device alone
 DEVICE = torch.device("cuda", 0)
@@ -175,6 +178,8 @@ def _set_functions() -> None:
     torch.Generator = _FakeGenerator  # type: ignore[misc, assignment]
     torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     torch.Tensor.numpy = _numpy  # type: ignore[method-assign]
+    FakeTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
+    FakeTensor.__setattr__ = _set_attribute  # type: ignore[method-assign, assignment]
 
 
 def _record_stream(self: torch.Tensor, stream: FakeStream) -> None:
@@ -187,9 +192,31 @@ _real_numpy = torch.Tensor.numpy
 
 def _numpy(self: torch.Tensor, *, force: bool = False) -> np.ndarray:
     """Zeros for a fake tensor on the CPU: a value that nobody knows."""
-    if not isinstance(self, torch._subclasses.FakeTensor):
+    if not isinstance(self, FakeTensor):
         return _real_numpy(self, force=force)
     if self.device.type != "cpu":
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
+    with unset_fake_temporarily():
         return _real_numpy(torch.zeros(self.shape, dtype=self.dtype))
+
+
+def _as_subclass(self: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:
+    """A fake tensor of another type is still a fake one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        view = self.view_as(self)
+    view.__class__ = cls  # type: ignore[assignment]
+    return view
+
+
+def _set_attribute(self: FakeTensor, name: str, value: Any) -> None:
+    object.__setattr__(self, name, _fake_type(value) if name == "__class__" else value)
+
+
+@lru_cache(maxsize=64)
+def _fake_type(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The type of fake tensors for which another type of ours (`SplitParameter`, say) decides what may be done."""
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return FakeTensor
+    if issubclass(kind, FakeTensor):
+        return kind
+    return types.new_class(f"Fake{kind.__name__}", (kind, FakeTensor))
