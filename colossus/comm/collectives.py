@@ -62,10 +62,12 @@ class Ready(Pending):
 def is_recorded() -> bool:
     """Whether tensor operations are being traced or recorded by a dispatch mode. Fake tensors among fake ranks are not:
     there the collectives are those that real ones take."""
+    if torch.compiler.is_compiling():
+        return True
     num_modes = torch._C._len_torch_dispatch_stack()
     if num_modes == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
-        return torch.compiler.is_compiling() or not is_fake(dist.group.WORLD)
-    return torch.compiler.is_compiling() or num_modes > 0
+        return not is_fake(dist.group.WORLD)
+    return num_modes > 0
 
 
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:

@@ -31,8 +31,10 @@ _kept: list[Any] = []
 def pretend() -> None:
     """From here on this process has CUDA devices, on which fake tensors can be and autograd can run."""
     if torch.accelerator.current_accelerator() is None:
+        torch.ones((), requires_grad=True).backward()  # autograd counts devices once, and there are none yet
         _set_guard()
         _set_hooks()
+        _start_device_thread()
     found = torch.accelerator.current_accelerator()
     assert found is not None, "this torch is built otherwise than the one that the tests are pinned to"
     assert found.type == "cuda"
@@ -69,6 +71,16 @@ def _set_hooks() -> None:
         table[place] = ctypes.cast(function, ctypes.c_void_p).value
     _kept.extend((table, yes, no))
     hooks[0] = ctypes.addressof(table)
+
+
+def _start_device_thread() -> None:
+    """The thread of autograd for the device: what it would have started, had it counted now."""
+    library = _library("libtorch_cpu.so")
+    engine = library["_ZN5torch8autograd6Engine18get_default_engineEv"]
+    engine.restype = ctypes.c_void_p
+    start = library["_ZN5torch8autograd6Engine20start_device_threadsEv"]
+    start.argtypes, start.restype = [ctypes.c_void_p], None
+    start(engine())
 
 
 class FakeStream:
