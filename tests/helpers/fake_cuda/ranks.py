@@ -43,9 +43,8 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
                 dist.destroy_process_group()
             pretend()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-            if world > 1:
-                store = dist.FileStore(str(Path(folder) / "store"), world)
-                dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            store = dist.FileStore(str(Path(folder) / "store"), world)
+            dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             with WatchedFakeTensors():
                 return body(rank, *args)
