@@ -75,7 +75,7 @@ class Reader(nn.Module):
         super().__init__()
         self.table = layers.Embedding(53, 24)
         self.positions = layers.PositionEmbedding(TOKENS, 24)
-        self.block = layers.TransformerBlock(24, 4, 2, causal=False, dropout=0.1)
+        self.block = layers.TransformerBlock(24, 4, causal=False, dropout=0.1)
         self.head = nn.Linear(24, 53)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
