@@ -133,9 +133,7 @@ class Links:
         incoming.finish = finish
         return incoming
 
-    def exchange(
-        self, to: int, source: int, tensors: Sequence[Tensor], label: str
-    ) -> Callable[[], list[Tensor]]:
+    def exchange(self, to: int, source: int, tensors: Sequence[Tensor], label: str) -> Callable[[], list[Tensor]]:
         """Send to one rank and receive as many tensors of the same shapes from another, all at once.
 
         With NCCL this is one launch on the communicator of the group, so all of its ranks have to call.
