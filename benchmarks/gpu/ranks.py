@@ -32,8 +32,8 @@ class _Rank:
 class RankPool:
     """``run(world, body, *args)``: ``body(rank, device, *args)`` on every rank; their results by rank.
 
-    The ranks of one world are kept, as a device costs each of them a second; those of another world are ended first, and
-    those among which one failed, so that the next case finds new ones. ``body`` is a function of a module.
+    The ranks of one world are kept, as a device costs each of them a second; those of another world are ended first,
+    and those among which one failed, so that the next case finds new ones. ``body`` is a function of a module.
 
     Args:
         device: of all ranks, with ``backend="gloo"``; rank i has ``cuda:i`` with ``backend="nccl"``.
