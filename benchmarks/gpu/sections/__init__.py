@@ -12,4 +12,7 @@ SECTIONS = (
     Section("precisions", "precisions", 25, "bf16 and fp16 against fp32, loss scaling, steps that are not finite"),
     Section("waits", "waits", 25, "no step waits for the device between two logging steps"),
     Section("determinism", "determinism", 20, "the same bits twice"),
+    Section("checkpoints", "checkpoints", 40, "saved from page-locked memory while training goes on, loaded back"),
+    Section("streams", "streams", 10, "memory that crosses streams is not given away early"),
+    Section("memory", "memory", 15, "steps leave nothing behind, recomputation saves memory"),
 )
