@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -47,10 +48,10 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     for section, result, told, alike in _grouped(rows):
         if before is not None and section != before:
             table.add_section()
-        names = alike[0].name if len(alike) == 1 else f"{len(alike)} cases: {', '.join(row.name for row in alike)}"
+        names = alike[0].name if len(alike) == 1 else f"{len(alike)} cases: {'; '.join(row.name for row in alike)}"
         seconds = sum(row.seconds for row in alike)
         table.add_row(
-            section if section != before else "", escape(names), f"[{_STYLES[result]}]{result}[/]", f"{seconds:.1f}",
+            section if section != before else "", escape(shorten(names, 100)), f"[{_STYLES[result]}]{result}[/]", f"{seconds:.1f}",
             escape(told),
         )  # fmt: skip
         before = section
