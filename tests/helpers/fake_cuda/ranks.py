@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.context import parallel_context
-from colossus.context.local_ranks import run_local_ranks
+from colossus.context.local_ranks import RanksFailed, run_local_ranks
 
 torch.set_num_threads(1)
 
@@ -57,10 +57,15 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
                 dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace
-            with WatchedFakeTensors():
+            with WatchedFakeTensors(Path(folder) / f"in backward of rank {rank}"):
                 return body(rank, *args)
 
-        return run_local_ranks(len(ranks), run)
+        try:
+            return run_local_ranks(len(ranks), run)
+        except RanksFailed as failed:
+            for file in Path(folder).glob("in backward*"):
+                failed.add_note(f"{file.name}: {file.read_text()}")
+            raise
 
 
 def batch_on_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

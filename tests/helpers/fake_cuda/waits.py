@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +40,10 @@ class WatchedFakeTensors(FakeTensorMode):
     take another way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Path) -> None:
+        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device's thread."""
         super().__init__(allow_non_fake_inputs=True)
+        self._told = told
 
     @property
     def avoid_device_init(self) -> bool:
@@ -47,7 +51,15 @@ class WatchedFakeTensors(FakeTensorMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # on the main thread torch has done so
+                return self._watched(func, types, args, kwargs or {})
+        except Exception:
+            if threading.current_thread() is not threading.main_thread():
+                self._told.write_text(traceback.format_exc())
+            raise
+
+    def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _READS:
             if any(isinstance(x, Tensor) and x.device.type == "cuda" for x in tree_leaves((args, kwargs))):
                 note_wait(str(func))
