@@ -12,14 +12,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from colossus.comm import accounting
 from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
-from colossus.machine import peak_resident_bytes
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import peak_memory
 
 
 class StepTimer:
@@ -35,13 +34,6 @@ class StepTimer:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank: what was allocated on its GPU, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
 
 
 def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
@@ -102,6 +94,11 @@ class Metrics(Hook):
     A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
     in memory and for the end of the save before, or for all of a save that is not in the background.
 
+    ``memory_bytes`` is the most that this rank has used since its process began (`PeakMemory`): of tensors on its GPU,
+    or resident on the CPU. On a GPU a row has ``memory_reserved_bytes``, and where the peak of the device and the
+    operations of the model are known ``mfu``, the model FLOP utilisation of all devices between 0 and 1 (of those of a
+    replica, where replicas count for themselves).
+
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
 
@@ -123,8 +120,10 @@ class Metrics(Hook):
         self._moved: accounting.Counter | None = None
         self._warned = False
         self._stalled = 0.0
+        self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
+        self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +149,7 @@ class Metrics(Hook):
         if self._file is None:  # the rank that wrote before has died: perhaps in a row, and perhaps ahead of this one
             keep_rows(self._path, result.step - 1)
             self._open()
+        memory = peak_memory(engine.device)
         self._row = {
             "step": result.step,
             "loss": result.loss,
@@ -158,11 +158,17 @@ class Metrics(Hook):
             "tokens": result.tokens,
             "tokens_per_second": result.tokens / seconds,
             "step_seconds": seconds,
-            "memory_bytes": peak_memory_bytes(engine.device),
+            "memory_bytes": memory.allocated,
             "time": time.time(),
             **engine.strategy.report(),
             **engine.strategy.consensus(),
         }
+        if memory.reserved is not None:
+            self._row["memory_reserved_bytes"] = memory.reserved
+        own_tokens = result.replica_tokens
+        mfu = self._utilisation.at((result.tokens if own_tokens is None else own_tokens) / seconds)
+        if mfu is not None:
+            self._row["mfu"] = mfu
         if result.replica is not None:
             self._row["replica"] = result.replica
         train = engine.config.train
