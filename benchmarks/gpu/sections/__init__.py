@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from benchmarks.gpu.section import Section
 
-SECTIONS = (Section("device", "device", 10, "what the machine has, and whether it computes"),)
+SECTIONS = (
+    Section("device", "device", 10, "what the machine has, and whether it computes"),
+    Section("kernels", "kernels", 40, "the attention of a ring and fused AdamW beside torch's own"),
+    Section("step", "step", 150, "a training step in one process beside bare torch: time, MFU, memory"),
+)
