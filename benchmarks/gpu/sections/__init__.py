@@ -6,6 +6,12 @@ from benchmarks.gpu.section import Section
 
 SECTIONS = (
     Section("device", "device", 10, "what the machine has, and whether it computes"),
+    Section("layers", "layers", 40, "every layer in every dtype against the CPU in float64"),
+    Section("modes", "modes", 60, "every layer in every tensor mode, ranks on one device, against one process"),
+    Section("plans", "plans", 90, "training under every kind of plan, ranks on one device, against one process"),
+    Section("precisions", "precisions", 25, "bf16 and fp16 against fp32, loss scaling, steps that are not finite"),
+    Section("waits", "waits", 25, "no step waits for the device between two logging steps"),
+    Section("determinism", "determinism", 20, "the same bits twice"),
     Section("kernels", "kernels", 40, "the attention of a ring and fused AdamW beside torch's own"),
     Section("step", "step", 150, "a training step in one process beside bare torch: time, MFU, memory"),
 )
