@@ -14,4 +14,5 @@ SECTIONS = (
     Section("determinism", "determinism", 20, "the same bits twice"),
     Section("kernels", "kernels", 40, "the attention of a ring and fused AdamW beside torch's own"),
     Section("step", "step", 150, "a training step in one process beside bare torch: time, MFU, memory"),
+    Section("blocks", "blocks", 90, "the block of every tensor mode, ranks on one device, beside one process"),
 )

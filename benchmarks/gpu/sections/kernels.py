@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.common import Spread, ratio
 from benchmarks.gpu.one_process_ring import OneProcessRing
 from benchmarks.gpu.section import Case, Figures, LeftOut
-from benchmarks.gpu.timing import compare
+from benchmarks.timing import compare
 from colossus.registry import OPTIMIZERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

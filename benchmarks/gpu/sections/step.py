@@ -21,9 +21,9 @@ from torch import nn
 from benchmarks.cases import LOW_TOLERANCE, TOLERANCE
 from benchmarks.common import Spread, ratio
 from benchmarks.gpu.section import Case, Figures, LeftOut
-from benchmarks.gpu.timing import PeakOnDevice, compare
 from benchmarks.peers.ours import ColossusCase
 from benchmarks.peers.plain import PlainCase
+from benchmarks.timing import PeakOnDevice, compare
 from benchmarks.workload import State, Workload
 from colossus.monitor.device_peaks import device_peak
 

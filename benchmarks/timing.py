@@ -1,4 +1,4 @@
-"""Times on a device, of cases that take turns: `benchmarks.common` with waits where a device works on its own."""
+"""Time and memory of what runs on a device; `benchmarks.common` knows none."""
 
 from __future__ import annotations
 
