@@ -117,7 +117,9 @@ def make_engine(
     shared_memory.enable(config.comm.shared_memory)
     own_code = {"the model": model, "loss_fn": loss_fn, "the optimizer": optimizer}
     context = ParallelContext.from_config(
-        config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
+        config,
+        device=pick_device(config.device, config.comm.backend),
+        on_join=partial(require_same_settings, config, own_code),
     )
     try:
         return _assemble(config, context, model, loss_fn, data, optimizer)
@@ -297,8 +299,11 @@ def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
             )
 
 
-def pick_device(wanted: str) -> torch.device:
-    """``auto`` is CUDA when there is any, one device per local rank.
+def pick_device(wanted: str, backend: str = "auto") -> torch.device:
+    """``auto`` is CUDA when there is any, one device per local rank; under gloo local ranks take turns.
+
+    Args:
+        backend: ``comm.backend``.
 
     Raises:
         ValueError: when CUDA is asked for and absent, or there are fewer devices than local ranks.
@@ -308,8 +313,12 @@ def pick_device(wanted: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise ValueError(f"local rank {local} has no CUDA device: there are {count}; use --nproc {count} or fewer")
-    device = torch.device("cuda", local)
+    if local >= count and backend != "gloo":
+        raise ValueError(
+            f"local rank {local} has no CUDA device: there are {count}; use --nproc {count} or fewer. NCCL refuses two "
+            f"ranks on one device; comm.backend='gloo' lets ranks share devices, slowly: what they send each other "
+            f"goes through the memory of the host"
+        )
+    device = torch.device("cuda", local % count)
     torch.cuda.set_device(device)
     return device

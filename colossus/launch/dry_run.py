@@ -68,8 +68,10 @@ def is_on_cuda(config: Config) -> bool:
 
 
 def _device(config: Config) -> str:
-    cuda = is_on_cuda(config)
-    return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
+    from colossus.context.groups import choose_backend
+
+    device = "cuda" if is_on_cuda(config) else "cpu"
+    return f"{device}, backend {choose_backend(config.comm.backend, device)}"
 
 
 def _parameters(model: ModelInfo | None) -> str:

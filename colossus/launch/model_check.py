@@ -37,11 +37,17 @@ def check_device(config: Config) -> None:
     Raises:
         ConfigError: naming what to use instead.
     """
-    if config.device != "cuda":
+    if config.device != "cuda" and config.comm.backend != "nccl":
         return
     import torch
 
-    if not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if config.comm.backend == "nccl" and (config.device == "cpu" or not (has_cuda or config.device == "cuda")):
+        why = "device = 'cpu'" if config.device == "cpu" else "torch finds none here"
+        raise ConfigError(
+            f"comm.backend = 'nccl' joins CUDA devices, but {why}; use comm.backend='auto' or 'gloo'", config.source
+        )
+    if not has_cuda:
         raise ConfigError(
             "device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'", config.source
         )

@@ -54,9 +54,8 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
                 dist.destroy_process_group()
             pretend()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-            if world > 1:
-                store = dist.FileStore(str(Path(folder) / "store"), world)
-                dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            store = dist.FileStore(str(Path(folder) / "store"), world)
+            dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace
             deferred_wgrad.Tensor = FakeTensor  # type: ignore[misc, assignment]  # plain is what is of no type of ours
