@@ -28,6 +28,9 @@ WORDS: dict[str, Any] = dict(
 WIDE: dict[str, Any] = dict(
     type="GPT", num_layers=1, hidden_size=256, num_heads=16, vocab_size=517, seq_len=16, dropout=0.1
 )
+CUBE: dict[str, Any] = dict(
+    type="GPT", num_layers=1, hidden_size=32, num_heads=4, ffn_hidden_size=64, vocab_size=53, seq_len=4, dropout=0.1
+)
 
 TENSOR = {
     "1d": dict(mode="1d", size=4),
@@ -54,16 +57,11 @@ def recomputed(**options: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    "GPT, full": alone(GPT, **recomputed(type="full")),
     "GPT, selective on the host": alone(GPT, **recomputed(type="selective", offload=True)),
-    "ViT": alone(VIT),
     "WordsLM": alone(WORDS),
     "Llama, 1d sequence": of("1d sequence", LLAMA),
-    "GPT, 3d, full on the host": of("3d", GPT, **recomputed(type="full", offload=True)),
-    "GPT, 2d, gathered once": of("2d", GPT, parallel=dict(tensor=dict(weights="step", gathered="keep", coalesce=True))),
     "ViT, 2.5d": of("2.5d", VIT),
-    "3d of 4 x 4 x 4, data 8": (512, dict(data=8, tensor=dict(mode="3d", size=64)), 128, WIDE, {}),
-    "2.5d of 2 x 16 x 16": (512, dict(data=1, tensor=dict(mode="2.5d", size=512, depth=2)), 64, WIDE, {}),
+    "GPT, 3d of 4 x 4 x 4, data 8": (512, dict(data=8, tensor=dict(mode="3d", size=64)), 128, CUBE, {}),
 }
 MORE: dict[str, Case] = {
     **{f"{model['type']}, {tensor}": of(tensor, model) for model in (GPT, LLAMA, VIT, WORDS) for tensor in TENSOR},
@@ -74,9 +72,18 @@ MORE: dict[str, Case] = {
         for offload in (False, True)
     },
     **{f"GPT, {tensor}, panels": of(tensor, GPT, parallel=dict(tensor=dict(panels=True))) for tensor in TENSOR},
+    **{
+        f"GPT, {tensor}, gathered once": of(
+            tensor, GPT, parallel=dict(tensor=dict(weights="step", gathered="keep", coalesce=True))
+        )
+        for tensor in TENSOR
+    },
+    "GPT, full": alone(GPT, **recomputed(type="full")),
+    "ViT, mean": alone({**VIT, "pool": "mean"}),
     "2d of 16 x 16, data 2": (512, dict(data=2, tensor=dict(mode="2d", size=256)), 64, WIDE, {}),
     "2d of 2 x 8, data 32": (512, dict(data=32, tensor=dict(mode="2d", size=16, shape=[2, 8])), 128, WIDE, {}),
     "1d of 16, data 32": (512, dict(data=32, tensor=dict(mode="1d", size=16)), 128, WIDE, {}),
+    "2.5d of 2 x 16 x 16": (512, dict(data=1, tensor=dict(mode="2.5d", size=512, depth=2)), 64, WIDE, {}),
     "3d of 8 x 8 x 8": (512, dict(data=1, tensor=dict(mode="3d", size=512)), 64, WIDE, {}),
 }
 
