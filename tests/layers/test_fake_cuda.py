@@ -82,7 +82,7 @@ def test_all_layers_in_all_modes_and_precisions(mode: str) -> None:
 
 
 def tables(rank: int) -> dict[str, int]:
-    """How often the host waits in a forward and a backward of tables whose gradient is of the rows that were looked up."""
+    """How often the host waits in a forward and a backward of tables with a gradient of rows."""
     found = {}
     with fake_context(rank, ALL["none"], "fp32") as context:
         for name, make, inputs in (

@@ -45,7 +45,7 @@ class WatchedFakeTensors(FakeTensorMode):
     """
 
     def __init__(self, told: Path) -> None:
-        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device's thread."""
+        """``told``: a file for errors of backward: on a device's thread autograd loses those of operators."""
         super().__init__(allow_non_fake_inputs=True)
         self._told = told
 
