@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from helpers.ranks import run_ranks
 from helpers.training import config_of
@@ -63,6 +64,7 @@ def _losses(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.long
 def test_the_loss_falls_under_every_strategy() -> None:
     by_rank = run_ranks(REPLICAS, _losses, with_context=False)
     assert all(losses == by_rank[0] for losses in by_rank), "an evaluation is of all replicas"

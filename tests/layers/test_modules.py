@@ -31,8 +31,9 @@ ALL = {
     "none": PLAIN,
     **{name: MODES[name] for name in ("1d", "1d_sequence", "2d_2x3", "2.5d_depth2", "3d", "3d_2x1x2")},
 }
-#: 2.5D is 2D whose copies share the batch, as data ranks do: nothing of it is about modules; and of 3D the small one
-SOME = but(("2.5d_depth2", "3d"), ALL)
+#: 2.5D is 2D whose copies share the batch, as data ranks do: nothing of it is about modules; and of 3D the small one,
+#: which is a rectangle, too
+SOME = but(("2d_2x3", "2.5d_depth2", "3d"), ALL)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

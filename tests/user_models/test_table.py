@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
+from helpers.long import long
 from helpers.user_models import MODELS
 from helpers.user_models.cases import UserModel
 from helpers.user_models.table import PLANS, Cell, Run, fill, judge, twins
@@ -27,7 +28,7 @@ def require(names: Sequence[str], plan: str) -> None:
     assert not wrong, "\n".join(f"{cell.model} under {cell.plan}: {cell.outcome}: {cell.words}" for cell in wrong)
 
 
-@pytest.mark.parametrize("plan", ["1d 2", "pipeline 2 zb-h1", "3d 4 (2,1,2)"])
+@pytest.mark.parametrize("plan", ["1d 2", "pipeline 2 zb-h1", *long("3d 4 (2,1,2)")])
 def test_some_models(plan: str) -> None:
     require(SOME[::2] if plan.startswith("3d") else SOME, plan)
 

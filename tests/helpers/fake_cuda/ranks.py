@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import _disable_current_modes
 
+from colossus.construct import allocate
+from colossus.construct.allocate import trace_constructor
 from colossus.context import parallel_context
 from colossus.context.local_ranks import run_local_ranks
 
@@ -27,6 +29,13 @@ def _real_mesh(*args: Any, **options: Any) -> DeviceMesh:
     """A mesh is arithmetic on a tensor of ranks, whose values are needed."""
     with _disable_current_modes():
         return init_device_mesh(*args, **options)
+
+
+def _real_trace(*args: Any) -> Any:
+    """A constructor is recorded on the meta device; a fake tensor there keeps its device in an attribute, which
+    parameters take over."""
+    with _disable_current_modes():
+        return trace_constructor(*args)
 
 
 def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequence[int] = (0,)) -> list[Any]:
@@ -47,6 +56,7 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
                 store = dist.FileStore(str(Path(folder) / "store"), world)
                 dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
+            allocate.trace_constructor = _real_trace
             with WatchedFakeTensors():
                 return body(rank, *args)
 

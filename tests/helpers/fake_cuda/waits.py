@@ -79,12 +79,22 @@ def _some_result(func: Any, args: Any, kwargs: Any) -> Any:
 class Waits:
     """Notes what waits for a device while it is entered.
 
+    To read what an event of an earlier step was recorded behind is none: the host may be one step ahead, and that is
+    what bounds it. Which step that was is known where `begin_step` tells.
+
     Attributes:
         found: one line for each wait: the operation, and the line of the package that called it.
         allowed: False raises `HiddenWait` at the first.
     """
 
     _stack: list[Waits] = []
+    #: of this process; None: nobody tells when a step begins
+    step: int | None = None
+
+    @staticmethod
+    def begin_step() -> None:
+        """What is recorded from here on belongs to another step."""
+        Waits.step = (Waits.step or 0) + 1
 
     def __init__(self, *, allowed: bool = False) -> None:
         self.allowed = allowed
