@@ -118,7 +118,9 @@ def make_engine(
     shared_memory.enable(config.comm.shared_memory)
     own_code = {"the model": model, "loss_fn": loss_fn, "the optimizer": optimizer}
     context = ParallelContext.from_config(
-        config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
+        config,
+        device=pick_device(config.device, config.comm.backend),
+        on_join=partial(require_same_settings, config, own_code),
     )
     try:
         return _assemble(config, context, model, loss_fn, data, optimizer)

@@ -216,7 +216,7 @@ def load_model(
     """
     config = config or plan_config(source, overrides, config_file)
     shared_memory.enable(config.comm.shared_memory)
-    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    context = ParallelContext.from_config(config, device=pick_device(config.device, config.comm.backend))
     try:
         pipeline = PipelineRuntime(config, context)
         precision = context.precision

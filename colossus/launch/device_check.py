@@ -19,19 +19,21 @@ def is_on_cuda(config: Config) -> bool:
 
 def describe_device(config: Config, local_ranks: int) -> str:
     """``cuda (4 of 8 devices), backend nccl`` or ``cpu, backend gloo``."""
+    from colossus.context.groups import choose_backend
+
     if not is_on_cuda(config):
-        return "cpu, backend gloo"
+        return f"cpu, backend {choose_backend(config.comm.backend, 'cpu')}"
     import torch
 
     found = torch.cuda.device_count()
     shared = f", shared by {local_ranks} ranks" if local_ranks > found else ""
-    backend = "gloo" if ranks_may_share(config) else "nccl"
+    backend = choose_backend(config.comm.backend, "cuda")
     return f"cuda ({min(local_ranks, found)} of {found} devices{shared}), backend {backend}"
 
 
 def ranks_may_share(config: Config) -> bool:
     """Whether several ranks may compute on one device: NCCL refuses that, gloo does not."""
-    return getattr(config.comm, "backend", "auto") == "gloo"
+    return config.comm.backend == "gloo"
 
 
 def check_device(config: Config) -> None:
@@ -40,11 +42,17 @@ def check_device(config: Config) -> None:
     Raises:
         ConfigError: naming what to use instead.
     """
-    if config.device != "cuda":
+    if config.device != "cuda" and config.comm.backend != "nccl":
         return
     import torch
 
-    if not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if config.comm.backend == "nccl" and (config.device == "cpu" or not (has_cuda or config.device == "cuda")):
+        why = "device = 'cpu'" if config.device == "cpu" else "torch finds none here"
+        raise ConfigError(
+            f"comm.backend = 'nccl' joins CUDA devices, but {why}; use comm.backend='auto' or 'gloo'", config.source
+        )
+    if not has_cuda:
         raise ConfigError(no_cuda_device(), config.source)
 
 

@@ -157,7 +157,7 @@ def test_each_local_rank_has_its_device(devices: Devices, monkeypatch: pytest.Mo
         ValueError, match="local rank 3 has no CUDA device: 2 CUDA devices here; use --nproc 2 or fewer"
     ):
         pick_device("cuda")
-    assert pick_device("cuda", shared=True) == torch.device("cuda", 1)
+    assert pick_device("cuda", "gloo") == torch.device("cuda", 1)
     devices(1, "5")  # of this task alone, perhaps
     assert pick_device("cuda") == torch.device("cuda", 0)
     devices(0, "")
