@@ -126,6 +126,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
+def messages_of(error: BaseException) -> list[str]:
+    """Of an error and its causes."""
+    return [f"{type(cause).__name__}: {cause}" for cause in _chain(error)]
+
+
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
     """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
     culprit = getattr(error, "culprit", None)

@@ -23,6 +23,7 @@ from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import causes, failure, finished, nccl_watch, recordings, run_folder
 from colossus.launch.device_check import is_on_cuda, ranks_may_share
 from colossus.launch.origin import Origin, Taken, choose
+from colossus.launch.out_of_memory import advise, is_out_of_memory
 from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
 from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
@@ -46,6 +47,7 @@ class _Run:
     given: Path | None
     has_launcher: bool
     folder: Path | None = None
+    config: Config | None = None
     grid: RankGrid | None = None
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
@@ -116,7 +118,7 @@ def run_worker(
     stop.before_hard_end(lambda: _write_hard_end(run, thread))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
-        run.grid = build_grid(config.parallel)
+        run.config, run.grid = config, build_grid(config.parallel)
         code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
         finished.mark(run.rank, code)
         if stop.is_orphaned():
@@ -280,7 +282,7 @@ def _write_recording(run: _Run, *, with_stacks: bool) -> None:
 def _fail(run: _Run, error: BaseException) -> int:
     """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
     run.has_failed = True
-    record = failure.of_exception(error, run.rank, **run.details())
+    record = failure.of_exception(error, run.rank, **run.details(), advice=_advice(run, error))
     _write(run, record)
     if record.kind == "communication":
         _write_recording(run, with_stacks=True)
@@ -304,6 +306,13 @@ def _fail(run: _Run, error: BaseException) -> int:
         else:
             print(causes.one_line(record, run.folder), file=sys.stderr)
     return 1
+
+
+def _advice(run: _Run, error: BaseException) -> str:
+    messages = failure.messages_of(error)
+    if run.config is None or not is_out_of_memory(messages):
+        return ""
+    return advise(run.config, " ".join(messages), run.step)
 
 
 def _write(run: _Run, record: failure.FailureRecord) -> None:

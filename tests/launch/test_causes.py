@@ -276,7 +276,9 @@ def test_what_an_earlier_attempt_reported_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_the_stack_of_a_process_that_aborted_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import os\nfrom colossus.launch import finished\ndef crash():\n    os.abort()\nfinished.keep_stack(1)\ncrash()"
+    code = (
+        "import os\nfrom colossus.launch import finished\ndef crash():\n    os.abort()\nfinished.keep_stack(1)\ncrash()"
+    )
     monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
     with finished.expected() as marks:
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
