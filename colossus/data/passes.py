@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
+
+import numpy as np
+import torch
 
 from colossus.data.draws import Draws
 from colossus.data.own_generators import generator_states, parts_of_loader, set_generator_states
 from colossus.data.seed_sequences import seeds_of_places
 from colossus.data.seeded import item_seed
+from colossus.nest import leaves
 from colossus.random import GLOBAL_RNG
 
 log = logging.getLogger("colossus.data")
@@ -58,6 +62,7 @@ class Passes:
         self.is_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
         self.ended = False
         self._at_start: dict[str, Any] = {}
+        self._first_item: Any = None
         self._draws = Draws()
         if self._stateful is not None or hasattr(iterable, "__next__"):
             self._draws.seed_all()  # what it draws later cannot be read again
@@ -102,6 +107,8 @@ class Passes:
             item = self._draws.probed(self._next, item_seed(self._seed, self.epoch, self.offset))
             if item is _END:
                 return items
+            if not self.offset:
+                self._first_item = item
             self.offset += 1
             items.append(item if keep else None)
             if not self._draws.is_probing and self._has_moved():
@@ -139,13 +146,15 @@ class Passes:
             self.name, ", ".join(sorted(self._draws.kinds)), offset, self.epoch,
         )  # fmt: skip
         self._iterator, self.offset, self._states_to_set = None, 0, self._pass_states
+        first_item = self._first_item
         self._take_of_pass(offset, keep=False)
-        if self.offset < offset:
+        if self.offset < offset or not _may_be_equal(self._first_item, first_item):
             raise ValueError(
                 f"{self.name} draws random numbers from {', '.join(sorted(self._draws.kinds))} for the first time "
                 f"after {offset} items of pass {self.epoch}. To seed it for each item they are read again, but "
-                f"iterating {self.name} anew gave {self.offset} items only. Let its __iter__ start over, or draw one "
-                f"number from that generator for the first item of each pass"
+                f"iterating {self.name} anew gave "
+                f"{'others' if self.offset == offset else f'{self.offset} items only'}. Let its __iter__ start over, "
+                f"or draw one number from that generator for the first item of each pass"
             )
 
     def _next(self) -> Any:
@@ -240,3 +249,17 @@ def _has_state(candidate: Any) -> bool:
 
 def _attributes(data: Any) -> dict[str, Any]:
     return getattr(data, "__dict__", {})
+
+
+def _may_be_equal(item: Any, other: Any) -> bool:
+    """Whether two items are the same as far as tensors, arrays, numbers and strings tell it."""
+    pairs = zip_longest(leaves(item), leaves(other), fillvalue=("", None))
+    return all(type(x) is type(y) and _are_equal(x, y) for (_, x), (_, y) in pairs)
+
+
+def _are_equal(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return x.shape == y.shape and bool(((x == y) | (x != x) & (y != y)).all())
+    if isinstance(x, np.ndarray):
+        return np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
+    return x == y or x != x if isinstance(x, int | float | str | bytes) else True
