@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.fake_cuda.pretend import DEVICE
-from helpers.long import but
 from helpers.modes import BATCH, MODES, TOKENS, Mode, own
 from helpers.ranks import grid_of
 from torch import Tensor, nn

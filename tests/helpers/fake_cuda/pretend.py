@@ -192,6 +192,7 @@ def _set_functions() -> None:
     torch.Generator = _FakeGenerator  # type: ignore[misc, assignment]
     torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     torch.Tensor.numpy = _numpy  # type: ignore[method-assign]
+    FakeTensor.tolist = _tolist  # type: ignore[method-assign]
     FakeTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
     FakeTensor.__setattr__ = _set_attribute  # type: ignore[method-assign, assignment]
 
@@ -212,6 +213,14 @@ def _numpy(self: torch.Tensor, *, force: bool = False) -> np.ndarray:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     with unset_fake_temporarily():
         return _real_numpy(torch.zeros(self.shape, dtype=self.dtype))
+
+
+def _tolist(self: FakeTensor) -> Any:
+    """Zeros, by one copy: torch would read element by element."""
+    if self.device.type == "cuda":
+        note_wait("tolist")
+    with unset_fake_temporarily():
+        return torch.zeros(self.shape, dtype=self.dtype).tolist()
 
 
 def _as_subclass(self: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:
