@@ -47,7 +47,7 @@ class WatchedFakeTensors(FakeTensorMode):
     """
 
     def __init__(self, told: Path) -> None:
-        """``told``: a file for errors of backward, of which autograd loses those of an operator on a device's thread."""
+        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device thread."""
         super().__init__(allow_non_fake_inputs=True)
         self._told = told
         self._pinned: set[int] = set()
