@@ -63,7 +63,8 @@ class WatchedFakeTensors(FakeTensorMode):
             source = args[0] if func is _COPIES[0] else args[1]
             if {torch.device(to).type, source.device.type} == {"cpu", "cuda"}:
                 note_wait(f"{func} from {source.device} to {to}")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _some_result(func: Any, args: Any, kwargs: Any) -> Any:
