@@ -81,7 +81,8 @@ class WatchedFakeTensors(FakeTensorMode):
                 return _some_result(func, args, kwargs)
         if func in _COPIES:
             self._note_copy(func, args, kwargs)
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
+            made = super().__torch_dispatch__(func, types, args, kwargs)
         if kwargs.get("pin_memory"):
             self._pinned.add(made.untyped_storage()._cdata)
         return made
