@@ -25,7 +25,7 @@ class Staged:
 
 
 def pretend() -> type[Staged]:
-    """From here on in this process, which ends with its test, all tensors are on a device but the copies on the host."""
+    """From here on in this process, which ends with its test, tensors are on a device, but for copies on the host."""
     real_copies, real_device, real_empty = host_staging.all_to_host, host_staging.to_device, host_staging.empty
 
     def marked(x: Tensor) -> Tensor:
