@@ -1,4 +1,4 @@
-"""The sections of ``scripts/test-gpu`` on devices that do not exist: what they do there puts no tensor in a wrong place."""
+"""The sections of ``scripts/test-gpu`` on devices that do not exist: what they do puts no tensor in a wrong place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def _computed(rank: int, mode: str, plan: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mode", "plan"), [("1d", grid()), ("1d", grid(tensor=2)), ("2d", grid_of({"row": 2, "col": 3}))],
+    ("mode", "plan"),
+    [("1d", grid()), ("1d", grid(tensor=2)), ("2d", grid_of({"row": 2, "col": 3}))],
     ids=("one rank", "1d", "2d"),
 )
 def test_every_layer_case(mode: str, plan: Any) -> None:
