@@ -20,4 +20,7 @@ SECTIONS = (
     Section("checkpoints", "checkpoints", 40, "saved from page-locked memory while training goes on, loaded back"),
     Section("streams", "streams", 10, "memory that crosses streams is not given away early"),
     Section("memory", "memory", 15, "steps leave nothing behind, recomputation saves memory"),
+    Section("kernels", "kernels", 40, "the attention of a ring and fused AdamW beside torch's own"),
+    Section("step", "step", 150, "a training step in one process beside bare torch: time, MFU, memory"),
+    Section("blocks", "blocks", 90, "the block of every tensor mode, ranks on one device, beside one process"),
 )

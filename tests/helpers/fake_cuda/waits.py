@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from colossus.sequence_parallel import ring
+
 aten = torch.ops.aten
 #: operators whose result decides what the host does: a number, or the size of a tensor
 _READS = (
@@ -26,6 +28,8 @@ _READS = (
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 )
+#: what writes to its arguments, and knows no fake tensors
+_UPDATES = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default)
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
 
 
@@ -60,6 +64,13 @@ class WatchedFakeTensors(FakeTensorMode):
             raise
 
     def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _UPDATES:
+            devices = {x.device for x in tree_leaves(args[:3]) if isinstance(x, Tensor) and x.dim()}
+            assert len(devices) < 2, f"{func} of tensors on {devices}"
+            return None
+        if func is ring.RING_ATTENTION:  # as an operator it would be called with meta tensors, and take their branches
+            with self:
+                return ring._forward(*args, **kwargs)
         if func in _READS:
             if any(isinstance(x, Tensor) and x.device.type == "cuda" for x in tree_leaves((args, kwargs))):
                 note_wait(str(func))
