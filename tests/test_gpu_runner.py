@@ -173,6 +173,10 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             program.main(arguments)
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setattr(program, "missing_packages", lambda: ["pydantic"])
+    with pytest.raises(SystemExit):
+        program.main([])
+    assert "has no pydantic: install them there" in capsys.readouterr().err
 
 
 def test_the_table_of_sections() -> None:
