@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 report.write_json(given.json, rows, {**about, "seconds": time.monotonic() - begin})
     except KeyboardInterrupt:
         code = 130
+    order = [section.name for section in chosen]
+    rows.sort(key=lambda row: order.index(row.section))  # cases that were postponed have come last
     report.print_table(rows)
     print(f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s")
     if not count:
