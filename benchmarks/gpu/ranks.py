@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from colossus.context.local_ranks import LocalRanks, RanksFailed
+from colossus.context.local_ranks import LocalRanks, RanksFailed, run_local_ranks
 
 #: seconds without a sign of life, after which ranks are given up
 PATIENCE = 45.0
+
+
+@cache
+def count_devices() -> int:
+    """CUDA devices of this machine, as a process says that is forked for it: who asks may not be able to fork then."""
+    (count,) = run_local_ranks(1, lambda rank: torch.cuda.device_count())
+    return int(count)
 
 
 class _Rank:

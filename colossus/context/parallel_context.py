@@ -25,6 +25,7 @@ from colossus.context.groups import (
     store_of,
 )
 from colossus.context.layer_options import LayerOptions
+from colossus.context.own_device import require_own_device
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
 
@@ -124,6 +125,8 @@ class ParallelContext:
                 )
             size = self.grid.world_size
             store = fresh_store(self.rank, size, self.timeout)
+            if backend == "nccl":
+                require_own_device(store, self.rank, self.device)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
