@@ -72,7 +72,8 @@ class Links:
 
     Attributes:
         takes_early: whether it is safe, and of use, to await messages long before they are needed. With NCCL it is
-            not: sends and receives of two ranks run one after the other.
+            not: sends and receives of two ranks run one after the other, in the order in which they were called.
+        has_batches: whether messages that are to run at once have to be started together, by `exchange`.
     """
 
     def __init__(self, group: AxisGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
@@ -87,6 +88,7 @@ class Links:
         pairs = sorted(set(pairs))
         mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if self._wire.type == "cpu" and pairs else None
         self.takes_early = mapped is None and self._wire.type == "cpu"
+        self.has_batches = self._wire.type != "cpu"
         self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
             return
@@ -105,10 +107,7 @@ class Links:
             label: names the message in the log and in errors, the same at both ends.
             key: what else sender and receiver have to agree on; compared where messages have a header.
         """
-        entry = self._record("send", tensors, label)
-        for counter in accounting.listeners:
-            for tensor in tensors:
-                counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
+        entry = self._sends(tensors, label)
         if self._is_staged:
             tensors = host_staging.all_to_host(tensors)
         sender = self._senders.get(to)
@@ -116,7 +115,7 @@ class Links:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
             return _no_wait
-        dense = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        dense = [_dense(tensor) for tensor in tensors]
         works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in dense]
 
         def wait() -> None:
@@ -149,6 +148,32 @@ class Links:
 
         incoming.finish = finish
         return incoming
+
+    def exchange(self, to: int, source: int, tensors: Sequence[Tensor], label: str) -> Callable[[], list[Tensor]]:
+        """Send to one rank and receive as many tensors of the same shapes from another, all at once.
+
+        With NCCL this is one launch on the communicator of the group, so all of its ranks have to call.
+
+        Returns:
+            A function that waits for both, and returns what was received.
+        """
+        group = self._group
+        entry = self._sends(tensors, label)
+        dense = [_dense(tensor) for tensor in tensors]
+        received = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in dense]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, group.ranks[to], group.process_group) for tensor in dense]
+            + [dist.P2POp(dist.irecv, tensor, group.ranks[source], group.process_group) for tensor in received]
+        )
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                _wait(work, f"{self._name(to)} and {self._name(source)} did not exchange the {label}")
+            dense.clear()
+            entry.done = True
+            return received
+
+        return wait
 
     def send_object(self, to: int, value: Any, label: str) -> None:
         """Send an object, of at most a few KB."""
@@ -229,12 +254,23 @@ class Links:
             for other in ready:
                 self._receive_next(sources[other])
 
+    def _sends(self, tensors: Sequence[Tensor], label: str) -> log.Entry:
+        """Count and note what is sent."""
+        for counter in accounting.listeners:
+            for tensor in tensors:
+                counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
+        return self._record("send", tensors, label)
+
     def _record(self, operation: str, tensors: Sequence[Tensor], label: str) -> log.Entry:
         shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)
         return log.record(f"{operation} of the {label}", str(self._group), shape, dtype)
 
     def _name(self, index: int) -> str:
         return f"rank {self._group.ranks[index]}"
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
