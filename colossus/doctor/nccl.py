@@ -10,16 +10,8 @@ from pathlib import Path
 
 from colossus.doctor import nccl_names as names
 
-_SHOWN = (
-    "NCCL_",
-    "TORCH_NCCL_",
-    "TORCH_FR_",
-    "CUDA_",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "NVIDIA_TF32_",
-    "GLOO_",
-)
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_SHOWN = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_", "NVIDIA_TF32_", *_ALLOCATOR)
 _OFF = ("0", "false", "False", "no", "OFF", "off", "n", "N")
 _LEVELS = ("VERSION", "WARN", "ABORT", "INFO", "TRACE", "NONE")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -106,8 +98,8 @@ def _values(found: Mapping[str, str]) -> Iterator[str]:
         yield f"CUDA_DEVICE_MAX_CONNECTIONS={connections}: must be 1 to 32 (8 where it is not set)"
     elif connections == "1":
         yield (
-            "CUDA_DEVICE_MAX_CONNECTIONS=1: kernels begin in the order in which they were launched, so that work of "
-            "several streams waits for each other; nothing here needs it"
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: kernels of all streams begin in the order in which they were launched; "
+            "Megatron wants that for tensor parallelism, FSDP and ZeRO 3 lose by it: measure both"
         )
     heartbeat = found.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "")
     if heartbeat.isdecimal() and int(heartbeat) < 60:
@@ -127,7 +119,7 @@ def _slips(found: Mapping[str, str]) -> Iterator[str]:
             rest = name.removeprefix(prefix)
             if name.startswith(prefix) and rest not in known and not rest.startswith(others):
                 yield f"{name} is no variable that {_READERS[prefix]} documents{_meant(rest, known, prefix)}"
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+    for name in _ALLOCATOR:
         for key in re.findall(r"(?:^|,)\s*([A-Za-z0-9_]+)\s*:", re.sub(r"\[[^]]*\]", "", found.get(name, ""))):
             if key not in names.ALLOCATOR:
                 yield f"{name}: {key!r} is no option of torch's allocator{_meant(key, names.ALLOCATOR)}"

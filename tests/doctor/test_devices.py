@@ -51,7 +51,9 @@ def four_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Simple
     return kinds
 
 
-def test_devices_are_shown_with_what_joins_them(four_devices: list[SimpleNamespace]) -> None:
+def test_devices_are_shown_with_what_joins_them(
+    four_devices: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = examine_devices()
     assert (found["driver"], found["cuda"], found["nccl"]) == ("580.65.06", "13.0", "2.27.5")
     assert found["peers"] == found["nvlinks"] == [[1], [0], [3], [2]]
@@ -63,7 +65,7 @@ def test_devices_are_shown_with_what_joins_them(four_devices: list[SimpleNamespa
     ]
     (advice,) = advise_devices(found)
     assert advice.startswith("devices 0 and 2 do not reach each other directly (of 4 pair(s))")
-    torch.cuda.can_device_access_peer = lambda one, other: True  # type: ignore[assignment]  (the fixture's, undone)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert device_rows(examine_devices())[-1][1].startswith("between all; by NVLink")
 
 
@@ -167,7 +169,7 @@ def test_devices_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("TORCH_NCCL_TRACE_BUFFER_SIZE=2000", None),
         ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=20", "ends the rank by SIGABRT"),
         ("CUDA_LAUNCH_BLOCKING=1", "the host waits for every kernel"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "nothing here needs it"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "FSDP and ZeRO 3 lose by it"),
         ("CUDA_DEVICE_MAX_CONNECTIONS=64", "must be 1 to 32"),
         ("CUDA_DEVICE_MAX_CONNECTIONS=8", None),
         ("NVIDIA_TF32_OVERRIDE=0", "overrides what torch and the config say"),
