@@ -11,6 +11,9 @@ SECTIONS = (
     Section("plans", "plans", 90, "training under every kind of plan, ranks on one device, against one process"),
     Section("strategies", "strategies", 30, "what replicas exchange, on one device, against the same run on the CPU"),
     Section("nccl", "nccl", 20, "every call with one rank; plans, where there are several devices"),
+    Section(
+        "launching", "launching", 25, "runs that are started, hang, and run out of memory, and what is told of them"
+    ),
     Section("precisions", "precisions", 25, "bf16 and fp16 against fp32, loss scaling, steps that are not finite"),
     Section("waits", "waits", 25, "no step waits for the device between two logging steps"),
     Section("determinism", "determinism", 20, "the same bits twice"),
