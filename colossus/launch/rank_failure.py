@@ -51,7 +51,8 @@ def write_hard_end(run: RankRun, thread: int) -> None:
     else:
         record = failure.of_stuck_rank(thread, run.stop.grace_seconds, run.rank, **run.details())
     _write(run, record)
-    _write_recording(run, with_stacks=False)
+    if run.folder is not None and not recordings.path_of(run.folder, run.rank).exists():  # else torch has, with more
+        _write_recording(run, with_stacks=False)
 
 
 def _write_recording(run: RankRun, *, with_stacks: bool) -> None:
