@@ -1,6 +1,7 @@
 """Point-to-point messages between the ranks of one axis: lists of tensors whose shapes the receiver knows.
 
-Between processes of one host, on CPU, they go through shared memory; else through c10d.
+Between processes of one host, on CPU, they go through shared memory; else through c10d. What gloo has to carry of an
+accelerator goes through the host (`host_staging`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, log
+from colossus.comm import accounting, host_staging, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
 from colossus.comm.objects import from_bytes, to_bytes, unpickled
 from colossus.comm.shared_memory import map_segments
@@ -42,14 +43,20 @@ class TensorMeta(Protocol):
 class Incoming:
     """A message that is awaited. ``wait()`` returns its tensors."""
 
-    def __init__(self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry) -> None:
+    def __init__(
+        self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry, device: torch.device | None = None
+    ) -> None:
         self.tensors, self.label, self.tag, self.entry = tensors, label, tag, entry
         self.finish: Wait | None = None
+        self._device = device
 
     def wait(self) -> list[Tensor]:
         if self.finish is not None:
             self.finish()
             self.finish = None
+        if self._device is not None:
+            self.tensors = [host_staging.to_device(tensor, self._device) for tensor in self.tensors]
+            self._device = None
         self.entry.done = True
         return self.tensors
 
@@ -65,18 +72,23 @@ class Links:
 
     Attributes:
         takes_early: whether it is safe, and of use, to await messages long before they are needed. With NCCL it is
-            not: sends and receives of two ranks run one after the other.
+            not: sends and receives of two ranks run one after the other, in the order in which they were called.
+        has_batches: whether messages that are to run at once have to be started together, by `exchange`.
     """
 
     def __init__(self, group: AxisGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group = group
+        #: where tensors are wanted, where they travel, and whether that is not the same
+        self._device, self._wire = device, host_staging.wire_device(device, group)
+        self._is_staged = self._wire != device
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._posted: dict[int, deque[Incoming]] = {}
         self._num_objects: dict[tuple[int, int], int] = {}
         pairs = sorted(set(pairs))
-        mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if device.type == "cpu" and pairs else None
-        self.takes_early = mapped is None and device.type == "cpu"
+        mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if self._wire.type == "cpu" and pairs else None
+        self.takes_early = mapped is None and self._wire.type == "cpu"
+        self.has_batches = self._wire.type != "cpu"
         self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
             return
@@ -95,16 +107,15 @@ class Links:
             label: names the message in the log and in errors, the same at both ends.
             key: what else sender and receiver have to agree on; compared where messages have a header.
         """
-        entry = self._record("send", tensors, label)
-        for counter in accounting.listeners:
-            for tensor in tensors:
-                counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
+        entry = self._sends(tensors, label)
+        if self._is_staged:
+            tensors = host_staging.all_to_host(tensors)
         sender = self._senders.get(to)
         if sender is not None and _size(tensors) <= sender.capacity:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
             entry.done = True
             return _no_wait
-        dense = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+        dense = [_dense(tensor) for tensor in tensors]
         works = [dist.isend(tensor, self._group.ranks[to], self._group.process_group) for tensor in dense]
 
         def wait() -> None:
@@ -117,8 +128,12 @@ class Links:
 
     def receive(self, source: int, expected: Sequence[TensorMeta], label: str, key: object = None) -> Incoming:
         """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
-        tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
-        incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label))
+        device = self._device if self._is_staged else None
+        if device is not None:
+            tensors = [host_staging.empty(item.shape, item.dtype, device) for item in expected]
+        else:
+            tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
+        incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label), device)
         receiver = self._receivers.get(source)
         if receiver is not None and _size(tensors) <= receiver.capacity:
             self._posted[source].append(incoming)
@@ -134,6 +149,32 @@ class Links:
         incoming.finish = finish
         return incoming
 
+    def exchange(self, to: int, source: int, tensors: Sequence[Tensor], label: str) -> Callable[[], list[Tensor]]:
+        """Send to one rank and receive as many tensors of the same shapes from another, all at once.
+
+        With NCCL this is one launch on the communicator of the group, so all of its ranks have to call.
+
+        Returns:
+            A function that waits for both, and returns what was received.
+        """
+        group = self._group
+        entry = self._sends(tensors, label)
+        dense = [_dense(tensor) for tensor in tensors]
+        received = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in dense]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, group.ranks[to], group.process_group) for tensor in dense]
+            + [dist.P2POp(dist.irecv, tensor, group.ranks[source], group.process_group) for tensor in received]
+        )
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                _wait(work, f"{self._name(to)} and {self._name(source)} did not exchange the {label}")
+            dense.clear()
+            entry.done = True
+            return received
+
+        return wait
+
     def send_object(self, to: int, value: Any, label: str) -> None:
         """Send an object, of at most a few KB."""
         process_group = self._group.process_group
@@ -147,7 +188,7 @@ class Links:
                 self._senders[to].send([tensor], label, _tag(label, None), self._until_readable)
             return
         for tensor in (size, data):
-            dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
+            dist.send(tensor.to(self._wire), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
 
     def recv_object(self, source: int, label: str) -> Any:
         """Receive an object."""
@@ -156,9 +197,9 @@ class Links:
             return unpickled(
                 bytes.fromhex(store_of(process_group).get(self._fake_key(source, self._group.index)).decode())
             )
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        size = torch.zeros(1, dtype=torch.int64, device=self._wire)
         self._recv_tensor(source, size, label)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
         self._recv_tensor(source, data, label)
         return from_bytes(data)
 
@@ -213,12 +254,23 @@ class Links:
             for other in ready:
                 self._receive_next(sources[other])
 
+    def _sends(self, tensors: Sequence[Tensor], label: str) -> log.Entry:
+        """Count and note what is sent."""
+        for counter in accounting.listeners:
+            for tensor in tensors:
+                counter.add("send", str(self._group), tensor.dtype, tensor.nbytes)
+        return self._record("send", tensors, label)
+
     def _record(self, operation: str, tensors: Sequence[Tensor], label: str) -> log.Entry:
         shape, dtype = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else ((0,), None)
         return log.record(f"{operation} of the {label}", str(self._group), shape, dtype)
 
     def _name(self, index: int) -> str:
         return f"rank {self._group.ranks[index]}"
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _size(tensors: Sequence[Tensor]) -> int:

@@ -43,7 +43,9 @@ def rotate(tensors: list[Tensor], group: AxisGroup, description: str) -> Callabl
     """
     links = _links_of(group, tensors[0].device)
     following, preceding = (group.index + 1) % group.size, (group.index - 1) % group.size
-    if group.index % 2:  # with NCCL messages between two ranks run one after the other: not both send first
+    if links.has_batches:
+        return links.exchange(following, preceding, tensors, description)
+    if group.index % 2:  # two sends that face each other would wait for ever, where nothing holds a message
         incoming = links.receive(preceding, tensors, description)
         sent = links.send(following, tensors, description)
     else:

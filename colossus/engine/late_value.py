@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
+
+from colossus.engine.host_read import HostRead
 
 
 class LateValue:
@@ -15,8 +14,8 @@ class LateValue:
     """
 
     def __init__(self) -> None:
-        #: the last one on its way from an accelerator, and the event of its arrival
-        self._on_its_way: tuple[Tensor, Any] | None = None
+        #: the last one on its way from an accelerator
+        self._on_its_way: HostRead | None = None
 
     def push(self, value: Tensor) -> float | None:
         """Hand in a step's scalar.
@@ -26,12 +25,5 @@ class LateValue:
         """
         if value.device.type == "cpu":
             return value.item()
-        arrived, self._on_its_way = self._on_its_way, None
-        host = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._on_its_way = host, event
-        if arrived is None:
-            return None
-        arrived[1].synchronize()
-        return arrived[0].item()
+        before, self._on_its_way = self._on_its_way, HostRead(value)
+        return None if before is None else before.wait().item()

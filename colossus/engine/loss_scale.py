@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from colossus.comm.objects import all_gather_object
 from colossus.config.training import LossScale
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.inputs import model_input
+from colossus.engine.late_value import LateValue
 from colossus.nest import tensors
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -44,8 +44,11 @@ class LossScaler:
         self.scale = torch.full((), options.init, dtype=torch.float32, device=context.device)
         #: steps without an overflow since the scale last changed
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=context.device)
-        self._num_tokens: int | None = None
-        #: whether that is a count, not a guess by shapes
+        #: a power of two, float32 scalar on the device
+        self._num_tokens: Tensor | None = None
+        #: whether that is a count, not a guess by shapes: on the device, and as far as the host knows
+        self._has_count = torch.zeros((), dtype=torch.bool, device=context.device)
+        self._late_has_count = LateValue()
         self._is_counted = False
         self.factor: Tensor | None = None
 
@@ -54,12 +57,12 @@ class LossScaler:
         if self._num_tokens is None:
             world = self._context.group(self._context.grid.names)
             own = self._batch_size * tokens_per_sample(batch)
-            self._num_tokens = power_of_two_below(max(all_gather_object(own, world)))
+            self._num_tokens = self._on_device(power_of_two_below(max(all_gather_object(own, world))))
         self.factor = self.scale / self._num_tokens
         return self.factor
 
     def update(self, found_inf: Tensor | None, count: Tensor) -> None:
-        """After a step; waits for nothing, but after the first for the count.
+        """After a step; waits for nothing.
 
         Args:
             count: samples or tokens whose losses were summed in the global batch.
@@ -67,22 +70,35 @@ class LossScaler:
         """
         found = torch.zeros((), device=self.scale.device) if found_inf is None else found_inf.float()
         if not self._is_counted:
-            number = count.item()
-            if math.isfinite(number) and number >= 1:
-                self._num_tokens, self._is_counted = power_of_two_below(int(number)), True
+            self._take_count(count)
         torch._amp_update_scale_(self.scale, self._growth_tracker, found, GROWTH, BACKOFF, self._growth_interval)
+
+    def _take_count(self, count: Tensor) -> None:
+        """The number of tokens is that of the first step that has one."""
+        assert self._num_tokens is not None
+        takes = self._has_count.logical_not() & count.isfinite() & (count >= 1)
+        mantissa, _ = torch.frexp(torch.where(takes, count, 1.0))  # between 1/2 and 1
+        below = torch.where(takes, count, 1.0) / mantissa / 2  # exact: a power of two
+        self._num_tokens = torch.where(takes, below.float(), self._num_tokens)
+        self._has_count = self._has_count | takes
+        self._is_counted = bool(self._late_has_count.push(self._has_count.float()))
+
+    def _on_device(self, number: float) -> Tensor:
+        return torch.full((), number, dtype=torch.float32, device=self.scale.device)
 
     def state_dict(self) -> dict[str, float]:
         """Waits for the device."""
         state = {"scale": self.scale.item(), "growth_tracker": int(self._growth_tracker.item())}
-        return state if self._num_tokens is None else {**state, "num_tokens": self._num_tokens}
+        return state if self._num_tokens is None else {**state, "num_tokens": int(self._num_tokens.item())}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Take back what `state_dict` gave, under any plan."""
         self.scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
-        self._num_tokens = int(state["num_tokens"]) if "num_tokens" in state else None
+        self._num_tokens = self._on_device(state["num_tokens"]) if "num_tokens" in state else None
         self._is_counted = self._num_tokens is not None
+        self._has_count.fill_(self._is_counted)
+        self._late_has_count = LateValue()
 
 
 def tokens_per_sample(batch: Any) -> int:

@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from colossus.engine.host_read import HostRead
 from colossus.engine.stop_request import signal_of
 
 
@@ -19,6 +21,7 @@ class StepResult:
     a result of all replicas is the mean of theirs.
 
     The numbers stay on the device until they are first read: a loop that does not read them does not wait for it.
+    `send_to_host` lets them travel while the device goes on: who reads them one step later waits for nothing.
 
     Attributes:
         step: number of optimizer steps done, this one included.
@@ -56,21 +59,56 @@ class StepResult:
         own_tokens: Tensor | None = None,
     ) -> None:
         self.step, self.lr, self.replica = step, lr, replica
-        self._own_tokens = own_tokens
         self.stop_requested, self.stop_signal = stops > 0, signal_of(stops)
         self._device_numbers = numbers
         self._require_zero, self._groups = require_zero, groups
-        self._skipped, self._num_skipped, self._loss_scale = skipped, num_skipped, loss_scale
+        singles = {
+            "skipped": skipped, "num_skipped": num_skipped, "loss_scale": loss_scale, "replica_tokens": own_tokens
+        }  # fmt: skip
+        self._singles = {name: one for name, one in singles.items() if one is not None}
+        self._reading: HostRead | None = None
         self._read: list[float] | None = None
+
+    def send_to_host(self) -> bool:
+        """Let all numbers travel to the host, behind what the device has been told so far. Waits for nothing.
+
+        Returns:
+            Whether they are on their way, and best read when the next step is over; on the CPU they are there.
+        """
+        if self._reading is None:
+            on_device = [one.double() for one in self._singles.values() if isinstance(one, Tensor)]
+            numbers = self._device_numbers
+            if on_device:
+                numbers = torch.cat((numbers, torch.stack([one.to(numbers.device) for one in on_device])))
+            self._reading = HostRead(numbers)
+        return self._device_numbers.device.type != "cpu"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody waits who reads the numbers."""
+        return self._read is not None or (self._reading is not None and self._reading.is_there)
+
+    def _all_numbers(self) -> list[float]:
+        if self._read is None:
+            self.send_to_host()
+            assert self._reading is not None
+            self._read = self._reading.wait().tolist()
+        return self._read
 
     @property
     def _numbers(self) -> list[float]:
-        if self._read is None:
-            read = self._device_numbers.tolist()
-            if self._require_zero is not None and len(read) > 4:
-                self._require_zero(read[4])
-            self._read = read
-        return self._read
+        """Of `StepReduction.finish_step`."""
+        read = self._all_numbers()[: len(self._device_numbers)]
+        if self._require_zero is not None and len(read) > 4:
+            self._require_zero(read[4])
+        return read
+
+    def _single(self, name: str) -> float | None:
+        one = self._singles.get(name)
+        if not isinstance(one, Tensor):
+            return one
+        names = [name for name, one in self._singles.items() if isinstance(one, Tensor)]
+        return self._all_numbers()[len(self._device_numbers) + names.index(name)]
 
     @property
     def tokens(self) -> int:
@@ -80,7 +118,8 @@ class StepResult:
     @property
     def replica_tokens(self) -> int | None:
         """Those of this rank's replica, under an inexact strategy; None where nobody counts them alone."""
-        return None if self._own_tokens is None else round(self._own_tokens.item())
+        tokens = self._single("replica_tokens")
+        return None if tokens is None else round(tokens)
 
     def of_all_replicas(self, add: Callable[[Tensor], Tensor]) -> StepResult:
         """The same with the numbers of all replicas. Collective over data.
@@ -89,7 +128,8 @@ class StepResult:
             add: `Strategy.sum_over_replicas`.
         """
         result = copy.copy(self)
-        result.replica, result._device_numbers, result._read = None, add(self._device_numbers), None
+        result.replica, result._device_numbers = None, add(self._device_numbers)
+        result._reading = result._read = None
         return result
 
     @property
@@ -106,23 +146,24 @@ class StepResult:
     @property
     def grad_norms(self) -> dict[str, float]:
         """The same of each parameter group of the optimizer, by its name or number: of ``train.grad_norm_by_group``."""
-        norms = self._numbers[len(self._numbers) - len(self._groups) :]
+        numbers = self._numbers
+        norms = numbers[len(numbers) - len(self._groups) :]
         return dict(zip(self._groups, norms, strict=True))
 
     @property
     def skipped(self) -> bool:
         """Whether gradients were not finite, and the step changed neither parameters nor the optimizer's state."""
-        return bool(self._skipped)
+        return bool(self._single("skipped"))
 
     @property
     def num_skipped(self) -> int:
         """Steps skipped so far, this one included."""
-        return int(self._num_skipped)
+        return int(self._single("num_skipped") or 0)
 
     @property
     def loss_scale(self) -> float | None:
         """What the mean loss was scaled by in this step; None unless ``train.precision`` is fp16."""
-        return None if self._loss_scale is None else float(self._loss_scale)
+        return self._single("loss_scale")
 
     def __repr__(self) -> str:
         numbers = f"loss={self.loss:.6g}, grad_norm={self.grad_norm:.6g}, tokens={self.tokens}"

@@ -21,8 +21,10 @@ from colossus.engine.engine import Engine
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
-from colossus.monitor.metrics import StepTimer, peak_memory_bytes
-from colossus.monitor.mfu import device_peak
+from colossus.monitor.late_results import LateResults
+from colossus.monitor.metrics import StepTimer
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import peak_memory
 from colossus.server import environment
 
 
@@ -43,7 +45,10 @@ class Display(Hook):
         self.folder, self.stream = folder, stream
         self.total = 0
         self.shown = False
+        #: of the last step whose numbers are there, see `LateResults`
         self.result: StepResult | None = None
+        #: with the seconds of each step
+        self._results: LateResults[float] = LateResults()
         #: of the last evaluation: loss, and the model's metrics
         self.validation: dict[str, float] = {}
         self.counted = "tokens"
@@ -52,11 +57,11 @@ class Display(Hook):
         self.speed_of = ""
         self._timer = StepTimer()
         self._began = time.monotonic()
+        self._replica = 0
         #: steps done before this display began
         self.first = 0
         self._chosen = ""
-        self._flops = 0.0
-        self._peak: float | None = None
+        self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
@@ -65,14 +70,8 @@ class Display(Hook):
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
-            peak = device_peak(engine.device, engine.config.train.precision.compute)
-            counts_alone = not engine.strategy.exact and engine.context.size("data") > 1
-            num_ranks = engine.context.world_size // (engine.context.size("data") if counts_alone else 1)
-            self._peak = peak * num_ranks if peak else None
             self.counted = getattr(options, "counted", self.counted)
-            flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
-            self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
-
+        self._utilisation = Utilisation.of(engine)
         if self.shown:
             self.stream.write("\n".join(self.heading(engine)) + "\n")
             self.stream.flush()
@@ -113,15 +112,25 @@ class Display(Hook):
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         self.shown = engine.context.is_logging_rank  # of those that live
-        if not self.shown:  # reading a result waits for an accelerator: only one rank does
+        if not self.shown:
             return
-        self.seconds += self._timer.stop()
-        own = result.replica_tokens
-        self.tokens += result.tokens if own is None else own
-        self.speed_of = "" if own is None else f" (replica {engine.context.index('data')})"
-        self.result = result
-        self.memory = peak_memory_bytes(engine.device)
-        self.show_step(engine)
+        self._replica = engine.context.index("data")
+        late = self._results.add(result, self._timer.stop())
+        self.memory = peak_memory(engine.device).allocated
+        self._take(but=0 if self.is_due(engine, result) else late)
+        self.show_step(engine, result)
+
+    def is_due(self, engine: Engine, result: StepResult) -> bool:
+        """Whether the numbers of this step are to be shown now, although an accelerator has to be waited for."""
+        return False
+
+    def _take(self, *, but: int = 0) -> None:
+        for result, seconds in self._results.take(but=but):
+            own = result.replica_tokens
+            self.tokens += result.tokens if own is None else own
+            self.seconds += seconds
+            self.speed_of = "" if own is None else f" (replica {self._replica})"
+            self.result = result
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation = {"loss": summary.loss, **summary.metrics}
@@ -136,6 +145,8 @@ class Display(Hook):
             )
 
     def on_train_end(self, engine: Engine) -> None:
+        self._take()
+        self.show_end()
         self.close()
         if self.shown and self.result is not None and self.result.step >= self.total:
             self.stream.write(self.summary() + "\n")
@@ -144,7 +155,15 @@ class Display(Hook):
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self.close()
 
-    def show_step(self, engine: Engine) -> None: ...
+    def show_step(self, engine: Engine, result: StepResult) -> None:
+        """After each step.
+
+        Args:
+            result: of the step; its numbers are there only if it is the one of ``self.result``.
+        """
+
+    def show_end(self) -> None:
+        """All numbers are there."""
 
     def show_evaluation(self, summary: EvalSummary) -> None: ...
 
@@ -181,9 +200,8 @@ class Display(Hook):
 
     @property
     def mfu(self) -> str:
-        if self._peak is None or not self._flops:
-            return "N/A"
-        return f"{self.speed * self._flops / self._peak:.1%}"
+        found = self._utilisation.at(self.speed)
+        return "N/A" if found is None else f"{found:.1%}"
 
     def summary(self) -> str:
         """The line that ends a complete run."""
@@ -202,15 +220,17 @@ class Display(Hook):
 class PlainDisplay(Display):
     """One line every ``train.log_every`` steps, after the first step and after the last, and one per evaluation."""
 
-    def show_step(self, engine: Engine) -> None:
-        assert self.result is not None
-        step = self.result.step
-        if (
-            step not in (self.first + 1, self.total)
-            and step % engine.config.train.log_every
-            and not self.result.stop_requested
-        ):
+    def is_due(self, engine: Engine, result: StepResult) -> bool:
+        return (
+            result.step in (self.first + 1, self.total)
+            or result.step % engine.config.train.log_every == 0
+            or result.stop_requested
+        )
+
+    def show_step(self, engine: Engine, result: StepResult) -> None:
+        if not self.is_due(engine, result):
             return
+        step = result.step
         elapsed = time.monotonic() - self._began
         left = clock(elapsed / (step - self.first) * (self.total - step))
         fields = [field for field in self.fields() if not field.startswith("validation")]
@@ -248,13 +268,16 @@ class LiveDisplay(Display):
         self._live = Live(self._progress, console=Console(file=self.stream), refresh_per_second=8)
         self._live.start()
 
-    def show_step(self, engine: Engine) -> None:
-        assert self.result is not None
+    def show_step(self, engine: Engine, result: StepResult) -> None:
         if self._live is None and not self._is_closed:  # the rank that showed it before has died
             self._start()
+        self._progress.update(self._task, completed=result.step)
         self._redraw()
         # an average that forgets: about the last twenty steps
         self.tokens, self.seconds = self.tokens * 0.95, self.seconds * 0.95
+
+    def show_end(self) -> None:
+        self._redraw()
 
     def show_evaluation(self, summary: EvalSummary) -> None:
         self._redraw()
@@ -273,7 +296,6 @@ class LiveDisplay(Display):
 
     def _redraw(self) -> None:
         if self._live is not None and self.result is not None:
-            self._progress.update(self._task, completed=self.result.step)
             self._live.update(Group(self._progress, Text("  ".join(self.fields()))))
 
 

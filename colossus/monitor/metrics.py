@@ -1,25 +1,31 @@
-"""``metrics.jsonl``: one JSON object per step, written by the logging rank as soon as it is complete."""
+"""``metrics.jsonl``: one JSON object per step, written by the logging rank as soon as its numbers are there."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from colossus.comm import accounting
+from colossus.config.training import Train
 from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
-from colossus.machine import peak_resident_bytes
+from colossus.monitor.late_results import LateResults
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import peak_memory
+
+#: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
+_PATIENCE = 5.0
 
 
 class StepTimer:
@@ -35,13 +41,6 @@ class StepTimer:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank: what was allocated on its GPU, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
 
 
 def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
@@ -84,6 +83,47 @@ def _step_of(line: bytes) -> int:
         return 0
 
 
+@dataclass
+class _Row:
+    """Of a row what the host knows when the step is over.
+
+    Attributes:
+        seconds: of the step.
+        measured: what follows the numbers of the step.
+        more: what ends the row.
+    """
+
+    seconds: float
+    measured: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def with_numbers(self, result: StepResult, train: Train, utilisation: Utilisation) -> dict[str, Any]:
+        """The whole row. Waits for the numbers of its step, if they are not there yet."""
+        row = {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": result.tokens,
+            "tokens_per_second": result.tokens / self.seconds,
+            "step_seconds": self.seconds,
+            **self.measured,
+        }
+        counted = result.tokens if result.replica_tokens is None else result.replica_tokens
+        mfu = utilisation.at(counted / self.seconds)
+        if mfu is not None:
+            row["mfu"] = mfu
+        if result.replica is not None:
+            row["replica"] = result.replica
+        if train.grad_norm_by_group:
+            row["grad_norms"] = result.grad_norms
+        if result.loss_scale is not None:
+            row["loss_scale"] = result.loss_scale
+        if result.loss_scale is not None or train.on_nonfinite == "skip":
+            row["skipped"] = result.num_skipped
+        return row | self.more
+
+
 class Metrics(Hook):
     """Writes one row per step: step, loss, grad_norm, lr, tokens, tokens_per_second, step_seconds,
     memory_bytes, time, and validation_loss where an evaluation followed, with ``validation_<name>`` of each of the
@@ -102,8 +142,17 @@ class Metrics(Hook):
     A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
     in memory and for the end of the save before, or for all of a save that is not in the background.
 
+    ``memory_bytes`` is the most that this rank has used since its process began (`PeakMemory`): of tensors on its GPU,
+    or resident on the CPU. On a GPU a row has ``memory_reserved_bytes``, and where the peak of the device and the
+    operations of the model are known ``mfu``, the model FLOP utilisation of all devices between 0 and 1 (of those of a
+    replica, where replicas count for themselves).
+
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
+
+    An accelerator is not waited for: the row of a step is written when the next step is over, before an evaluation's or
+    a checkpoint's end, at the end of the run and after an error. Its ``step_seconds`` are from one such moment to the
+    next. A step ends, for the host, when the device is through with the one before, so they add up to the run's.
 
     The rows of the steps that a checkpoint has are on the disk before it is complete. A run that goes on behind step N
     keeps the rows up to N and drops those behind, which come again.
@@ -115,7 +164,8 @@ class Metrics(Hook):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: int | None = None
-        self._row: dict[str, Any] | None = None
+        self._rows: LateResults[_Row] = LateResults()
+        self._train: Train | None = None
         self._timer = StepTimer()
         self._lock = threading.Lock()
         self._counts = False
@@ -123,8 +173,10 @@ class Metrics(Hook):
         self._moved: accounting.Counter | None = None
         self._warned = False
         self._stalled = 0.0
+        self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
+        self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,69 +197,70 @@ class Metrics(Hook):
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
         seconds = self._timer.stop()
         self._counting.close()
-        if not engine.context.is_logging_rank:  # reading a result waits for an accelerator: only one rank does
+        if not engine.context.is_logging_rank:
             return
         if self._file is None:  # the rank that wrote before has died: perhaps in a row, and perhaps ahead of this one
             keep_rows(self._path, result.step - 1)
             self._open()
-        self._row = {
-            "step": result.step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "lr": result.lr,
-            "tokens": result.tokens,
-            "tokens_per_second": result.tokens / seconds,
-            "step_seconds": seconds,
-            "memory_bytes": peak_memory_bytes(engine.device),
-            "time": time.time(),
-            **engine.strategy.report(),
-            **engine.strategy.consensus(),
-        }
-        if result.replica is not None:
-            self._row["replica"] = result.replica
-        train = engine.config.train
-        if train.grad_norm_by_group:
-            self._row["grad_norms"] = result.grad_norms
-        if result.loss_scale is not None:
-            self._row["loss_scale"] = result.loss_scale
-        if result.loss_scale is not None or train.on_nonfinite == "skip":
-            self._row["skipped"] = result.num_skipped
+        memory = peak_memory(engine.device)
+        row = _Row(
+            seconds,
+            {
+                "memory_bytes": memory.allocated,
+                "time": time.time(),
+                **engine.strategy.report(),
+                **engine.strategy.consensus(),
+            },
+        )
+        if memory.reserved is not None:
+            row.more["memory_reserved_bytes"] = memory.reserved
         if self._moved is not None:
-            self._row["comm"] = by_axis(self._moved)
+            row.more["comm"] = by_axis(self._moved)
         stalled, self._stalled = self._stalled, engine.checkpoints.stall_seconds
         if stalled != self._stalled:
-            self._row["checkpoint_stall_seconds"] = self._stalled - stalled
-        if not evaluation_due(engine, result.step):
-            self.flush()
+            row.more["checkpoint_stall_seconds"] = self._stalled - stalled
+        self._train = engine.config.train
+        late = self._rows.add(result, row)
+        self._write(but=max(late, int(evaluation_due(engine, result.step))))
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
-        if self._row is not None:
-            self._row |= {**_of_evaluation(summary), **engine.strategy.consensus()}
+        row = self._rows.last
+        if row is not None:
+            row.more |= {**_of_evaluation(summary), **engine.strategy.consensus()}
         elif self._file is not None:  # of a step before the run was resumed
             os.close(self._file)
             keep_rows(self._path, summary.step, _of_evaluation(summary))
             self._open()
-        self.flush()
+        self._write()
 
     def on_save(self, engine: Engine) -> None:
-        self.flush()
+        self._write()
         if self._file is not None:
             with suppress(OSError):  # rows can be missing, and training goes on: see `_append`
                 os.fsync(self._file)
 
     def on_train_end(self, engine: Engine) -> None:
-        self.flush()
+        self._write()
 
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self._counting.close()
-        self.flush()
+        try:
+            self._write(patience=_PATIENCE)
+        except ValueError as second:  # what is wrong with a batch the ranks may have heard already
+            if str(second) != str(error):
+                raise
 
     def flush(self) -> None:
-        """Write the row that is waiting, if any. May be called from another thread."""
-        with self._lock:
-            row, self._row = self._row, None
-            if row is not None and self._file is not None:
-                self._append((json.dumps(row) + "\n").encode(), self._file)
+        """Write the rows whose numbers are there, without waiting for a device. May be called from another thread."""
+        self._write(patience=0.0)
+
+    def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
+        for result, row in self._rows.take(but=but, patience=patience):
+            assert self._train is not None
+            line = (json.dumps(row.with_numbers(result, self._train, self._utilisation)) + "\n").encode()
+            with self._lock:
+                if self._file is not None:
+                    self._append(line, self._file)
 
     def _append(self, line: bytes, file: int) -> None:
         """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""

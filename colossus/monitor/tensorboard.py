@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.engine.hooks import Hook
+from colossus.monitor.late_results import LateResults
 
 
 class TensorBoard(Hook):
@@ -19,6 +20,7 @@ class TensorBoard(Hook):
     def __init__(self, log_dir: str | None = None) -> None:
         self.log_dir = log_dir
         self._writer: Any = None
+        self._results: LateResults[dict[str, float]] = LateResults()
 
     def on_train_start(self, engine: Any) -> None:
         if not engine.context.is_logging_rank:
@@ -34,10 +36,15 @@ class TensorBoard(Hook):
 
     def on_step_end(self, engine: Any, result: Any) -> None:
         if self._writer is not None:
+            late = self._results.add(result, engine.strategy.consensus())
+            self._write(but=late)
+
+    def _write(self, *, but: int = 0) -> None:
+        for result, consensus in self._results.take(but=but):
             whose = "train" if result.replica is None else f"train/replica_{result.replica}"
             for name in ("loss", "grad_norm", "tokens"):
                 self._writer.add_scalar(f"{whose}/{name}", getattr(result, name), result.step)
-            for name, number in {"lr": result.lr, **engine.strategy.consensus()}.items():
+            for name, number in {"lr": result.lr, **consensus}.items():
                 self._writer.add_scalar(f"train/{name}", number, result.step)
             if result.loss_scale is not None:
                 self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
@@ -53,6 +60,7 @@ class TensorBoard(Hook):
 
     def on_save(self, engine: Any) -> None:
         if self._writer is not None:
+            self._write()
             self._writer.flush()
 
     def on_train_end(self, engine: Any) -> None:
@@ -63,4 +71,7 @@ class TensorBoard(Hook):
 
     def _close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            try:
+                self._write()
+            finally:
+                self._writer.close()

@@ -5,19 +5,28 @@ chunk (see `order`). Under a causal mask there are three kinds of blocks, each o
 keys of the same rank (causal as they lie, for the head comes before the tail), keys of an earlier rank (all queries see
 its head, none its tail), keys of a later one (the tail sees all, the head nothing).
 
-Documents are cut finer, so that most pairs of two documents are skipped and no mask is larger than a tile.
+Documents are cut finer, so that most pairs of two documents are skipped and no mask is larger than a tile. Which pairs
+those are, the numbers of the documents say: they are read where that costs nothing. On an accelerator the host would
+wait for them in every layer, so there all tiles that causality leaves are computed, each with its mask.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
 #: tokens of a tile: large enough that a kernel call costs little beside its work
 TILE = 512
+#: where documents are not read nothing is skipped for being small: fewer calls, masks of at most 4 MB a sample
+MASKED_TILE = 2048
+
+
+#: a range of a rank's tokens: its rows, and where in the sequence it begins
+_Range = tuple[slice, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,16 @@ class ScoreBlock:
         if documents is None or key_documents is None:
             yield from self._tiles_of_one_document()
             return
-        rows, columns = self._ranges_of(self.query_rank), self._ranges_of(self.key_rank)
+        if can_be_read(documents):
+            yield from self._tiles_by_number(documents, key_documents)
+            return
+        for (queries, query_start), (keys, key_start) in product(*self._ranges(MASKED_TILE)):
+            if not self.causal or key_start <= query_start:
+                mask = _same_document(documents, queries, key_documents, keys)
+                yield AttentionTile(queries, keys, self.causal and key_start == query_start, mask)
+
+    def _tiles_by_number(self, documents: Tensor, key_documents: Tensor) -> Iterator[AttentionTile]:
+        rows, columns = self._ranges(TILE)
         row_bounds, column_bounds = _bounds(documents, rows), _bounds(key_documents, columns)
         if all(_is_one_document([bounds, *column_bounds]) for bounds in row_bounds):
             yield from self._tiles_of_one_document()
@@ -77,7 +95,7 @@ class ScoreBlock:
                 if _is_one_document([query_bounds, key_bounds]):
                     yield AttentionTile(queries, keys, on_diagonal)
                     continue
-                mask = documents[:, None, queries, None] == key_documents[:, None, None, keys]
+                mask = _same_document(documents, queries, key_documents, keys)
                 if mask.any():
                     yield AttentionTile(queries, keys, on_diagonal, mask)
 
@@ -91,22 +109,34 @@ class ScoreBlock:
         else:
             yield AttentionTile(tail, everything)
 
-    def _ranges_of(self, rank: int) -> list[tuple[slice, int]]:
-        """For each range of a rank's tokens: its rows, and where in the sequence it begins."""
+    def _ranges(self, tile: int) -> tuple[list[_Range], list[_Range]]:
+        """Of the queries and of the keys, cut into tiles of at most this many tokens."""
+        return self._ranges_of(self.query_rank, tile), self._ranges_of(self.key_rank, tile)
+
+    def _ranges_of(self, rank: int, tile: int) -> list[_Range]:
         chunk = self.num_tokens // 2 if self.ring > 1 else self.num_tokens
         chunks = (rank, 2 * self.ring - 1 - rank) if self.ring > 1 else (0,)
         return [
-            (slice(half * chunk + start, half * chunk + min(start + TILE, chunk)), number * chunk + start)
+            (slice(half * chunk + start, half * chunk + min(start + tile, chunk)), number * chunk + start)
             for half, number in enumerate(chunks)
-            for start in range(0, chunk, TILE)
+            for start in range(0, chunk, tile)
         ]
+
+
+def can_be_read(documents: Tensor) -> bool:
+    """Whether the host knows these numbers without waiting for a device."""
+    return documents.device.type == "cpu"
+
+
+def _same_document(documents: Tensor, queries: slice, key_documents: Tensor, keys: slice) -> Tensor:
+    return documents[:, None, queries, None] == key_documents[:, None, None, keys]
 
 
 #: smallest and largest document number in a range of tokens, one of each for every sample
 _Bounds = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _bounds(documents: Tensor, ranges: list[tuple[slice, int]]) -> list[_Bounds]:
+def _bounds(documents: Tensor, ranges: list[_Range]) -> list[_Bounds]:
     found = [torch.stack(documents[:, rows].aminmax(dim=1)) for rows, _ in ranges]
     return [(tuple(low), tuple(high)) for low, high in torch.stack(found).tolist()]
 

@@ -233,6 +233,23 @@ def test_odd_lengths_on_each_rank() -> None:
     run_ranks(4, _exact_with_tiles, cases, 2, plan=plan(1, 4))
 
 
+def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], tile: int) -> None:
+    """Documents are not read, so all tiles have masks; the messages of a step go in one batch."""
+    tiles.can_be_read = lambda documents: False
+    tiles.MASKED_TILE = tile
+    if context.size("ring") > 1:
+        shared_memory.enable(False)
+        comm_ring._links_of(context.group("ring"), torch.device("cpu")).has_batches = True
+    _exact(context, cases)
+
+
+@pytest.mark.parametrize(("ring_ranks", "ulysses_ranks", "tile"), [(2, 1, 2048), (3, 1, 2), (2, 2, 3), (1, 2, 5)])
+def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: int) -> None:
+    ranks = ring_ranks * ulysses_ranks
+    cases = [*SHAPES[::3], *(replace(case, dtype=torch.bfloat16, local=16) for case in SHAPES[1::6])]
+    run_ranks(ranks, _exact_as_on_an_accelerator, cases, tile, plan=plan(ring_ranks, ulysses_ranks))
+
+
 # -- what can go wrong around it ---------------------------------------------------------------------------
 
 

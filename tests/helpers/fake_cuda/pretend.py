@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.fake_cuda.waits import note_wait
+from helpers.fake_cuda.waits import Waits, note_wait
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 #: the device of every rank, each on a machine of its own: autograd makes a thread for one device alone
@@ -116,14 +116,14 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event that has happened. To wait for one that another step recorded is no hidden wait: the host may be one
-    step ahead, and that is what bounds it."""
+    """An event that has happened. To wait for one of the step that runs is noted as a wait (`Waits.begin_step`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.is_recorded = False
+        self._step: int | None = None
 
     def record(self, stream: FakeStream | None = None) -> None:
-        self.is_recorded = True
+        self.is_recorded, self._step = True, Waits.step
 
     def wait(self, stream: FakeStream | None = None) -> None:
         assert self.is_recorded
@@ -133,6 +133,8 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         assert self.is_recorded, "an event is waited for that was not recorded"
+        if self._step is not None and self._step == Waits.step:
+            note_wait("Event.synchronize")
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return 1.0
@@ -169,11 +171,13 @@ def _set_functions() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": set_device,
-        "get_device_name": lambda device=None: "fake H100",
+        "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda *args, **options: True,
         "max_memory_allocated": lambda device=None: 0,
         "memory_allocated": lambda device=None: 0,
+        "max_memory_reserved": lambda device=None: 0,
+        "memory_stats_as_nested_dict": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "synchronize": lambda device=None: note_wait("torch.cuda.synchronize"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from colossus.sequence_parallel import ring
 
 aten = torch.ops.aten
 #: operators whose result decides what the host does: a number, or the size of a tensor
@@ -24,6 +28,8 @@ _READS = (
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 )
+#: what writes to its arguments, and knows no fake tensors
+_UPDATES = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default)
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
 
 
@@ -38,8 +44,10 @@ class WatchedFakeTensors(FakeTensorMode):
     take another way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Path) -> None:
+        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device's thread."""
         super().__init__(allow_non_fake_inputs=True)
+        self._told = told
 
     @property
     def avoid_device_init(self) -> bool:
@@ -47,7 +55,22 @@ class WatchedFakeTensors(FakeTensorMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # on the main thread torch has done so
+                return self._watched(func, types, args, kwargs or {})
+        except Exception:
+            if threading.current_thread() is not threading.main_thread():
+                self._told.write_text(traceback.format_exc())
+            raise
+
+    def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _UPDATES:
+            devices = {x.device for x in tree_leaves(args[:3]) if isinstance(x, Tensor) and x.dim()}
+            assert len(devices) < 2, f"{func} of tensors on {devices}"
+            return None
+        if func is ring.RING_ATTENTION:  # as an operator it would be called with meta tensors, and take their branches
+            with self:
+                return ring._forward(*args, **kwargs)
         if func in _READS:
             if any(isinstance(x, Tensor) and x.device.type == "cuda" for x in tree_leaves((args, kwargs))):
                 note_wait(str(func))
@@ -79,12 +102,22 @@ def _some_result(func: Any, args: Any, kwargs: Any) -> Any:
 class Waits:
     """Notes what waits for a device while it is entered.
 
+    To read what an event of an earlier step was recorded behind is none: the host may be one step ahead, and that is
+    what bounds it. Which step that was is known where `begin_step` tells.
+
     Attributes:
         found: one line for each wait: the operation, and the line of the package that called it.
         allowed: False raises `HiddenWait` at the first.
     """
 
     _stack: list[Waits] = []
+    #: of this process; None: nobody tells when a step begins
+    step: int | None = None
+
+    @staticmethod
+    def begin_step() -> None:
+        """What is recorded from here on belongs to another step."""
+        Waits.step = (Waits.step or 0) + 1
 
     def __init__(self, *, allowed: bool = False) -> None:
         self.allowed = allowed

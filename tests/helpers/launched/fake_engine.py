@@ -85,6 +85,8 @@ class FakeEngine:
             grad_norms={},
             replica=None,
             replica_tokens=None,
+            send_to_host=lambda: False,
+            is_there=True,
         )
 
     def withdraw_stop(self) -> None:

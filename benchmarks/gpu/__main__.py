@@ -1,0 +1,105 @@
+"""Run everything that wants a real GPU: parity, ranks that share one device, streams, precisions, saves, speed.
+
+    scripts/test-gpu                                   # all, in ten minutes
+    scripts/test-gpu --only layers waits --json gpu.json
+    scripts/test-gpu --device cpu --budget 120         # what of it can be run without a GPU
+
+Each section runs in a process of its own, each of its cases against a time-out. A case that fails, crashes or hangs is
+one row that says what happened; the sections behind it run. What cannot be run here is left out, and its row says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu import report
+from benchmarks.gpu.section import Row, choose
+from benchmarks.gpu.sections import SECTIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    sections = "\n".join(f"  {section.name:<14}{section.seconds:>5.0f} s  {section.about}" for section in SECTIONS)
+    parser = argparse.ArgumentParser(
+        prog="scripts/test-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"sections, in their order, with the seconds each has of 600:\n{sections}\n\n"
+        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is printed)",
+    )  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="SECTION", default=[], help="these sections")
+    parser.add_argument("--skip", nargs="+", metavar="SECTION", default=[], help="all but these sections")
+    parser.add_argument(
+        "--budget", type=float, default=600.0, metavar="SECONDS", help="for all (default %(default).0f)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto",
+        help="auto (default): the first CUDA device, or what can be run on the CPU where there is none",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as they come")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="of the sections' output (default: a new one)")
+    return parser
+
+
+def find_devices() -> tuple[int, str]:
+    """How many CUDA devices torch has, and why none. Another process asks: one that has asked cannot be forked."""
+    ask = "import torch; print(torch.version.cuda or '', torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return 0, f"torch cannot be imported:\n{done.stderr}"
+    *cuda, count = done.stdout.split()
+    if int(count):
+        return int(count), ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not cuda:
+        return 0, "this torch is built for the CPU only"
+    return 0, "torch finds no CUDA device" + (f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    given = parser.parse_args(argv)
+    names = [section.name for section in SECTIONS]
+    for name in (*given.only, *given.skip):
+        if name not in names:
+            parser.error(f"there is no section {name!r}; there are {', '.join(names)}")
+    if not given.budget > 0:
+        parser.error(f"--budget is seconds, at least 1, got {given.budget}")
+    chosen = [section for section in choose(SECTIONS, given.only) if section.name not in given.skip]
+    count, why = find_devices() if given.device != "cpu" else (0, "--device cpu")
+    if given.device == "cuda" and not count:
+        parser.error(f"--device cuda: {why}")
+    device = "cuda:0" if count else "cpu"
+    logs = given.logs or Path(tempfile.mkdtemp(prefix="colossus-test-gpu-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"device {device}" + ("" if count else f" ({why})") + f", logs in {logs}", file=sys.stderr, flush=True)
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for devices does not use them
+    sys.path.insert(0, str(ROOT / "tests"))  # of the sections that use the helpers of tests
+    from benchmarks.gpu.runner import Runner  # imports torch
+
+    begin, rows, code = time.monotonic(), list[Row](), 0
+    about = {"device": device, "devices": count, "without_device": why, "budget": given.budget}
+    try:
+        for row in Runner(device, given.budget, logs).run(chosen):
+            rows.append(row)
+            print(report.line(row), file=sys.stderr, flush=True)
+            if given.json is not None:
+                report.write_json(given.json, rows, {**about, "seconds": time.monotonic() - begin})
+    except KeyboardInterrupt:
+        code = 130
+    report.print_table(rows)
+    print(f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s")
+    if not count:
+        print(f"nothing of this was run on a GPU: {why}")
+    return code or int(any(row.result == "failed" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Every layer in every tensor mode on CUDA devices that do not exist: nothing is on the wrong one, nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from helpers.every_layer import CASES, Sampled, hidden, ids
+from helpers.fake_cuda import HiddenWait, Waits, run_fake_ranks
+from helpers.fake_cuda.contexts import CUDA, as_input, fake_context
+from helpers.long import but
+from helpers.modes import MODES, Mode, own
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.context.local_ranks import RanksFailed
+from colossus.context.parallel_context import ParallelContext
+
+ALL = {"none": Mode("1d", (1,)), **MODES}
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16", "pure bf16")
+#: of each kind one, where all modes run
+SOME = ("pair", "embedding", "bag of means, padding", "attention, dropout", "block", "lora", "vocabulary loss")
+
+
+def run_case(context: ParallelContext, name: str, times: int) -> list[str]:
+    """Forwards and backwards, with gradients on the device. What of them waits."""
+    make, inputs_of = CASES[name]
+    precision = context.precision
+    model = colossus.build(make, context, dtype=precision.params, wide_dtype=precision.data)
+    inputs = [as_input(own(context, x) if isinstance(x, Tensor) else x, precision) for x in inputs_of(CUDA)]
+    with Waits(allowed=True) as waits:
+        for _ in range(times):  # what is made once, and what is found again
+            with context, precision.autocast(context.device):
+                out = layers.to_user(model(*inputs))
+            out.float().sum().backward()
+    assert out.device == context.device
+    for key, parameter in model.named_parameters():
+        assert parameter.device == context.device, key
+        if parameter.requires_grad:
+            assert parameter.grad is not None, key
+            assert parameter.grad.device == context.device, key
+    assert all(x.grad is not None for x in inputs if isinstance(x, Tensor) and x.requires_grad)
+    return waits.found
+
+
+def body(rank: int, mode: Mode, precisions: Collection[str], names: Collection[str], times: int) -> dict[str, Any]:
+    """What waits, by case."""
+    found = {}
+    for precision in precisions:
+        with fake_context(rank, mode, precision) as context:
+            for name in names:
+                try:
+                    waits = run_case(context, name, times)
+                except Exception as error:
+                    error.add_note(f"in the case {name!r}, {precision}")
+                    raise
+                if waits:
+                    found[f"{name}, {precision}"] = waits
+    return found
+
+
+def test_layers() -> None:
+    assert run_fake_ranks(1, body, ALL["none"], ["fp32"], CASES, 1) == [{}]
+
+
+@pytest.mark.parametrize("mode", but(ALL.keys() - {"1d_sequence", "2.5d_depth2", "3d_2x1x2"}, ALL))
+def test_layers_in_modes(mode: str) -> None:
+    """Under autocast, in which most is done to a tensor."""
+    assert run_fake_ranks(ALL[mode].world, body, ALL[mode], ["bf16"], SOME, 1) == [{}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ALL)
+def test_all_layers_in_all_modes_and_precisions(mode: str) -> None:
+    """Of the first rank and of the last, which may have an empty shard."""
+    ranks = sorted({0, ALL[mode].world - 1})
+    results = run_fake_ranks(ALL[mode].world, body, ALL[mode], PRECISIONS, CASES, 2, ranks=ranks)
+    assert results == [{}] * len(ranks)
+
+
+def tables(rank: int) -> dict[str, int]:
+    """How often the host waits in a forward and a backward of tables whose gradient is of the rows that were looked up."""
+    found = {}
+    with fake_context(rank, ALL["none"], "fp32") as context:
+        for name, make, inputs in (
+            ("embedding", lambda: layers.Embedding(41, 24, sparse=True), (ids(CUDA),)),
+            ("bag", lambda: layers.EmbeddingBag(41, 24, sparse=True), (ids(CUDA),)),
+            ("bag, padding", lambda: layers.EmbeddingBag(41, 24, sparse=True, padding_idx=1), (ids(CUDA),)),
+            ("sampled softmax", Sampled, (hidden(CUDA), ids(CUDA))),
+            ("sampled softmax, evaluated", lambda: Sampled().eval(), (hidden(CUDA), ids(CUDA))),
+        ):
+            model = colossus.build(make, context)
+            with Waits(allowed=True) as waits:
+                out = model(*inputs)
+                if out.requires_grad:
+                    out.sum().backward()
+            found[name] = len(waits.found)
+    return found
+
+
+def test_waits_of_sparse_tables_are_these() -> None:
+    """For the number of distinct ids, and of those that count."""
+    assert run_fake_ranks(1, tables) == [
+        {"embedding": 0, "bag": 1, "bag, padding": 2, "sampled softmax": 3, "sampled softmax, evaluated": 1}
+    ]
+
+
+# -- what a user's own layer may do wrong ---------------------------------------------------------------------
+
+
+class Planted(nn.Module):
+    """A layer of a user's own between ours."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.linear, self.fault = layers.Linear(24, 24), fault
+        self.table = torch.ones(24)  # no buffer: it stays where it is
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.fault == "item":
+            return y * y.abs().amax().item()
+        if self.fault == "copy":
+            return y + y.detach().mean(-1).cpu().to(y.device).unsqueeze(-1)
+        if self.fault == "choice":
+            return y if y.sum() > 0 else -y
+        if self.fault == "item in backward":
+            y.register_hook(lambda dy: dy * dy.sum().item())
+        if self.fault == "tensor on the CPU":
+            return y * torch.ones(24)
+        return y
+
+
+def planted(rank: int, fault: str) -> None:
+    with fake_context(rank, MODES["3d"], "fp32") as context:
+        model = colossus.build(lambda: Planted(fault), context)
+        x = own(context, hidden(CUDA))
+        with Waits():
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("fault", ["item", "copy", "choice", "item in backward"])
+def test_a_hidden_wait_fails(fault: str) -> None:
+    with pytest.raises(RanksFailed, match=HiddenWait.__name__):
+        run_fake_ranks(8, planted, fault)
+
+
+def test_a_tensor_on_the_wrong_device_fails() -> None:
+    run_fake_ranks(8, planted, "none")
+    with pytest.raises(RanksFailed, match="found at least two devices, cuda:0 and cpu"):
+        run_fake_ranks(8, planted, "tensor on the CPU")

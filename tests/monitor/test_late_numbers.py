@@ -1,0 +1,274 @@
+"""Hooks that show every step wait for no accelerator: the numbers of a step are read when the next one is over."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.launched.fake_engine import FakeEngine
+from helpers.training import batch_of, config_of
+
+import colossus
+from colossus.engine.fit import fit
+from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
+from colossus.monitor.display import LiveDisplay, PlainDisplay
+from colossus.monitor.metrics import Metrics
+from colossus.monitor.tensorboard import TensorBoard
+
+
+class LateResult(SimpleNamespace):
+    """As on an accelerator; reading while its own step is the last one notes a wait."""
+
+    def __init__(self, engine: LateEngine, fields: dict[str, Any]) -> None:
+        super().__init__(**fields)
+        self.engine, self.is_sent = engine, False
+
+    def send_to_host(self) -> bool:
+        self.is_sent = True
+        return True
+
+    @property
+    def is_there(self) -> bool:
+        return self.is_sent and (self.step < self.engine.completed_steps or self.engine.has_come)
+
+    @property
+    def loss(self) -> float:
+        assert self.is_sent
+        if self.step == self.engine.completed_steps:
+            self.engine.waited_after.append(self.step)
+        return 10.0 - self.step + 1 / 3
+
+
+class LateEngine(FakeEngine):
+    """Its numbers come with the next step; with ``has_come`` those of the last one are there, too."""
+
+    has_come = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.waited_after: list[int] = []
+
+    def train_step(self, batch: object) -> Any:
+        fields = vars(super().train_step(batch))
+        return LateResult(
+            self, {key: x for key, x in fields.items() if key not in ("loss", "send_to_host", "is_there")}
+        )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in rows_of(path)]
+
+
+def test_rows_come_one_step_late_in_their_order(tmp_path: Path) -> None:
+    path, now = tmp_path / "late.jsonl", tmp_path / "now.jsonl"
+    seen = []
+
+    class Reader(Hook):
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            seen.append(steps_of(path))
+
+    engine = LateEngine(steps=5, eval_every=3)
+    fit(engine, [Metrics(path), Reader()])
+    assert seen == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+    assert set(engine.waited_after) == {3, 5}  # an evaluation follows, which waits anyway; and the end
+    fit(FakeEngine(steps=5, eval_every=3), [Metrics(now)])
+    measured = ("time", "step_seconds", "tokens_per_second", "memory_bytes")
+    late, at_once = (
+        [{key: x for key, x in row.items() if key not in measured} for row in rows_of(one)] for one in (path, now)
+    )
+    assert late == at_once
+    assert [list(row) for row in rows_of(path)] == [list(row) for row in rows_of(now)]
+
+
+@pytest.mark.parametrize("trouble", [dict(fail_at=4), dict(stop_at=3), dict(fail_at=4, eval_every=3)])
+def test_nothing_is_lost_on_a_failure_and_a_stop(tmp_path: Path, trouble: dict[str, int]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    engine = LateEngine(steps=9, **trouble)
+    if "fail_at" in trouble:
+        engine.has_come = True
+        with pytest.raises(ArithmeticError):
+            fit(engine, [Metrics(path)])
+    else:
+        fit(engine, [Metrics(path)])
+    assert steps_of(path) == [1, 2, 3]
+    assert "validation_loss" in rows_of(path)[2] or "eval_every" not in trouble
+
+
+def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
+    class Interrupted(Hook):
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            if result.step == 3:
+                raise KeyboardInterrupt
+
+    engine = LateEngine(steps=9)
+    engine.has_come = True
+    with pytest.raises(KeyboardInterrupt):
+        fit(engine, [Metrics(tmp_path / "metrics.jsonl"), Interrupted()])
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_device_that_hangs_is_not_waited_for_when_the_run_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("colossus.monitor.metrics._PATIENCE", 0.2)
+    path, engine = tmp_path / "metrics.jsonl", LateEngine(steps=9, fail_at=4)
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError):
+        fit(engine, [Metrics(path)])
+    assert 0.2 < time.monotonic() - began < 5
+    assert steps_of(path) == [1, 2]
+
+
+def test_what_is_there_is_written_before_a_hard_end(tmp_path: Path) -> None:
+    path, engine = tmp_path / "metrics.jsonl", LateEngine(steps=3)
+    metrics = Metrics(path)
+    seen = []
+
+    class Ends(Hook):
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            if result.step == 2:
+                metrics.flush()
+                seen.append(steps_of(path))
+                engine.has_come = True
+                metrics.flush()
+                seen.append(steps_of(path))
+
+    fit(engine, [metrics, Ends()])
+    assert seen == [[1], [1, 2]]
+    assert steps_of(path) == [1, 2, 3]
+
+
+def test_rows_are_there_before_a_checkpoint_is(tmp_path: Path) -> None:
+    engine = LateEngine(steps=6, validation=False)
+    engine.checkpoints.on_save_after = {3}
+    path, seen = tmp_path / "metrics.jsonl", []
+
+    class Saved(Hook):
+        def on_save(self, engine: Any) -> None:
+            seen.append(steps_of(path))
+
+    fit(engine, [Metrics(path), Saved()])
+    assert seen == [[1, 2, 3]]
+
+
+def test_plain_lines_are_of_their_own_step_and_wait_at_these_alone(tmp_path: Path) -> None:
+    stream, engine = io.StringIO(), LateEngine(steps=7, log_every=3, validation=False)
+    fit(engine, [PlainDisplay(tmp_path, stream)])
+    lines = [line.split("  ") for line in stream.getvalue().splitlines()[1:-1]]
+    assert [line[:2] for line in lines] == [
+        *(["step 1/7", "loss 9.3333"], ["step 3/7", "loss 7.3333"], ["step 6/7", "loss 4.3333"]),
+        ["step 7/7", "loss 3.3333"],
+    ]
+    assert set(engine.waited_after) == {1, 3, 6, 7}
+
+
+def test_the_live_display_ends_with_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    stream, engine = io.StringIO(), LateEngine(steps=4, validation=False)
+    display = LiveDisplay(tmp_path, stream)
+    seen = []
+
+    class Reader(Hook):
+        def on_step_end(self, engine: Any, result: Any) -> None:
+            seen.append((display.result and display.result.step, display.tokens > 0))
+
+    fit(engine, [display, Reader()])
+    assert seen == [(None, False), (1, True), (2, True), (3, True)]
+    assert set(engine.waited_after) == {4}
+    assert "loss 6.3333" in stream.getvalue()
+    assert "done: 4 steps" in stream.getvalue()
+
+
+# -- on a device ----------------------------------------------------------------------------------------------
+
+TRAIN = dict(log_every=2, grad_norm_by_group=True, on_nonfinite="skip")
+
+
+class Watch(Hook):
+    """Which steps wait for the device, with what their hooks do."""
+
+    def __init__(self, waits: Waits) -> None:
+        self.waits, self.of_step = waits, {}  # type: ignore[var-annotated]
+
+    def on_step_start(self, engine: Any) -> None:
+        self.close(engine)
+        Waits.begin_step()
+
+    def close(self, engine: Any) -> None:
+        if self.waits.found:
+            self.of_step[engine.completed_steps] = list(self.waits.found)
+            self.waits.found.clear()
+
+
+def steps_that_wait(rank: int, folder: Path) -> dict[str, dict[int, list[str]]]:
+    writer = ModuleType("torch.utils.tensorboard")
+    writer.SummaryWriter = lambda *args, **options: SimpleNamespace(  # type: ignore[attr-defined]
+        add_scalar=lambda name, value, step: float(value), flush=lambda: None, close=lambda: None
+    )
+    sys.modules[writer.__name__] = writer
+    found = {}
+    hooks = {
+        "metrics, tensorboard": lambda: [Metrics(folder / "metrics.jsonl"), TensorBoard()],
+        "live": lambda: [LiveDisplay(folder, io.StringIO())],
+        "plain": lambda: [PlainDisplay(folder, io.StringIO())],
+    }
+    for name, make in hooks.items():
+        engine = colossus.initialize(config_of({}, 5, "fp16", device="cuda", train=TRAIN))
+        batches: Any = [batch_on_device(batch_of(0))] * 5
+        engine.loaders = SimpleNamespace(train=batches, validation=None, description="", validation_missing="")  # type: ignore[assignment]
+        with Waits(allowed=True) as waits:
+            watch = Watch(waits)
+            fit(engine, [watch, *make()])
+        engine.close()
+        found[name] = {
+            step: lines for step, lines in watch.of_step.items() if step > 1
+        }  # which makes the optimizer's state
+    return found
+
+
+def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: Path) -> None:
+    (found,) = run_fake_ranks(1, steps_that_wait, tmp_path)
+    assert found["metrics, tensorboard"] == found["live"] == {}
+    assert set(found["plain"]) == {2, 4}
+    assert all("Event.synchronize" in line and "host_read.py" in line for line in found["plain"][2])
+    assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
+
+
+def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
+    """A result that is read while its step runs waits once, however much is read; one step later for nothing."""
+
+    def result() -> StepResult:
+        numbers, flag = torch.zeros(6, dtype=torch.float64, device="cuda"), torch.zeros((), device="cuda")
+        singles: Any = dict(skipped=flag.bool(), num_skipped=flag.int(), loss_scale=flag, own_tokens=numbers[1])
+        return StepResult(1, 0.1, numbers, groups=("a", "b"), **singles)
+
+    Waits.begin_step()
+    now, later = result(), result()
+    with Waits(allowed=True) as at_once:
+        values = [now.loss, now.tokens, now.grad_norm, now.skipped, now.num_skipped, now.loss_scale, now.replica_tokens]
+    assert later.send_to_host()
+    Waits.begin_step()
+    with Waits(allowed=True) as late:
+        _ = later.loss, later.grad_norms, later.skipped, later.num_skipped, later.loss_scale, later.replica_tokens
+    return at_once.found, late.found, values
+
+
+def test_a_result_is_read_by_one_copy() -> None:
+    ((at_once, late, values),) = run_fake_ranks(1, reads)
+    assert len(at_once) == 1
+    assert late == []
+    assert values[1:] == [0, 0.0, False, 0, 0.0, 0]

@@ -1,0 +1,237 @@
+"""The messages of every schedule and of rings, in the order in which the ranks hand them to NCCL, end.
+
+The executor, the transport and the links are the real ones; what they give to torch.distributed is noted and played by
+`helpers.nccl`, which knows NCCL's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from helpers.nccl import ALL_RULES, Rules, Stuck, Trace, Work, play
+from helpers.noted_links import NotedLinks, noted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from colossus.comm import ring
+from colossus.context.grid import RankGrid
+from colossus.context.groups import AxisGroup
+from colossus.context.parallel_context import ParallelContext
+from colossus.layers.model_parallel import ModelParallel, model_parallel_of
+from colossus.schedule.actions import Actions, placement
+from colossus.schedule.build import make_schedule
+from colossus.schedule.runtime.executor import Executor, forward_only
+from colossus.schedule.runtime.transport import Transport
+from colossus.schedule.runtime.values import ValueSpec, flatten_value
+
+META = torch.device("meta")
+KINDS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def group_of(size: int, index: int) -> AxisGroup:
+    return AxisGroup(("pipeline",), tuple(range(size)), index, None)
+
+
+@cache
+def parallel() -> ModelParallel:
+    names = ("pipeline", "data", "sequence", "tensor")
+    grid = RankGrid(dict.fromkeys(names, 1), {name: (name,) for name in names})
+    return model_parallel_of(ParallelContext(grid, 0, device=META))
+
+
+@cache
+def spec() -> ValueSpec:
+    """Of what all stages return: two tensors, one of which has no gradient."""
+    return flatten_value(value(torch.ones(3, device=META, requires_grad=True)), parallel(), "a stage")[0]
+
+
+def value(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, torch.ones(2, device=META)
+
+
+class NotedStages:
+    """Stages of a product each, noted as computed."""
+
+    def __init__(self, trace: Trace, last: int) -> None:
+        self.trace, self.last = trace, last
+        self.weight = torch.ones(3, device=META, requires_grad=True)
+
+    def forward(self, stage: int, microbatch: int, given: Any, batch: Any) -> Any:
+        self.trace.compute(f"forward of {microbatch} on {stage}")
+        x = self.weight * 2 if given is None else given[0] * self.weight
+        return (x.sum(), torch.ones((), device=META)) if stage == self.last else value(x)
+
+    def before_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        pass
+
+    def after_backward(self, stage: int, microbatch: int, kind: str) -> None:
+        self.trace.compute(f"{kind} of {microbatch} on {stage}")
+
+    def is_trained(self, stage: int) -> bool:
+        return True
+
+    def full_backward(self) -> Any:
+        return nullcontext()
+
+    def deferred_wgrad(self) -> Any:
+        return nullcontext([])
+
+    def run_wgrad(self, tasks: Any) -> None:
+        pass
+
+    def before_last_backward(self, stage: int) -> None:
+        pass
+
+    def after_last_backward(self, stage: int) -> None:
+        pass
+
+    def reduce(self, stage: int) -> None:
+        pass
+
+
+def traces_of(actions: Actions, microbatches: int, *, early: bool = False) -> list[Trace]:
+    """Of all ranks: two steps, in the first of which values are described, and an evaluation of fewer microbatches."""
+    rank_of = placement(actions)
+    traces = []
+    with noted(spec()) as distributed:
+        for rank, own in enumerate(actions):
+            trace = distributed.trace = Trace(rank)
+            links = NotedLinks(group_of(len(actions), rank), [], META)
+            links.takes_early = early
+            stages = NotedStages(trace, max(rank_of))
+            executor = Executor(stages, rank_of, Transport(links, rank_of), parallel())
+            batches = [torch.ones(1, device=META)] * microbatches
+            for step in range(2):
+                executor.run(own, batches, step)
+            fewer = max(1, microbatches - 1)
+            with torch.no_grad():
+                executor.run(forward_only(own, fewer), batches[:fewer], 2)
+            traces.append(trace)
+    return traces
+
+
+def play_all(make: Any) -> None:
+    for rules in ALL_RULES:
+        play(make(), rules)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=4)
+@given(ranks=st.integers(2, 5), microbatches=st.integers(1, 9), chunks=st.integers(2, 3))
+def test_no_schedule_waits_for_ever(kind: str, ranks: int, microbatches: int, chunks: int) -> None:
+    options = dict(chunks=chunks) if kind == "interleaved" else {}
+    actions = make_schedule(kind, ranks, microbatches, **options)
+    play_all(lambda: traces_of(actions, microbatches))
+
+
+def test_receives_posted_early_would_wait_for_ever() -> None:
+    """Why `Links.takes_early` is False there."""
+    actions = make_schedule("1f1b", 3, 6)
+    with pytest.raises(Stuck, match=r"rank 0: .* on the GPU: receive of gradient"):
+        play(traces_of(actions, 6, early=True), Rules())
+
+
+# -- rings -----------------------------------------------------------------------------------------------------------
+
+
+def rotations(size: int, *, one_by_one: bool) -> list[Trace]:
+    """Of keys and values round a ring, and of their gradients behind them, as in the backward of ring attention."""
+    traces = []
+    with noted() as distributed, pytest.MonkeyPatch.context() as patch:
+        for rank in range(size):
+            trace = distributed.trace = Trace(rank)
+            links = NotedLinks(group_of(size, rank), [], META)
+            links.has_batches = not one_by_one
+            patch.setattr(ring, "_links_of", lambda group, device, links=links: links)
+            group = group_of(size, rank)
+            blocks = [torch.ones(5, device=META), torch.ones(4, device=META)]
+            gradients = None
+            for step in range(size):
+                block = ring.rotate(blocks, group, f"block {step}") if step < size - 1 else None
+                trace.compute(f"attention {step}")
+                if step:
+                    if gradients is not None:
+                        gradients()
+                    trace.compute(f"sum {step}")
+                    gradients = ring.rotate(blocks, group, f"gradients {step}")
+                if block is not None:
+                    block()
+            assert gradients is not None
+            gradients()
+            trace.compute("end")
+            traces.append(trace)
+    return traces
+
+
+@pytest.mark.parametrize("size", range(2, 8))
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_no_ring_waits_for_ever(size: int, one_by_one: bool) -> None:
+    play_all(lambda: rotations(size, one_by_one=one_by_one))
+
+
+# -- the rules themselves --------------------------------------------------------------------------------------------
+
+
+def facing(first: Sequence[str], second: Sequence[str]) -> list[Trace]:
+    """Two ranks that send to and receive from each other, in these orders."""
+    traces = [Trace(0), Trace(1)]
+    for trace, order in zip(traces, (first, second), strict=True):
+        for direction in order:
+            trace.start(direction, (direction, 1 - trace.rank, "x"))
+    return traces
+
+
+@pytest.mark.parametrize("rules", ALL_RULES)
+def test_two_sends_that_face_each_other_are_found(rules: Rules) -> None:
+    play(facing(["send", "receive"], ["receive", "send"]), rules)
+    with pytest.raises(Stuck, match=r"rank 0: .* on the GPU: send"):
+        play(facing(["send", "receive"], ["send", "receive"]), rules)
+
+
+def test_communicators_made_in_a_circle_are_found() -> None:
+    """The host waits where it makes one; only where a group has one for all is there nothing to make."""
+
+    def circle() -> list[Trace]:
+        traces = [Trace(rank) for rank in range(3)]
+        for trace in traces:
+            for peer, direction in (((trace.rank + 1) % 3, "send"), ((trace.rank - 1) % 3, "receive")):
+                trace.start(direction, (direction, peer, "x"))
+        return traces
+
+    with pytest.raises(Stuck, match=r"rank 0: the host waits at send"):
+        play(circle(), Rules())
+
+
+def test_messages_in_another_order_are_found() -> None:
+    traces = [Trace(0), Trace(1)]
+    for what in ("a", "b"):
+        traces[0].start(what, ("send", 1, what))
+        traces[1].start(what, ("receive", 0, "b" if what == "a" else "a"))
+    with pytest.raises(Stuck, match=r"'b' meets 'a'|'a' meets 'b'"):
+        play(traces, Rules())
+
+
+def test_a_queue_that_is_held_up_is_found() -> None:
+    """Rank 1 hands over what waits for y before it sends x, which rank 0 needs before it sends y."""
+
+    def held_up() -> list[Trace]:
+        traces = [Trace(rank) for rank in range(2)]
+        for is_batch in (False, True):  # both communicators are there
+            for trace, direction in zip(traces, ("send", "receive"), strict=True):
+                trace.start("first", (direction, 1 - trace.rank, "first"), is_batch=is_batch)
+        traces[0].wait(traces[0].start("receive of x", ("receive", 1, "x")))
+        traces[0].start("send of y", ("send", 1, "y"), is_batch=True)
+        y = traces[1].start("receive of y", ("receive", 0, "y"), is_batch=True)
+        traces[1].steps.append(Work("use of y", "another stream", after=(y,)))
+        traces[1].start("send of x", ("send", 0, "x"))
+        return traces
+
+    play(held_up(), Rules())
+    with pytest.raises(Stuck, match=r"rank 1: .* on the GPU: receive of y, send of x"):
+        play(held_up(), Rules(one_queue=True))

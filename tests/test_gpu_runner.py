@@ -1,0 +1,183 @@
+"""``scripts/test-gpu``: whatever a case does, its row says so, and the rows behind it come."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks.gpu import __main__ as program  # noqa: E402
+from benchmarks.gpu import child  # noqa: E402
+from benchmarks.gpu.runner import Runner  # noqa: E402
+from benchmarks.gpu.section import Row, Section  # noqa: E402
+from benchmarks.gpu.sections import SECTIONS  # noqa: E402
+from colossus.context.local_ranks import RanksFailed  # noqa: E402
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+from benchmarks.gpu.section import Case, LeftOut
+
+def cases(device, budget):
+    def fine():
+        return {"gap": 1e-9, "budget": budget, "device": str(device)}
+    def wrong():
+        print("said before it failed")
+        raise AssertionError("12.5 is not 13")
+    def left_out():
+        raise LeftOut("wants two devices")
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def crash():
+        os.kill(os.getpid(), signal.SIGSEGV)
+    def leave():
+        os._exit(7)
+    def hang():
+        if os.fork() == 0:
+            time.sleep(1000)  # a rank that outlives its parent
+        time.sleep(1000)
+    yield Case("fine", fine)
+    yield Case("wrong", wrong)
+    yield Case("left out", left_out)
+    yield Case("broken", broken)
+    yield Case("crash", crash)
+    yield Case("hang", hang, seconds=0.3)
+    yield Case("leave", leave)
+    yield Case("last", fine)
+"""
+
+
+def section_of(text: str, monkeypatch: pytest.MonkeyPatch, name: str = "planted") -> Section:
+    module = types.ModuleType(name)
+    exec(text, module.__dict__)
+    monkeypatch.setitem(sys.modules, f"benchmarks.gpu.sections.{name}", module)
+    return Section(name, name, 10, "of this test")
+
+
+def rows_of(*sections: Section, folder: Path, budget: float = 60.0) -> list[Row]:
+    return list(Runner("cpu", budget, folder).run(sections))
+
+
+def test_each_way_to_fail_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = section_of(PROGRAM, monkeypatch)
+    rows = rows_of(section, folder=tmp_path)
+    assert [(row.name, row.result) for row in rows] == [
+        ("fine", "passed"),
+        ("wrong", "failed"),
+        ("left out", "left out"),
+        ("broken", "failed"),
+        ("crash", "failed"),
+        ("hang", "failed"),
+        ("leave", "failed"),
+        ("last", "passed"),
+    ]
+    said = {row.name: row.detail for row in rows}
+    assert said["wrong"] == "AssertionError: 12.5 is not 13"
+    assert said["left out"] == "wants two devices"
+    assert "illegal memory access" in said["broken"]
+    assert said["crash"] == "its process was ended by SIGSEGV"
+    assert said["hang"] == "did not end within 0.3 s and was killed; the log has the stacks"
+    assert said["leave"] == "its process ended with exit code 7"
+    assert rows[0].figures == {"gap": 1e-9, "budget": pytest.approx(60, abs=5), "device": "cpu"}
+    log = (tmp_path / "planted.log").read_text()
+    assert all(row.log == str(tmp_path / "planted.log") for row in rows if row.result == "failed")
+    assert "said before it failed" in log
+    assert "in hang" in log  # of the stacks
+
+
+def test_a_section_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = section_of("def cases(device, budget):\n    raise KeyError('sizes')\n", monkeypatch)
+    missing = Section("missing", "no_such_module", 1, "")
+    after = section_of(
+        "from benchmarks.gpu.section import Case\ndef cases(d, b): return [Case('x', dict)]", monkeypatch, "y"
+    )
+    rows = rows_of(broken, missing, after, folder=tmp_path)
+    assert [(row.section, row.name, row.result) for row in rows] == [
+        ("planted", "set-up", "failed"),
+        ("missing", "set-up", "failed"),
+        ("y", "x", "passed"),
+    ]
+    assert "KeyError: 'sizes'" in (tmp_path / "planted.log").read_text()
+    assert "no_such_module" in (tmp_path / "missing.log").read_text()
+
+
+def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import time\nfrom benchmarks.gpu.section import Case\n"
+        "def cases(device, budget):\n"
+        "    for name, seconds in (('a', 0.5), ('b', 0.0), ('c', 60.0)):\n"
+        "        yield Case(name, lambda seconds=seconds: time.sleep(seconds))\n"
+    )
+    first, second = section_of(text, monkeypatch, "first"), section_of(text, monkeypatch, "second")
+    rows = rows_of(first, second, folder=tmp_path, budget=0.8)
+    assert [(row.section, row.name, row.result) for row in rows] == [
+        ("first", "a", "passed"),
+        ("first", "b", "left out"),
+        ("first", "c", "left out"),
+        ("second", "a", "failed"),
+    ]
+    assert "--budget" in rows[1].detail
+    assert rows[3].detail == "was killed after the budget was spent; the log has the stacks"
+
+
+def test_errors_of_ranks_in_a_line() -> None:
+    def raised() -> str:
+        return (
+            "Traceback (most recent call last):\n  File x, line 1\nValueError: 3 is not 4\nlast collectives:\n  none\n"
+        )
+
+    failed = RanksFailed({2: raised(), 1: raised()}, {}, [])
+    assert child.in_a_line(failed) == "rank 1 failed: ValueError: 3 is not 4"
+    assert child.in_a_line(RuntimeError("a\n  b")) == "RuntimeError: a b"
+    assert len(child.in_a_line(RuntimeError("x" * 1000))) == 600
+    with pytest.raises(AssertionError) as caught:
+        raise AssertionError
+    assert "raise AssertionError" in child.in_a_line(caught.value)  # the line, where nothing is said
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "scripts" / "test-gpu"), *arguments], capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "INSTALL": "no", "PYTHON": sys.executable, **environment},
+    )  # fmt: skip
+
+
+def test_the_program_without_a_device(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = run("--device", "cpu", "--only", "device", "--json", str(out), "--logs", str(tmp_path / "logs"))
+    assert done.returncode == 0, done.stderr
+    assert "nothing of this was run on a GPU: --device cpu" in done.stdout
+    found: dict[str, Any] = json.loads(out.read_text())
+    assert (found["passed"], found["failed"], found["left out"]) == (1, 0, 1)
+    assert {row["section"] for row in found["rows"]} == {"device"}
+    assert "no CUDA device" in found["rows"][0]["detail"]
+
+
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "find_devices", lambda: (0, "this torch is built for the CPU only"))
+    for arguments, said in (
+        (["--only", "layer"], "there is no section 'layer'; there are device"),
+        (["--budget", "0"], "--budget is seconds"),
+        (["--device", "cuda"], "--device cuda: this torch is built for the CPU only"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            program.main(arguments)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_table_of_sections() -> None:
+    assert sum(section.seconds for section in SECTIONS) <= 600
+    assert len({section.name for section in SECTIONS}) == len(SECTIONS)
+    for section in SECTIONS:
+        assert (ROOT / "benchmarks" / "gpu" / "sections" / f"{section.module}.py").exists()
+        assert section.about
