@@ -200,7 +200,9 @@ def _set_functions() -> None:
         "current_stream": lambda device=None: _streams[-1] if _streams else default,
         "default_stream": lambda device=None: default,
         "stream": stream,
-        "default_generators": (_FakeGenerator(DEVICE),),
+        "default_generators": (generator := _FakeGenerator(DEVICE),),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)

@@ -47,7 +47,7 @@ class WatchedFakeTensors(FakeTensorMode):
     """
 
     def __init__(self, told: Path) -> None:
-        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device thread."""
+        """``told``: a file for errors of backward: on a device's thread autograd loses those of operators."""
         super().__init__(allow_non_fake_inputs=True)
         self._told = told
         self._pinned: set[int] = set()
@@ -81,7 +81,8 @@ class WatchedFakeTensors(FakeTensorMode):
                 return _some_result(func, args, kwargs)
         if func in _COPIES:
             self._note_copy(func, args, kwargs)
-        made = super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
+            made = super().__torch_dispatch__(func, types, args, kwargs)
         if kwargs.get("pin_memory"):
             self._pinned.add(made.untyped_storage()._cdata)
         return made
