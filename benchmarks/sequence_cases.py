@@ -13,6 +13,7 @@ from torch import Tensor
 
 import colossus
 from benchmarks import memory
+from benchmarks.timing import seconds_per_call
 from colossus.comm import accounting
 from colossus.context.grid import RankGrid
 from colossus.context.layer_options import LayerOptions
@@ -26,13 +27,14 @@ from colossus.sequence_parallel.order import local_indices
 
 @dataclass(frozen=True)
 class Shape:
-    """One causal attention. ``tokens`` of the whole sequence."""
+    """One causal attention. ``tokens`` of the whole sequence; ``device`` of all ranks."""
 
     tokens: int
     heads: int = 8
     kv_heads: int = 8
     head_dim: int = 64
     batch: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class AttentionCase:
             {"pipeline": 1, "data": 1, **sizes, "tensor": 1},
             {"pipeline": ("pipeline",), "data": ("data",), "sequence": tuple(sizes), "tensor": ("tensor",)},
         )
-        self.context = ParallelContext(grid, rank, options=LayerOptions(sequence_mode=mode))
+        options = LayerOptions(sequence_mode=mode)
+        self.context = ParallelContext(grid, rank, options=options, device=shape.device)
         split = model_parallel_of(self.context).sequence
         self.groups = SequenceGroups(split.ring, split.ulysses) if split is not None else None
         whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]
@@ -67,7 +70,8 @@ class AttentionCase:
             self.local_tokens = torch.tensor(indices)
             whole = [x[:, :, self.local_tokens].clone() for x in whole]
             self.gradient = self.gradient[:, :, self.local_tokens].clone()
-        self.q, self.k, self.v = (x.requires_grad_() for x in whole)
+        self.gradient = self.gradient.to(shape.device)
+        self.q, self.k, self.v = (x.to(shape.device).requires_grad_() for x in whole)
 
     def _draw(self, heads: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -89,7 +93,7 @@ class AttentionCase:
         self.q.grad = self.k.grad = self.v.grad = None
         out = self.forward()
         out.backward(self.gradient)
-        return [x.detach().numpy() for x in (out, self.q.grad, self.k.grad, self.v.grad)]
+        return [x.detach().cpu().numpy() for x in (out, self.q.grad, self.k.grad, self.v.grad)]
 
     def gap(self, whole: list[Any]) -> float:
         """Largest difference from one process's output and gradients, relative to the largest value of each."""
@@ -127,6 +131,10 @@ class AttentionCase:
         for _ in range(count):
             self.step()
         return (time.process_time() - used) / count, (time.perf_counter() - began) / count
+
+    def block(self, count: int) -> float:
+        """Seconds per forward and backward, by the clock."""
+        return seconds_per_call(self.step, torch.device(self.shape.device), count)
 
     def peak(self) -> int:
         """Bytes that a forward and backward needs on top of what is held between them."""

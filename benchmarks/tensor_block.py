@@ -65,11 +65,11 @@ class Run:
     """The block of plain torch, in one process."""
 
     def __init__(self, case: Case, workload: Workload, rank: int) -> None:
-        self.case, self.workload = case, workload
-        self.module = self.make(rank)
+        self.case, self.workload, self.device = case, workload, torch.device(workload.device)
+        self.module = self.make(rank).to(self.device)
         whole = block_inputs(workload)
         self.box = self.outer_box()
-        self.x, self.dy = (cut(x, self.box).clone() for x in whole)
+        self.x, self.dy = (cut(x, self.box).to(self.device, copy=True) for x in whole)
         self.x.requires_grad_()
 
     def make(self, rank: int) -> nn.Module:
@@ -120,7 +120,7 @@ class Run:
 class ColossusRun(Run):
     def make(self, rank: int) -> nn.Module:
         w = self.workload
-        self.context = self.case.context(rank)
+        self.context = self.case.context(rank, device=w.device)
         self.parallel = model_parallel_of(self.context)
         module = build(lambda: TransformerBlock(w.hidden, w.heads), self.context)
         load_full_state_dict(module, block_state(w), self.context)
@@ -139,7 +139,9 @@ class ColossusRun(Run):
         for param in self.module.parameters():
             axes = gradient_sum_axes(param, self.context)
             if axes and param.grad is not None:
-                dist.all_reduce(param.grad, group=self.context.group(axes).process_group)
+                on_host = param.grad.cpu()  # where it is, unless it is on an accelerator
+                dist.all_reduce(on_host, group=self.context.group(axes).process_group)
+                param.grad.copy_(on_host)
         return fuse_qkv(full_state_dict(self.module, self.context, gradients=True))
 
     def count_step(self, microbatches: int, scope: str) -> Counted:

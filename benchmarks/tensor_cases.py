@@ -65,7 +65,7 @@ class Case:
         sizes = {**dict.fromkeys(others, 1), **dict(zip(axes, self.shape, strict=True))}
         return RankGrid(sizes, {**{name: (name,) for name in others}, "tensor": tuple(axes)})
 
-    def context(self, rank: int = 0, *, connect: bool = True) -> ParallelContext:
+    def context(self, rank: int = 0, *, connect: bool = True, device: str = "cpu") -> ParallelContext:
         options = LayerOptions(
             tensor_mode=self.mode,
             sequence_sharded=self.sequence_sharded,
@@ -73,7 +73,7 @@ class Case:
             weight_scope=self.weights,
             panels=self.panels,
         )
-        return ParallelContext(self.grid, rank, options=options, connect=connect)
+        return ParallelContext(self.grid, rank, options=options, connect=connect, device=device)
 
     def shardings(self) -> Shardings:
         mode = TENSOR_MODES.get(self.mode)

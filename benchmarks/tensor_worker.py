@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from benchmarks import memory
 from benchmarks.tensor_block import RUNS, ColossusRun, Counted, Owed, Run, cut, local_part
 from benchmarks.tensor_cases import Case
+from benchmarks.timing import PeakOnDevice, seconds_per_call
 from benchmarks.workload import Workload
 from colossus.comm import shared_memory
 
@@ -26,6 +26,7 @@ class Worker:
 
     def __init__(self, case: Case, workload: Workload, use_shared_memory: bool, rank: int) -> None:
         shared_memory.enable(use_shared_memory)
+        self.device = torch.device(workload.device)
         self.make = partial(RUNS.get(case.mode, ColossusRun), case, workload, rank)
 
     @cached_property
@@ -33,23 +34,19 @@ class Worker:
         return self.make()
 
     def reference(self) -> Values:
-        return {name: value.numpy() for name, value, _ in self.run.values()}
+        return {name: value.cpu().numpy() for name, value, _ in self.run.values()}
 
     def gaps(self, reference: Values) -> dict[str, float]:
         """Largest difference from the reference, by what is compared, over the largest value there (or 1)."""
         found = {}
         for name, value, box in self.run.values():
             want = torch.from_numpy(reference[name])
-            found[name] = ((value - cut(want, box)).abs().max() / want.abs().max().clamp(min=1.0)).item()
+            found[name] = ((value.cpu() - cut(want, box)).abs().max() / want.abs().max().clamp(min=1.0)).item()
         return {name: found.get(name, float("nan")) for name in reference}
 
     def block(self, count: int) -> float:
         """Seconds per step; the first is not timed: caches hold what another case left there."""
-        self.run.step()
-        begin = time.perf_counter()
-        for _ in range(count):
-            self.run.step()
-        return (time.perf_counter() - begin) / count
+        return seconds_per_call(self.run.step, self.device, count)
 
     def count(self) -> Counted:
         return self.run.count()
@@ -85,8 +82,14 @@ class Worker:
     def peak(self) -> int | None:
         """Bytes at the peak of a step: parameters, their gradients, x, its gradient and dy, and what the step adds.
 
-        Slots of shared memory are left out: they are as large for any block. None where the system does not tell.
+        Slots of shared memory are left out: they are as large for any block. None where the system does not tell. On a
+        CUDA device they are counted by its allocator.
         """
+        if self.device.type == "cuda":
+            with PeakOnDevice(self.device) as peak:
+                for _ in range(2):
+                    self.run.step()
+            return peak.bytes
         found = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
         if found is None:
             return None

@@ -21,7 +21,7 @@ class Workload:
     """Sizes of the model and of the global batch. The head is not tied to the embedding, biases are everywhere.
 
     Attributes:
-        device: of the cases of one process.
+        device: of the cases of one process, and of the ranks that share one in the benchmark of tensor modes.
     """
 
     hidden: int = 512

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-_DATA = 0x64617461  # "data": keeps the words apart from other users of numpy's SeedSequence with the run's seed
+DATA_KEY = 0x64617461  # "data": keeps the words apart from other users of numpy's SeedSequence with the run's seed
 
 
 def hash_key(*parts: object) -> int:
@@ -34,12 +34,13 @@ def seed_words(seed: int, key: Sequence[int], count: int) -> np.ndarray:
         ValueError: a negative seed.
     """
     check_seed(seed)
-    return np.random.SeedSequence(seed, spawn_key=(_DATA, *key)).generate_state(count, np.uint64)
+    return np.random.SeedSequence(seed, spawn_key=(DATA_KEY, *key)).generate_state(count, np.uint64)
 
 
 def derive_seeds(seed: int, key: Sequence[int], count: int = 1) -> list[int]:
     """``count`` 63-bit seeds, a pure function of ``seed`` and ``key``, for what is seeded by its place in the data."""
-    return [int(word) >> 1 for word in seed_words(seed, (1, *key), count)]
+    seeds: list[int] = (seed_words(seed, (1, *key), count) >> np.uint64(1)).tolist()
+    return seeds
 
 
 def check_seed(seed: int) -> None:

@@ -138,7 +138,7 @@ def test_errors_of_ranks_in_a_line() -> None:
     failed = RanksFailed({2: raised(), 1: raised()}, {}, [])
     assert child.in_a_line(failed) == "rank 1 failed: ValueError: 3 is not 4"
     assert child.in_a_line(RuntimeError("a\n  b")) == "RuntimeError: a b"
-    assert len(child.in_a_line(RuntimeError("x" * 1000))) == 300
+    assert len(child.in_a_line(RuntimeError("x" * 1000))) == 600
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
     assert "raise AssertionError" in child.in_a_line(caught.value)  # the line, where nothing is said

@@ -120,7 +120,7 @@ def is_lasting(error: BaseException) -> bool:
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:: .*)?$")
 
 
-def in_a_line(error: BaseException, longest: int = 300) -> str:
+def in_a_line(error: BaseException, longest: int = 600) -> str:
     """The exception and what it says. Of an error that holds the tracebacks of ranks, that of the first of them."""
     text = str(error)
     if "Traceback (most recent call last)" in text:

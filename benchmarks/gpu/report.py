@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -43,18 +45,27 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("figures, or what failed", ratio=1)
     before = None
-    for row in rows:
-        if before is not None and row.section != before:
+    for section, result, told, alike in _grouped(rows):
+        if before is not None and section != before:
             table.add_section()
-        section = row.section if row.section != before else ""
-        style = _STYLES[row.result]
+        names = alike[0].name if len(alike) == 1 else f"{len(alike)} cases: {'; '.join(row.name for row in alike)}"
+        seconds = sum(row.seconds for row in alike)
         table.add_row(
-            section, escape(row.name), f"[{style}]{row.result}[/]", f"{row.seconds:.1f}", escape(_told(row))
+            section if section != before else "", escape(shorten(names, 100)), f"[{_STYLES[result]}]{result}[/]", f"{seconds:.1f}",
+            escape(told),
         )  # fmt: skip
-        before = row.section
+        before = section
     console.print(table)
     for log in dict.fromkeys(row.log for row in rows if row.log):
         console.print(f"log of what failed: {log}", markup=False, soft_wrap=True)
+
+
+def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:
+    """One row of the table each: what was left out for the same reason is told once."""
+    for (section, result, told), group in groupby(rows, lambda row: (row.section, row.result, _told(row))):
+        alike = list(group)
+        for part in [alike] if result == "left out" else [[row] for row in alike]:
+            yield section, result, told, part
 
 
 def _told(row: Row) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import colossus
-from benchmarks.workload import CLIP_NORM, LEARNING_RATE, Workload
+from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload
 from colossus.checkpoint import load_full_state_dict
+from colossus.engine.results import StepResult
 
 
 class ColossusCase:
@@ -16,6 +17,7 @@ class ColossusCase:
         zero: stage of ZeRO over the data ranks.
         weights: for how long gathered weights are kept, ``parallel.tensor.weights``.
         precision: ``train.precision``.
+        state: the initial weights, where they were made before.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class ColossusCase:
         weights: str = "matmul",
         precision: str = "fp32",
         recompute: Any = "none",
+        state: State | None = None,
     ) -> None:
         w = workload
         config: dict[str, Any] = {
@@ -53,11 +56,15 @@ class ColossusCase:
             "device": w.device,
         }
         self.engine = colossus.initialize(config)
-        load_full_state_dict(self.engine.model, w.state(), self.engine.context)
+        load_full_state_dict(self.engine.model, w.state() if state is None else state, self.engine.context)
         pairs = w.batches(part=self.engine.context.index("data"), parts=data)
         device = self.engine.device
         self.batches = [{"inputs": ids.to(device), "labels": labels.to(device)} for ids, labels in pairs]
 
+    def run(self, index: int) -> StepResult:
+        """A step whose result is not read: an accelerator is not waited for."""
+        return self.engine.train_step(self.batches[index % len(self.batches)])
+
     def step(self, index: int) -> tuple[float, float]:
-        result = self.engine.train_step(self.batches[index % len(self.batches)])
+        result = self.run(index)
         return result.loss, result.grad_norm

@@ -3,26 +3,28 @@
 There are three ways to run one. Between processes of one host, on CPU: through shared memory, several times faster than
 gloo. Otherwise through c10d, in place on a tensor the caller owns. And out of place, through torch's functional ops,
 whenever something traces or records tensor operations: selective activation checkpointing would otherwise cache a value
-that is overwritten later, and give silently wrong gradients.
+that is overwritten later, and give silently wrong gradients. What gloo has to carry of an accelerator's tensors is
+copied to the host first (`host_staging`), and then goes one of these ways.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from colossus.arithmetic import either, nearest_multiples
-from colossus.comm import accounting, cost, log, ring
+from colossus.comm import accounting, cost, host_staging, log, ring
+from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import channel_for
-from colossus.context.groups import AxisGroup, is_fake
+from colossus.context.groups import AxisGroup
 from colossus.refusal import refusal
 
 _functional = torch.ops._c10d_functional
 #: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
-_FAKE_TENSORS = torch._C._TorchDispatchModeKey.FAKE
 _MESSAGES_BYTES = 1 << 20
 
 
@@ -59,17 +61,6 @@ class Ready(Pending):
         return self._value
 
 
-def is_recorded() -> bool:
-    """Whether tensor operations are being traced or recorded by a dispatch mode. Fake tensors among fake ranks are not:
-    there the collectives are those that real ones take."""
-    if torch.compiler.is_compiling():
-        return True
-    num_modes = torch._C._len_torch_dispatch_stack()
-    if num_modes == 1 and torch._C._get_dispatch_mode(_FAKE_TENSORS) is not None:
-        return not is_fake(dist.group.WORLD)
-    return num_modes > 0
-
-
 def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = False, what: str = "") -> Pending:
     """Sum (or max) of ``x`` over the group, on every rank.
 
@@ -81,10 +72,13 @@ def all_reduce(x: Tensor, group: AxisGroup, *, op: str = "sum", owned: bool = Fa
     n = group.size
     if n == 1:
         return Ready(x)
+    keep = owned and x.is_contiguous()
+    if host_staging.is_needed(x, group):
+        again = partial(all_reduce, group=group, op=op, owned=True, what=what)
+        return host_staging.through_host(x, again, into=x if keep else None)
     entry = record("all_reduce", x, group, what=what)
     if is_recorded():
         return _functional_pending(_functional.all_reduce(x, op, group.name), entry)
-    keep = owned and x.is_contiguous()
     channel = channel_for(x, group)
     if channel is not None:
         into = x if keep else None
@@ -101,6 +95,8 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     n = group.size
     if n == 1:
         return Ready(x)
+    if host_staging.is_needed(x, group):
+        return host_staging.through_host(x, partial(all_gather, group=group, dim=dim))
     flat = x.unsqueeze(0) if x.dim() == 0 else x
     dim = _dim(flat, dim)
     entry = record("all_gather", x, group)
@@ -128,6 +124,8 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     if n == 1:
         return Ready(x)
     size = _chunk_size(x, dim, group)
+    if host_staging.is_needed(x, group):
+        return host_staging.through_host(x, partial(reduce_scatter, group=group, dim=dim))
     entry = record("reduce_scatter", x, group)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
@@ -159,6 +157,9 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
         return Ready(x)
     concat_dim = _dim(x, concat_dim)
     size = _chunk_size(x, split_dim, group)
+    if host_staging.is_needed(x, group):
+        again = partial(all_to_all, group=group, split_dim=split_dim, concat_dim=concat_dim)
+        return host_staging.through_host(x, again)
     entry = record("all_to_all", x, group)
     channel = None if is_recorded() else channel_for(x, group)
     if channel is not None:
@@ -177,6 +178,8 @@ def all_to_all(x: Tensor, group: AxisGroup, split_dim: int, concat_dim: int) -> 
 def broadcast(x: Tensor, group: AxisGroup, source: int) -> Tensor:
     """Overwrite ``x`` on every rank with that of the group's rank of index ``source``; contiguous, of one shape."""
     if group.size > 1:
+        if host_staging.is_needed(x, group):
+            return host_staging.to_device(broadcast(host_staging.to_host(x), group, source), x.device, x)
         entry = record("broadcast", x, group)
         dist.broadcast(x, group.ranks[source], group=group.process_group)
         if entry is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.comm.collectives import Pending
+from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
 
@@ -30,7 +31,7 @@ def all_gather(
     ``wait()`` returns nothing of use: all is done when ``take`` has been called.
     """
     x = torch.empty(size, dtype=dtype, device=device)
-    channel = None if collectives.is_recorded() or group.size == 1 else channel_for(x, group)
+    channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
     if channel is not None:
         entry = collectives.record("all_gather", x, group)
         return Pending(channel.start_filled(x.shape, dtype, fill, lambda shards: _taken(take, shards)), entry)
@@ -46,7 +47,7 @@ def reduce_scatter(
     How many addends there are depends on the way the tensors travelled; their order does not depend on the rank.
     """
     x = torch.empty(group.size, size, dtype=dtype, device=device)
-    channel = None if collectives.is_recorded() or group.size == 1 else channel_for(x, group)
+    channel = None if is_recorded() or group.size == 1 else channel_for(x, group)
     if channel is not None:
         entry = collectives.record("reduce_scatter", x, group)
         start = channel.start_filled(

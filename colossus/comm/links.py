@@ -1,6 +1,7 @@
 """Point-to-point messages between the ranks of one axis: lists of tensors whose shapes the receiver knows.
 
-Between processes of one host, on CPU, they go through shared memory; else through c10d.
+Between processes of one host, on CPU, they go through shared memory; else through c10d. What gloo has to carry of an
+accelerator goes through the host (`host_staging`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, log
+from colossus.comm import accounting, host_staging, log
 from colossus.comm.mailbox import Receiver, Sender, message_bytes
 from colossus.comm.objects import from_bytes, to_bytes, unpickled
 from colossus.comm.shared_memory import map_segments
@@ -46,14 +47,20 @@ class TensorMeta(Protocol):
 class Incoming:
     """A message that is awaited. ``wait()`` returns its tensors."""
 
-    def __init__(self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry) -> None:
+    def __init__(
+        self, tensors: list[Tensor], label: str, tag: int, entry: log.Entry, device: torch.device | None = None
+    ) -> None:
         self.tensors, self.label, self.tag, self.entry = tensors, label, tag, entry
         self.finish: Wait | None = None
+        self._device = device
 
     def wait(self) -> list[Tensor]:
         if self.finish is not None:
             self.finish()
             self.finish = None
+        if self._device is not None:
+            self.tensors = [host_staging.to_device(tensor, self._device) for tensor in self.tensors]
+            self._device = None
         self.entry.done = True
         return self.tensors
 
@@ -74,14 +81,17 @@ class Links:
     """
 
     def __init__(self, group: AxisGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group = group
+        #: where tensors are wanted, where they travel, and whether that is not the same
+        self._device, self._wire = device, host_staging.wire_device(device, group)
+        self._is_staged = self._wire != device
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._posted: dict[int, deque[Incoming]] = {}
         pairs = sorted(set(pairs))
-        mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if device.type == "cpu" and pairs else None
-        self.takes_early = mapped is None and device.type == "cpu"
-        self.has_batches = device.type != "cpu"
+        mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if self._wire.type == "cpu" and pairs else None
+        self.takes_early = mapped is None and self._wire.type == "cpu"
+        self.has_batches = self._wire.type != "cpu"
         self._timeout = mapped.timeout if mapped is not None else None
         if mapped is None:
             return
@@ -101,6 +111,8 @@ class Links:
             key: what else sender and receiver have to agree on; compared where messages have a header.
         """
         entry = self._sends(tensors, label)
+        if self._is_staged:
+            tensors = host_staging.all_to_host(tensors)
         sender = self._senders.get(to)
         if sender is not None and _size(tensors) <= sender.capacity:
             sender.send(tensors, label, _tag(label, key), self._until_readable)
@@ -119,8 +131,12 @@ class Links:
 
     def receive(self, source: int, expected: Sequence[TensorMeta], label: str, key: object = None) -> Incoming:
         """Await a message of tensors of these shapes and dtypes. Messages of one source are awaited in order."""
-        tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
-        incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label))
+        device = self._device if self._is_staged else None
+        if device is not None:
+            tensors = [host_staging.empty(item.shape, item.dtype, device) for item in expected]
+        else:
+            tensors = [torch.empty(item.shape, dtype=item.dtype, device=self._device) for item in expected]
+        incoming = Incoming(tensors, label, _tag(label, key), self._record("receive", tensors, label), device)
         receiver = self._receivers.get(source)
         if receiver is not None and _size(tensors) <= receiver.capacity:
             self._posted[source].append(incoming)
@@ -175,7 +191,7 @@ class Links:
                 self._senders[to].send([tensor], label, _tag(label, None), self._until_readable)
             return
         for tensor in (size, data):
-            dist.send(tensor.to(self._device), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
+            dist.send(tensor.to(self._wire), self._group.ranks[to], self._group.process_group, tag=_OBJECT_TAG)
 
     def recv_object(self, source: int, label: str) -> Any:
         """Receive an object."""
@@ -184,9 +200,9 @@ class Links:
             return unpickled(
                 bytes.fromhex(store_of(process_group).get(self._fake_key(source, self._group.index)).decode())
             )
-        size = torch.zeros(1, dtype=torch.int64, device=self._device)
+        size = torch.zeros(1, dtype=torch.int64, device=self._wire)
         self._recv_tensor(source, size, label)
-        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
         self._recv_tensor(source, data, label)
         return from_bytes(data)
 

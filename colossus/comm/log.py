@@ -18,7 +18,7 @@ _BETWEEN = (str(Path(torch.__file__).parent), *(f"{_PACKAGE}/{path}" for path in
 class Entry:
     """One collective: its name, axes, shape and dtype, the line that wanted it, and whether it has finished."""
 
-    __slots__ = ("axes", "done", "dtype", "operation", "sequence", "shape", "site", "started")
+    __slots__ = ("axes", "done", "dtype", "is_message", "operation", "sequence", "shape", "site", "started")
 
     def __init__(
         self, operation: str, axes: str, sequence: int, shape: tuple[int, ...], dtype: object, site: tuple[str, int]
@@ -26,13 +26,16 @@ class Entry:
         self.operation, self.axes, self.sequence = operation, axes, sequence
         self.shape, self.dtype, self.site = shape, dtype, site
         self.started = time.monotonic()
-        self.done = False
+        self.done = self.is_message = False
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         state = "done" if self.done else f"WAITING for {time.monotonic() - self.started:.1f} s"
-        shape = "x".join(map(str, self.shape)) or "scalar"
-        return f"#{self.sequence} {self.operation} over {self.axes} [{shape} {dtype}] at {_short(self.site)}: {state}"
+        return f"#{self.sequence} {self.operation} over {self.axes} [{self.tensor}] at {_short(self.site)}: {state}"
+
+    @property
+    def tensor(self) -> str:
+        """``3x4 float32``"""
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}"
 
 
 _entries: deque[Entry] = deque(maxlen=32)
@@ -56,8 +59,18 @@ def record(operation: str, axes: str, shape: tuple[int, ...], dtype: object) -> 
 def record_message(what: str, axes: str, number: int, shape: tuple[int, ...] = (), dtype: object = "uint8") -> Entry:
     """Log that a message between two ranks is awaited. It is no collective and not counted as one."""
     entry = Entry(what, axes, number, shape, dtype, _call_site())
+    entry.is_message = True
     _entries.append(entry)
     return entry
+
+
+def progress() -> list[tuple[str, int, str, str, bool]]:
+    """(axes, number, operation and tensor, line that wanted it, whether it has finished) of the last collectives."""
+    return [
+        (entry.axes, entry.sequence, f"{entry.operation} [{entry.tensor}]", _short(entry.site), entry.done)
+        for entry in _entries
+        if not entry.is_message
+    ]
 
 
 def recent() -> list[str]:

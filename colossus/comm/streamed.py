@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from colossus.comm import host_staging
 from colossus.comm.collectives import record
 from colossus.comm.ring import exchange
 from colossus.comm.shared_memory import channel_for
@@ -23,6 +24,10 @@ def stream_all_gather(x: Tensor, group: AxisGroup) -> Iterator[tuple[int, Tensor
 
     Counts as one all-gather. All ranks must iterate to the end.
     """
+    if host_staging.is_needed(x, group):
+        for rank, shard in stream_all_gather(host_staging.to_host(x), group):
+            yield rank, x if rank == group.index else host_staging.to_device(shard, x.device)
+        return
     entry = record("all_gather", x, group)
     channel = channel_for(x, group)
     order = [(group.index + step) % group.size for step in range(1, group.size)]
@@ -73,6 +78,14 @@ def stream_reduce_scatter(compute: Compute, like: Tensor, shape: Sequence[int], 
     """
     n, me = group.size, group.index
     own = like.new_empty(tuple(shape))
+    if host_staging.is_needed(like, group):
+
+        def compute_and_copy(rank: int, out: Tensor) -> None:
+            compute(rank, own)
+            out.copy_(own)
+
+        host = stream_reduce_scatter(compute_and_copy, host_staging.empty((), like.dtype, like.device), shape, group)
+        return host_staging.to_device(host, like.device, own)
     entry = record("reduce_scatter", own, group, num_chunks=n)
     channel = channel_for(own, group)
     if channel is not None and own.nbytes * n <= channel.slot_bytes:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from colossus.comm import accounting, log
+from colossus.comm import accounting, host_staging, log
 from colossus.comm.channel import Channel
 from colossus.comm.collectives import Pending, Ready
 from colossus.comm.shared_memory import channel_for
@@ -65,6 +66,7 @@ def agree(
     if n == 1:
         only = (sent[0],)
         return Lengths(only, only, (only,)), [list(words)]
+    device = host_staging.wire_device(device, group)
     own = torch.tensor([*sent, *words], dtype=torch.int64, device=device)
     channel = channel_for(own, group)
     if channel is not None:
@@ -92,6 +94,8 @@ def all_to_all(x: Tensor, lengths: Lengths, group: AxisGroup, what: str = "rows"
     _require_alike(x, what)
     if group.size == 1:
         return Ready(x)
+    if host_staging.is_needed(x, group):
+        return host_staging.through_host(x, partial(all_to_all, lengths=lengths, group=group, what=what))
     me, row_bytes = group.index, _row_bytes(x)
     entry = _record("all_to_all", what, x, group, (len(x) - lengths.sent[me]) * row_bytes)
     channel = _channel(x, group, row_bytes)
@@ -117,6 +121,8 @@ def all_gather(x: Tensor, lengths: Sequence[int], group: AxisGroup, what: str = 
     n, me = group.size, group.index
     if n == 1:
         return Ready(x)
+    if host_staging.is_needed(x, group):
+        return host_staging.through_host(x, partial(all_gather, lengths=lengths, group=group, what=what))
     row_bytes = _row_bytes(x)
     entry = _record("all_gather", what, x, group, len(x) * row_bytes * (n - 1))
     channel = _channel(x, group, row_bytes)

@@ -12,8 +12,10 @@ from typing import Any
 
 from colossus.config import Config, ConfigError, as_dict, load_config
 from colossus.config.overrides import plan_overrides, strategy_overrides
+from colossus.config.sizes import world_size
 from colossus.launch import run_folder
 from colossus.launch.data_check import check_data, check_given
+from colossus.launch.device_check import check_devices
 from colossus.launch.model_check import check_model
 from colossus.launch.origin import AUTO
 
@@ -122,6 +124,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         plans.setdefault(plan, []).append(job)
     for same in plans.values():
         with problems.of(*dict.fromkeys(job.name for job in same)):
+            check_devices(same[0].config, world_size(same[0].config.parallel))
             check_model(same[0].config)
             check_data(same[0].config)
     problems.raise_any()

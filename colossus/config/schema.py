@@ -215,6 +215,9 @@ class Comm(Section):
     timeout_seconds: Seconds = 120.0
     #: collectives between processes of one host go through shared memory (CPU); False: through gloo
     shared_memory: bool = True
+    #: what joins the ranks: "auto" is nccl on CUDA, gloo on CPU; with "gloo" on CUDA several ranks may share a device,
+    #: and what they send each other goes through the memory of the host
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
     #: size of the buckets in which gradients are reduced
     bucket_mb: Positive = 25.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeGuard
 
@@ -24,12 +24,17 @@ class AxisGroup:
         ranks: global ranks in group order.
         index: position of this rank in ``ranks``.
         process_group: None when the group has one rank; collectives over it are then the identity.
+        is_on_host: its ranks exchange tensors of the host alone (gloo); see `comm.host_staging`.
     """
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     index: int
     process_group: dist.ProcessGroup | None
+    is_on_host: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_on_host = self.process_group is not None and dist.get_backend(self.process_group) == dist.Backend.GLOO
 
     @property
     def size(self) -> int:
@@ -117,6 +122,22 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+def choose_backend(wanted: str, device_type: str) -> str:
+    """What joins ranks that compute on ``device_type``.
+
+    Args:
+        wanted: ``comm.backend``.
+
+    Raises:
+        ValueError: nccl is asked for, and there is no CUDA device.
+    """
+    if wanted == "nccl" and device_type != "cuda":
+        raise ValueError(
+            f"comm.backend = 'nccl' joins CUDA devices, but ranks compute on {device_type} here; use 'auto' or 'gloo'"
+        )
+    return ("nccl" if device_type == "cuda" else "gloo") if wanted == "auto" else wanted
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

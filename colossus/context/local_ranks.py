@@ -181,6 +181,8 @@ def _serve(
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         if world > 1:
+            if backend == "nccl":
+                torch.cuda.set_device(rank % torch.cuda.device_count())  # the barrier would guess
             timeout = timedelta(seconds=collective_timeout) if collective_timeout is not None else None
             dist.init_process_group(
                 backend, rank=rank, world_size=world, store=dist.FileStore(store, world), timeout=timeout

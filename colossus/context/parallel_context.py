@@ -15,11 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
 from colossus.context.grid import Axes, Place, RankGrid, build_grid
-from colossus.context.groups import AxisGroup, agree_on_context, fresh_store, new_process_group, set_timeout, store_of
+from colossus.context.groups import (
+    AxisGroup,
+    agree_on_context,
+    choose_backend,
+    fresh_store,
+    new_process_group,
+    set_timeout,
+    store_of,
+)
 from colossus.context.layer_options import LayerOptions
+from colossus.context.own_device import require_own_device
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
 
+_BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
 
@@ -36,7 +46,7 @@ class ParallelContext:
         device: where this rank computes.
         seed: of the random streams.
         timeout_seconds: after which a collective fails.
-        backend: c10d backend, by default chosen by the device (gloo on CPU, nccl on CUDA).
+        backend: of c10d, ``auto``, ``gloo`` or ``nccl``: `choose_backend`. With gloo several ranks may share a device.
         options: of the layers built under this context.
         precision: of the run; layers built under this context compute in it.
         connect: False makes no process group: sizes and coordinates are known, to check a plan before it runs.
@@ -56,7 +66,7 @@ class ParallelContext:
         device: torch.device | str = "cpu",
         seed: int = 0,
         timeout_seconds: float = 120.0,
-        backend: str | None = None,
+        backend: str = "auto",
         options: LayerOptions | None = None,
         precision: Precision | None = None,
         connect: bool = True,
@@ -79,7 +89,7 @@ class ParallelContext:
         self.ranks = tuple(range(grid.world_size))
         self.closed = False
         if grid.world_size > 1 and connect:
-            self._join(backend or ("nccl" if self.device.type == "cuda" else "gloo"), on_join)
+            self._join(backend, on_join)
             _joined.append(weakref.ref(self))
 
     @classmethod
@@ -98,13 +108,15 @@ class ParallelContext:
             device=device,
             seed=config.train.seed,
             timeout_seconds=config.comm.timeout_seconds,
+            backend=config.comm.backend,
             options=LayerOptions.from_config(config.parallel),
             precision=Precision.from_config(config.train.precision),
             connect=connect,
             on_join=on_join,
         )
 
-    def _join(self, backend: str, on_join: Callable[[AxisGroup], None] | None) -> None:
+    def _join(self, wanted: str, on_join: Callable[[AxisGroup], None] | None) -> None:
+        backend = choose_backend(wanted, self.device.type)
         if not dist.is_initialized():
             if "MASTER_ADDR" not in os.environ:
                 raise ValueError(
@@ -113,11 +125,19 @@ class ParallelContext:
                 )
             size = self.grid.world_size
             store = fresh_store(self.rank, size, self.timeout)
+            if backend == "nccl":
+                require_own_device(store, self.rank, self.device)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
             self._owns_world = True
         if dist.get_world_size() != self.grid.world_size:
             sizes = factors(self.grid.sizes)
             raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
+        joined_by = dist.get_backend()
+        if wanted != "auto" and joined_by in _BACKENDS and joined_by != wanted:
+            raise ValueError(
+                f"comm.backend = {wanted!r}, but the process group that exists already is of {joined_by}: make it with "
+                f"torch.distributed.init_process_group({wanted!r}), or leave comm.backend at 'auto'"
+            )
         if dist.get_rank() != self.rank:
             raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
         if not self._owns_world:  # before anything is made of it
@@ -129,13 +149,13 @@ class ParallelContext:
             except BaseException:
                 self.close()
                 raise
-        if dist.get_backend() in (dist.Backend.GLOO, dist.Backend.NCCL):
+        if joined_by in _BACKENDS:
             self._number = agree_on_context(self.rank, _sizes(self.grid), self.timeout)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
             set_timeout(group, self.timeout)
-        if dist.get_backend() == dist.Backend.GLOO:
+        if joined_by == dist.Backend.GLOO:
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
 
     # -- axes ---------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from colossus.config.schema import READING_OPTIONS
 from colossus.config.section import Named
 from colossus.data.sources import BatchShard, MapSource, Source
-from colossus.data.streams import BatchStream, SampleStream
+from colossus.data.streams import BatchStream
+from colossus.data.worker_stream import sample_stream
 from colossus.registry import DATASETS, nearest
 
 NAMED_PARAMETERS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -126,7 +127,7 @@ def make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]
         if "per_rank" in reading_options:
             raise ValueError(f"data.per_rank is for a DataLoader or other ready batches, but {name} gives samples")
         if isinstance(data, IterableDataset):
-            return SampleStream(data, shard, collate_fn=collate_fn, num_workers=workers)
+            return sample_stream(data, shard, collate_fn=collate_fn, num_workers=workers)
         if not len(data):
             raise ValueError(f"{name} has no samples (its length is 0)")
         return MapSource(data, shard, collate_fn=collate_fn, num_workers=workers)

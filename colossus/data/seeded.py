@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, slice_batch
+from colossus.data.draws import Draws, Seeder, watched
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -21,54 +23,64 @@ CollateFn = Callable[[list[Any]], Batch]
 class SeededSamples:
     """Reads samples with the global generators seeded for each, so that augmentation depends on its place alone.
 
-    A dataset that fetches many at once (``__getitems__``: torch's `Subset` has it) does so unless it draws: then one
-    fetch cannot give each sample numbers of its own, and they are fetched one by one.
+    Only generators that are drawn from are seeded (`Draws`). A dataset that fetches many at once (``__getitems__``:
+    torch's `Subset` has it) does so unless it draws: then one fetch cannot give each sample numbers of its own, and
+    they are fetched one by one.
     """
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._draws = False
+        self._draws = Draws()
 
-    def read(self, keys: list[tuple[int, int]]) -> list[Any]:
-        """The samples of these (index, seed); leaves the global generators anywhere."""
+    def read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
+        """These samples; leaves the global generators anywhere.
+
+        Args:
+            seeds: gives that of each sample.
+        """
         fetch_all = getattr(self._dataset, "__getitems__", None)
-        if not callable(fetch_all):  # torch's own convention for datasets that fetch many at once
-            return [self._seeded(self._dataset.__getitem__, index, seed) for index, seed in keys]
-        if not self._draws:
-            samples, self._draws = watched(lambda: fetch_all([index for index, _ in keys]), keys[0][1])
-            if not self._draws:
+        if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
+            return self._read_many(fetch_all, indices, seeds)
+        fetch = self._dataset.__getitem__
+        samples: list[Any] = []
+        if self._draws.is_probing:
+            for index, seed in zip(indices[: self._draws.to_probe], seeds(), strict=False):
+                samples.append(self._draws.probed(partial(fetch, index), seed))
+        first = len(samples)
+        while first < len(indices):
+            seeders = self._draws.begin()
+            if seeders:
+                rest = _seeded(fetch, indices[first:], seeds()[first:], seeders)
+            else:
+                rest = list(map(fetch, indices[first:]))
+            if not self._draws.learn():
+                return samples + rest
+        return samples
+
+    def _read_many(
+        self, fetch_all: Callable[[list[int]], list[Any]], indices: list[int], seeds: Callable[[], list[int]]
+    ) -> list[Any]:
+        if self._draws.is_probing:
+            samples = self._draws.probed(lambda: fetch_all(indices), seeds()[0], len(indices))
+            if not self._draws.kinds:
                 return list(samples)
-        return [self._seeded(fetch_all, [index], seed)[0] for index, seed in keys]
-
-    @staticmethod
-    def _seeded(fetch: Callable[[Any], Any], index: Any, seed: int) -> Any:
-        GLOBAL_RNG.seed(seed)
-        return fetch(index)
-
-
-class SeededStream(IterableDataset[Any]):
-    """An IterableDataset in a loader worker, which draws there what it would draw in the main process."""
-
-    def __init__(self, dataset: IterableDataset[Any], seed: int) -> None:
-        self.dataset, self.seed, self.epoch = dataset, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
-
-    def __iter__(self) -> Iterator[Any]:
-        place = 0
-        GLOBAL_RNG.seed(item_seed(self.seed, self.epoch, place))
-        iterator = iter(self.dataset)
         while True:
-            try:
-                sample = next(iterator)
-            except StopIteration:
-                return
-            yield sample
-            place += 1
-            GLOBAL_RNG.seed(item_seed(self.seed, self.epoch, place))
+            seeders = self._draws.begin()
+            if seeders:
+                samples = _seeded(lambda index: fetch_all([index])[0], indices, seeds(), seeders)
+            else:
+                samples = fetch_all(indices)
+            if not self._draws.learn():
+                return list(samples)
+
+
+def _seeded(fetch: Callable[[int], Any], indices: list[int], seeds: list[int], seeders: list[Seeder]) -> list[Any]:
+    samples = []
+    for index, seed in zip(indices, seeds, strict=True):
+        for seeder in seeders:
+            seeder(seed)
+        samples.append(fetch(index))
+    return samples
 
 
 class ShardCollate:
@@ -103,7 +115,8 @@ class ShardCollate:
                 if not self.may_draw:
                     GLOBAL_RNG.seed(seed)
                     return self._collate(samples)
-                batch, self._draws = watched(lambda: self._collate(samples), seed)
+                batch, kinds = watched(lambda: self._collate(samples), seed)
+                self._draws = bool(kinds)
                 return batch
 
             batch = of_span(collated, *span)
@@ -151,9 +164,10 @@ class SeededBatches(Dataset[Any]):
 
     def __getitem__(self, step: int) -> Batch:
         def read(start: int, stop: int) -> list[Any]:
-            seeds = derive_seeds(self._seed, (step,), stop)[start:]  # by the place in the global batch
-            numbers = self._order(step, start, stop).tolist()
-            return self._samples.read(list(zip(numbers, seeds, strict=True)))
+            def seeds() -> list[int]:
+                return derive_seeds(self._seed, (step,), stop)[start:]  # by the place in the global batch
+
+            return self._samples.read(self._order(step, start, stop).tolist(), seeds)
 
         seed = derive_seeds(self._seed, (step, 0))[0]
         return self._collate(read, seed, self._order.span(step), self._order.size(step))
@@ -167,14 +181,3 @@ def item_seed(seed: int, epoch: int, place: int) -> int:
 def unchanged(item: Any) -> Any:
     """The ``collate_fn`` of a loader whose items need none."""
     return item
-
-
-def watched(run: Callable[[], Any], seed: int) -> tuple[Any, bool]:
-    """What a function returns that starts from this seed, and whether it drew from a global generator."""
-    GLOBAL_RNG.seed(seed)
-    before = GLOBAL_RNG.get_state()
-    result = run()
-    after = GLOBAL_RNG.get_state()
-    same_torch = all(bool((mine == other).all()) for mine, other in zip(before[0], after[0], strict=True))
-    of_numpy = [(state[0], state[1].tobytes(), *state[2:]) for state in (before[2], after[2])]
-    return result, not (same_torch and before[1] == after[1] and of_numpy[0] == of_numpy[1])

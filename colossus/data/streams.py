@@ -6,16 +6,14 @@ Every rank reads the same stream and keeps its shard of each batch, except where
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
-from colossus.data.seeded import SeededStream, ShardCollate
+from colossus.data.seeded import CollateFn, ShardCollate
 from colossus.data.sources import BatchShard, Source
-from colossus.data.worker_loader import WorkerLoader
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -62,42 +60,45 @@ class SampleStream(StreamSource):
         dataset: IterableDataset[Any],
         shard: BatchShard,
         *,
-        collate_fn: Callable[[list[Any]], Batch] | None = None,
-        num_workers: int = 0,
+        collate_fn: CollateFn | None = None,
+        passes: Passes | None = None,
     ) -> None:
-        samples: Any = dataset
-        name = type(dataset).__name__
-        if num_workers > 1:
-            raise ValueError(
-                f"data.num_workers = {num_workers}, but {name} is an IterableDataset: each worker would read the whole "
-                f"of it, and every sample would come {num_workers} times. num_workers=1 reads it ahead in one process; "
-                f"for more, give a DataLoader of your own around a dataset that shares its samples out by "
-                f"torch.utils.data.get_worker_info()"
-            )
-        if num_workers:
-            samples = WorkerLoader(SeededStream(dataset, shard.seed), num_workers)
-        stateful = None if num_workers else dataset
-        super().__init__(Passes(samples, shard.seed, name=name, stateful=stateful), shard)
+        if passes is None:
+            passes = Passes(dataset, shard.seed, name=type(dataset).__name__, stateful=dataset)
+        super().__init__(passes, shard)
         self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
 
     def read(self) -> Batch:
-        own = range(self.shard.start, self.shard.start + self.shard.size)
-        keeps_all = self._collate.may_draw or not self.shard.endless
-        samples: list[Any] = []
-        while len(samples) < self.shard.global_batch_size and not self._is_over:
-            try:
-                sample = self.passes.read(wrap=self.shard.endless)
-            except EndOfPass:
-                self._is_over = True
-            else:
-                samples.append(sample if keeps_all or len(samples) in own else None)
-        if not samples:
+        if self._is_over:
             raise EndOfPass
-        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
+        whole = self.shard.global_batch_size
         with GLOBAL_RNG.preserved():
-            batch = self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
+            samples = self.samples(0, whole, wrap=self.shard.endless)
+            self._is_over = len(samples) < whole
+            if not samples:
+                raise EndOfPass
+            batch = self.collated(samples)
         self.step += 1
         return batch
+
+    def samples(self, first: int, last: int, *, wrap: bool) -> list[Any]:
+        """Those from place ``first`` to ``last`` of the global batch, with None for what other data ranks collate."""
+        if self._collate.may_draw or not self.shard.endless:
+            return self.passes.take(last - first, wrap=wrap)
+        start, stop = self.shard.start, self.shard.start + self.shard.size
+        samples: list[Any] = []
+        for low, high, is_own in ((0, start, False), (start, stop, True), (stop, last, False)):
+            count = min(high, last) - max(low, first)
+            taken = self.passes.take(count, wrap=wrap, keep=is_own) if count > 0 else []
+            samples += taken
+            if len(taken) < count:
+                break
+        return samples
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """The batch of this data rank from those of the global batch. Leaves the global generators anywhere."""
+        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
+        return self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
 
 
 class BatchStream(StreamSource):

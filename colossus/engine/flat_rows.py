@@ -195,7 +195,8 @@ class FlatRows:
 
     def _fill(self, flat: Tensor) -> None:
         if len(self._rows) == 1:
-            flat.copy_(self._rows[0])
+            # rows on the host are pinned, and change when its gradients have come behind them (`accept_gradients`)
+            flat.copy_(self._rows[0], non_blocking=True)
         else:
             torch.cat(self._rows, out=flat)
 

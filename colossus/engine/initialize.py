@@ -21,6 +21,7 @@ from colossus.data.loader import log as data_log
 from colossus.data.make_loaders import loaders_of
 from colossus.engine.build_optimizer import OptimizerFactory, build_optimizer, require_factory
 from colossus.engine.checkpointed_modules import with_activation_checkpoint
+from colossus.engine.device import pick_device
 from colossus.engine.engine import Engine
 from colossus.engine.eval_metrics import EvalMetrics, metrics_of
 from colossus.engine.forward_rng import seed_outside
@@ -117,7 +118,9 @@ def make_engine(
     shared_memory.enable(config.comm.shared_memory)
     own_code = {"the model": model, "loss_fn": loss_fn, "the optimizer": optimizer}
     context = ParallelContext.from_config(
-        config, device=pick_device(config.device), on_join=partial(require_same_settings, config, own_code)
+        config,
+        device=pick_device(config.device, config.comm.backend),
+        on_join=partial(require_same_settings, config, own_code),
     )
     try:
         return _assemble(config, context, model, loss_fn, data, optimizer)
@@ -295,21 +298,3 @@ def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
                 f"{context.size('sequence')} ranks a part of them: use colossus.layers.Attention, and what works on "
                 f"each token by itself"
             )
-
-
-def pick_device(wanted: str) -> torch.device:
-    """``auto`` is CUDA when there is any, one device per local rank.
-
-    Raises:
-        ValueError: when CUDA is asked for and absent, or there are fewer devices than local ranks.
-    """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= count:
-        raise ValueError(f"local rank {local} has no CUDA device: there are {count}; use --nproc {count} or fewer")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    return device

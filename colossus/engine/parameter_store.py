@@ -20,6 +20,7 @@ from colossus.engine.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layers.row_source import row_source
 from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 
 
 class ParameterStore:
@@ -127,10 +128,13 @@ class ParameterStore:
         return GradientScatter(self._blocks, self._runs, parameters_by_stage, self._context, self.weights)
 
     def accept_gradients(self) -> None:
-        """The sums are complete: the stored parameters get them, also those on the host."""
-        for block in self._blocks:
-            for gradients in block.gradients:
-                gradients.give_to_host()
+        """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""
+        on_host = [param for block in self._blocks for each in block.gradients for param in each.send_to_host()]
+        device = self._context.device
+        if on_host and device.type != "cpu":  # also until the rows that gathers have sent to it are there
+            torch.get_device_module(device).current_stream(device).synchronize()
+        for param in on_host:
+            run_grad_hooks(param)
 
     def accept_whole_gradients(self) -> None:
         """Where rows are shared by no ranks: the stored parameters get the gradients of those that compute sees."""

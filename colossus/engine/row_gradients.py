@@ -92,10 +92,10 @@ class RowGradients:
                     sources.append(layout.rows_in(values[piece.param], piece, rank))
                 if padding.numel():
                     empty.append(padding)
-            if all(self._present):
-                flags.fill_(1.0)
-            else:
-                flags.copy_(torch.tensor(self._present, dtype=row.dtype, device=row.device))
+            flags.fill_(1.0)
+            for index, is_present in enumerate(self._present):
+                if not is_present:
+                    flags[index].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
         if empty:
@@ -155,15 +155,21 @@ class RowGradients:
                 stored.grad, param.grad = param.grad.view(stored.shape).to(stored.dtype), None
                 run_grad_hooks(stored)
 
-    def give_to_host(self) -> None:
-        """Offloaded rows get their gradients from their stand-ins."""
+    def send_to_host(self) -> list[nn.Parameter]:
+        """Offloaded rows get their gradients from their stand-ins.
+
+        Returns:
+            Those that do. Their values are there once the device has been waited for.
+        """
+        taking = []
         for param, summed in self.summed.items():
             stored = self.flat.stored[param]
             if stored is not summed and summed.grad is not None:
                 stored.grad = torch.empty_like(stored, pin_memory=stored.device != summed.device)
-                stored.grad.copy_(summed.grad)
+                stored.grad.copy_(summed.grad, non_blocking=True)
                 summed.grad = None
-                run_grad_hooks(stored)
+                taking.append(stored)
+        return taking
 
     def local_sums(self) -> list[LocalSum]:
         """Of what this rank put into the reductions of the last step."""

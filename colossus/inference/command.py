@@ -23,6 +23,7 @@ from colossus.inference.source import Source, find_source
 from colossus.inference.tokenizers import Tokenizer, stop_ids, tokenizer_of, without_tokenizer
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import is_ours
+from colossus.launch.device_check import check_devices
 from colossus.launch.model_check import check_model
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def run(request: Request) -> int:
         if sys.stdout is None:
             raise ConfigError("standard output is closed: there is nowhere to print text to")
         work = _prepare(request)
+        check_devices(work.config, world_size(work.config.parallel))
         if world_size(work.config.parallel) > 1:
             importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
             check_model(work.config)

@@ -22,6 +22,7 @@ from colossus.inference.plan import describe
 from colossus.inference.source import find_source
 from colossus.launch.command import worker_variables
 from colossus.launch.data_check import check_data, is_ours
+from colossus.launch.device_check import check_devices
 from colossus.launch.model_check import check_model
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def run(
         if split == "train":
             config = training_data(config)
         importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+        check_devices(config, world_size(config.parallel))
         check_model(config)
         loaders = check_data(config)
         _require_data(loaders, split)

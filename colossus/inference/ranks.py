@@ -23,6 +23,7 @@ from colossus import machine
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError
 from colossus.config.sizes import world_size
+from colossus.context.groups import choose_backend
 from colossus.context.local_ranks import LocalRanks, RanksFailed
 from colossus.inference.decoding import Decoding, DecodingFailed
 from colossus.inference.sampling_options import Sampling
@@ -207,7 +208,7 @@ def rank_options(config: Config) -> dict[str, Any]:
     sys.stderr.flush()
     return {
         "start": "spawn" if uses_cuda or sys.platform == "darwin" else "fork",
-        "backend": "nccl" if uses_cuda else "gloo",
+        "backend": choose_backend(config.comm.backend, "cuda" if uses_cuda else "cpu"),
         "collective_timeout": config.comm.timeout_seconds,
     }
 

@@ -17,7 +17,7 @@ from colossus.config import Config, model_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
-from colossus.engine.initialize import pick_device
+from colossus.engine.device import pick_device
 from colossus.engine.inputs import batch_axes
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.state.boxes import parameter_boxes
@@ -216,7 +216,7 @@ def load_model(
     """
     config = config or plan_config(source, overrides, config_file)
     shared_memory.enable(config.comm.shared_memory)
-    context = ParallelContext.from_config(config, device=pick_device(config.device))
+    context = ParallelContext.from_config(config, device=pick_device(config.device, config.comm.backend))
     try:
         pipeline = PipelineRuntime(config, context)
         precision = context.precision

@@ -17,6 +17,7 @@ from colossus.launch.failure import FailureRecord
 from colossus.launch.stop import STOP_SIGNALS, exit_code
 
 WIDTH = 100
+_STACK_LINES = 40
 CauseKind = Literal["error", "death", "stuck", "communication"]
 _ORDER: tuple[CauseKind, ...] = ("error", "death", "stuck", "communication")
 CULPRITS: tuple[CauseKind, ...] = ("error", "death")
@@ -32,11 +33,13 @@ class RankExit:
         code: exit code; negative is the number of the signal that killed it.
         after_stop: it ended after the launcher's stop signal.
         is_finished: whether it came to the end of its program; with exit code 0 only what it left says so.
+        stack: of its threads when a signal of its own killed it, where it could leave one.
     """
 
     code: int
     after_stop: bool = False
     is_finished: bool = True
+    stack: str = ""
 
     @property
     def is_early(self) -> bool:
@@ -114,6 +117,7 @@ def block(
     *,
     others: bool = True,
     replicas_keep_step: bool = True,
+    missing: Sequence[str] = (),
 ) -> str:
     """The one block a user reads after a failed run.
 
@@ -121,6 +125,7 @@ def block(
         causes: of ``rank_causes``.
         folder: the run folder, to be named.
         others: say how the other ranks ended, too.
+        missing: who waits in which collective, and who did not come to it (`recordings.who_is_missing`).
         replicas_keep_step: all replicas are in the same step: what one says of it is true of all.
     """
     assert causes, "a block needs something that failed"
@@ -131,6 +136,12 @@ def block(
     lines = ["", title.center(WIDTH, "="), f"{_describe_rank(first, grid)} {_describe_failure(first)}"]
     if first.record is not None and first.record.traceback:
         lines += ["", *_indent(first.record.traceback)]
+    elif first.exit is not None and first.exit.stack:
+        lines += ["", *_indent(first.exit.stack)[:_STACK_LINES]]
+    if first.record is not None and first.record.advice:
+        lines += ["", *first.record.advice.splitlines()]
+    if missing and first.kind in ("stuck", "communication"):
+        lines += ["", "who waits for whom:", *(f"  {line}" for line in missing)]
     if first.record is not None and first.record.collectives:
         lines += ["", f"last collectives of rank {first.rank} (newest last):"]
         lines += [f"  {line}" for line in first.record.collectives[-8:]]
@@ -214,7 +225,8 @@ def describe_death(code: int) -> str:
         name = f"signal {-code}"
     hints = {
         "SIGKILL": "out of memory is the most likely reason (see `dmesg`), or somebody killed it",
-        "SIGABRT": "a native library gave up; a collective whose shapes or dtypes differ between ranks does this",
+        "SIGABRT": "a native library gave up; a collective whose shapes or dtypes differ between ranks does this, and "
+        "NCCL's watchdog after an error of CUDA, which it prints",
         "SIGSEGV": "a crash in native code; run with PYTHONFAULTHANDLER=1 to see where",
         "SIGBUS": "often a full /dev/shm: see `colossus doctor`",
     }

@@ -19,7 +19,8 @@ from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid, build_grid
 from colossus.launch import slurm
 from colossus.launch.data_check import check_data, check_given
-from colossus.launch.dry_run import describe, is_on_cuda
+from colossus.launch.device_check import check_devices, is_on_cuda
+from colossus.launch.dry_run import describe
 from colossus.launch.model_check import check_model
 from colossus.launch.node_launch import NodeLaunch
 from colossus.launch.origin import Taken, choose
@@ -78,6 +79,7 @@ def run(
         if nnodes == 1 or dry_run:  # else the first node looks, whichever that will be
             origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)
             origin.check()
+        check_devices(config, local_ranks, nnodes)
         model = check_model(config)
         check_data(config)
         if dry_run:
@@ -163,6 +165,8 @@ def _join(
                 "parallel.strategy.on_death = 'continue' needs `colossus launch` to start the ranks: torchrun and srun "
                 "end all of them when one has died"
             )
+        local_ranks = int(joined.get("LOCAL_WORLD_SIZE") or int(joined["LOCAL_RANK"]) + 1)
+        check_devices(config, local_ranks, -(-world_size // local_ranks), environ=os.environ)
         if dry_run:
             if joined["RANK"] == "0":
                 origin = choose(config, config_path, overrides, run_dir=run_dir, resume=resume)

@@ -8,6 +8,7 @@ from colossus.config import Config, model_options
 from colossus.config.sizes import describe_zero
 from colossus.context.grid import PUBLIC_NAMES, build_grid
 from colossus.launch import run_folder
+from colossus.launch.device_check import describe_device
 from colossus.launch.model_check import ModelInfo
 from colossus.launch.origin import Origin
 from colossus.launch.server_plan import describe_servers, num_servers
@@ -32,7 +33,7 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
         "plan": f"{factors(sizes)} = {grid.world_size} processes{mode}",
         "processes": f"{local_ranks}{where}, {threads}",
         **({"servers": describe_servers(servers, nnodes)} if (servers := num_servers(config, nnodes)) else {}),
-        "device": _device(config),
+        "device": describe_device(config, local_ranks),
         "parameters": _parameters(model),
         "batch": _batch(config),
         "steps": f"{train.steps}, {train.precision.name}, seed {train.seed}",
@@ -59,17 +60,6 @@ def _stages(config: Config, model: ModelInfo | None) -> list[str]:
     if split in ("time", "memory"):
         lines.append(f"(by parameters; the run measures the blocks and splits by {split})")
     return lines
-
-
-def is_on_cuda(config: Config) -> bool:
-    import torch
-
-    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-
-
-def _device(config: Config) -> str:
-    cuda = is_on_cuda(config)
-    return f"{'cuda' if cuda else 'cpu'}, backend {'nccl' if cuda else 'gloo'}"
 
 
 def _parameters(model: ModelInfo | None) -> str:

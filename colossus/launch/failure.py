@@ -19,6 +19,8 @@ from colossus.config import ConfigError
 Kind = Literal["error", "config", "communication", "stuck"]
 
 FOLDER = "failures"
+#: followed by the rank: names of the flight recorder's files below `FOLDER`, as torch makes them
+RECORDING = "flight_recorder_rank_"
 #: when this process began, in seconds since the epoch
 STARTED = time.time()
 
@@ -48,7 +50,10 @@ _COMMUNICATION_ERRORS = (
     "failed to recv, got 0 bytes",
     "NCCL communicator was aborted",
     "ncclRemoteError",
+    "ncclSystemError",
+    "remote process exited or there was a network error",
     "Watchdog caught collective operation timeout",
+    "Some NCCL operations have failed or timed out",
 )
 _TIMEOUT_ERRORS = ("timeout", "timed out")
 
@@ -63,6 +68,8 @@ class FailureRecord:
         step: the step that was running, counted from 1; None before training.
         coordinates: axis name -> coordinate of the rank.
         collectives: the rank's last collectives, oldest first.
+        progress: the same for comparison with those of other ranks (`colossus.comm.log.progress`).
+        advice: what to do about it, where that is known.
         culprit: the rank that an error names which all ranks raise; None where they know of none.
         server: index of the parameter server that has gone or is silent, where that is why.
         after_signal: number of the stop signal that came before the failure, if any.
@@ -78,9 +85,11 @@ class FailureRecord:
     host: str = field(default_factory=socket.gethostname)
     coordinates: Mapping[str, int] = field(default_factory=dict)
     collectives: Sequence[str] = ()
+    progress: Sequence[Sequence[Any]] = ()
     culprit: int | None = None
     server: int | None = None
     after_signal: int | None = None
+    advice: str = ""
     time: float = field(default_factory=time.time)
 
     @property
@@ -117,6 +126,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
+def messages_of(error: BaseException) -> list[str]:
+    """Of an error and its causes."""
+    return [f"{type(cause).__name__}: {cause}" for cause in _chain(error)]
+
+
 def of_exception(error: BaseException, rank: int, **details: Any) -> FailureRecord:
     """The record of an exception; ``details`` are further fields. Our own outermost frames are left out."""
     culprit = getattr(error, "culprit", None)
@@ -126,14 +140,22 @@ def of_exception(error: BaseException, rank: int, **details: Any) -> FailureReco
 
 def of_stuck_rank(thread_id: int, seconds: float, rank: int, **details: Any) -> FailureRecord:
     """The record of a rank whose thread ``thread_id`` did not come back within ``seconds`` of a stop signal."""
-    frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
-    while any(_is_ours(frame.filename) for frame in frames):
-        frames.pop(0)
-    stack = "".join(traceback.format_list(frames))
     message = f"did not reach the end of its step within {seconds:g} s and was ended"
     if details.get("step") is None:
         message = "had not come to its first step when it was ended"
-    return FailureRecord(rank, "stuck", "Stuck", message, stack, **details)
+    return FailureRecord(rank, "stuck", "Stuck", message, _stack_of(thread_id), **details)
+
+
+def _stack_of(thread_id: int) -> str:
+    frames = list(traceback.extract_stack(sys._current_frames().get(thread_id)))
+    while any(_is_ours(frame.filename) for frame in frames):
+        frames.pop(0)
+    return "".join(traceback.format_list(frames))
+
+
+def of_lost_collective(thread_id: int, message: str, rank: int, **details: Any) -> FailureRecord:
+    """The record of a rank that waits in a collective which will not end, with its thread's stack."""
+    return FailureRecord(rank, "communication", "DistBackendError", message, _stack_of(thread_id), **details)
 
 
 def write(folder: Path, record: FailureRecord) -> Path:
@@ -158,6 +180,8 @@ def read_all(folder: Path) -> list[FailureRecord]:
 def clear(folder: Path) -> None:
     """Remove the records of an earlier attempt in the same folder."""
     for path in (folder / FOLDER).glob("rank*.json"):
+        path.unlink(missing_ok=True)
+    for path in (folder / FOLDER).glob(f"{RECORDING}*"):
         path.unlink(missing_ok=True)
     (folder / FOLDER / "reported").unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not there, or something of the user's is in it

@@ -11,6 +11,7 @@ launcher says when there is nothing left to wait for, since another rank has fai
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FOLDER = "COLOSSUS_FINISHED_RANKS"
-_BEAT, _HURRY = ".beat", "hurry"
+_BEAT, _HURRY, _STACK = ".beat", "hurry", ".stack"
 
 
 @contextmanager
@@ -75,6 +76,22 @@ def last_beat(folder: Path, rank: int) -> int | None:
         return Path(folder, f"{rank}{_BEAT}").stat().st_mtime_ns
     except OSError:
         return None
+
+
+def keep_stack(rank: int) -> None:
+    """Where this process dies of a signal of its own (SIGABRT, SIGSEGV, ..), its stacks are left for the launcher."""
+    folder = os.environ.get(_FOLDER)
+    if folder and not faulthandler.is_enabled():  # else the user wants them on the terminal
+        with contextlib.suppress(OSError):
+            faulthandler.enable(open(Path(folder, f"{rank}{_STACK}"), "w"))  # noqa: SIM115 (as long as the process)
+
+
+def read_stack(folder: Path, rank: int) -> str:
+    """What `keep_stack` has left; empty where the process did not die so."""
+    try:
+        return Path(folder, f"{rank}{_STACK}").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def hurry(folder: Path) -> None:

@@ -31,22 +31,6 @@ def check_schedule(config: Config) -> None:
         raise ConfigError([f"schedule: {error}"], config.source) from error
 
 
-def check_device(config: Config) -> None:
-    """Refuse a device that this machine does not have.
-
-    Raises:
-        ConfigError: naming what to use instead.
-    """
-    if config.device != "cuda":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "device = 'cuda', but torch finds no CUDA device here; use device='auto' or 'cpu'", config.source
-        )
-
-
 def check_model(config: Config) -> ModelInfo | None:
     """Build rank 0's shards of the model on the meta device, under a context that connects to no other rank.
 
@@ -58,7 +42,6 @@ def check_model(config: Config) -> ModelInfo | None:
         ConfigError: for what the layers refuse, and for stages that cannot be cut out of the model.
     """
     check_schedule(config)
-    check_device(config)
     # torch is imported here, once the config is known to be right in itself: it takes seconds
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext

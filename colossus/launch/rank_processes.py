@@ -38,7 +38,8 @@ class RankProcesses:
             code = process.poll()
             if code is not None:
                 is_finished = self._marks is None or finished.is_marked(self._marks, rank)
-                self._exits[rank] = RankExit(code, is_finished=is_finished)
+                stack = finished.read_stack(self._marks, rank) if self._marks is not None and code < 0 else ""
+                self._exits[rank] = RankExit(code, is_finished=is_finished, stack=stack)
 
     def await_ends(self, seconds: float) -> None:
         """Wait until all have ended by themselves, at most this long."""

@@ -15,6 +15,7 @@ from colossus.config import Config
 from colossus.config.plans import strategy_options
 from colossus.context.grid import RankGrid
 from colossus.launch import causes, failure, run_folder
+from colossus.launch.recordings import who_is_missing
 
 
 def stopped_line(folder: Path | None, config: Config, signum: int | None) -> str:
@@ -43,7 +44,9 @@ def failure_block(found: Sequence[causes.Cause], config: Config, grid: RankGrid,
     """`causes.block` of a run with this config."""
     options = strategy_options(config)
     in_step = options is None or options.replicas_keep_step
-    return causes.block(list(found), grid, folder, replicas_keep_step=in_step)
+    records = [cause.record for cause in found if cause.record is not None]
+    missing = who_is_missing(folder, records, grid)
+    return causes.block(list(found), grid, folder, replicas_keep_step=in_step, missing=missing)
 
 
 def code_of_stop(code: int, found: Sequence[causes.Cause], config: Config, grid: RankGrid, folder: Path | None) -> int:

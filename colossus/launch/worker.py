@@ -20,8 +20,10 @@ from typing import Any, TextIO
 from colossus.checkpoint.errors import CheckpointError
 from colossus.config import Config, ConfigError, Named, load_config
 from colossus.context.grid import RankGrid, build_grid
-from colossus.launch import causes, failure, finished, run_folder
+from colossus.launch import causes, failure, finished, nccl_watch, recordings, run_folder
+from colossus.launch.device_check import is_on_cuda, ranks_may_share
 from colossus.launch.origin import Origin, Taken, choose
+from colossus.launch.out_of_memory import advise, is_out_of_memory
 from colossus.launch.stop import LAUNCHER_PID, StopSignals, exit_code
 from colossus.launch.stopped import stopped_line
 from colossus.launch.told import warnings_once
@@ -37,6 +39,7 @@ class _Run:
         folder: the same when it is known to be this run's; until then nothing is written into it.
         taken: locks that must live as long as this object, where no launcher of ours holds them.
         held: the lock of the first rank, which tells the next launcher that a rank has outlived this one.
+        has_failed: the main thread is writing down how.
     """
 
     rank: int
@@ -44,6 +47,7 @@ class _Run:
     given: Path | None
     has_launcher: bool
     folder: Path | None = None
+    config: Config | None = None
     grid: RankGrid | None = None
     engine: Any = None
     hooks: list[Any] = field(default_factory=list)
@@ -51,6 +55,7 @@ class _Run:
     resume: str | None = None
     taken: Taken | None = None
     held: TextIO | None = None
+    has_failed: bool = False
 
     def details(self) -> dict[str, Any]:
         """The fields of a failure record that do not come from the error."""
@@ -59,6 +64,7 @@ class _Run:
             "step": self.step,
             "coordinates": self.grid.coordinates(self.rank) if self.grid is not None else {},
             "collectives": log.recent() if log is not None else [],
+            "progress": log.progress() if log is not None else [],
             "after_signal": self.stop.received,
         }
 
@@ -107,13 +113,12 @@ def run_worker(
         folder=Path(run_dir) if launcher is not None and run_dir is not None else None,
         resume=resume if isinstance(resume, str) else None,
     )
+    finished.keep_stack(run.rank)
     thread = threading.get_ident()
-    stop.before_hard_end(
-        lambda: _write(run, failure.of_stuck_rank(thread, stop.grace_seconds, run.rank, **run.details()))
-    )
+    stop.before_hard_end(lambda: _write_hard_end(run, thread))
     try:
         config = load_config(config_path, overrides, int(os.environ["WORLD_SIZE"]))
-        run.grid = build_grid(config.parallel)
+        run.config, run.grid = config, build_grid(config.parallel)
         code = _train(run, config, lambda: choose(config, config_path, overrides, run_dir=run_dir, resume=bool(resume)))
         finished.mark(run.rank, code)
         if stop.is_orphaned():
@@ -134,6 +139,8 @@ def _train(run: _Run, config: Config, origin: Callable[[], Origin]) -> int:
     from colossus.monitor.display import make_display
     from colossus.monitor.metrics import Metrics
 
+    if is_on_cuda(config) and not ranks_may_share(config):
+        _watch_nccl(run, config)
     engine = run.engine = make_engine(config)
     if not run.has_launcher:
         _agree_on_folder(run, engine, origin)
@@ -231,10 +238,54 @@ def _agree_on_folder(run: _Run, engine: Any, origin: Callable[[], Origin]) -> No
     run.folder, run.resume = folder, resume
 
 
+def _watch_nccl(run: _Run, config: Config) -> None:
+    """Have a collective that hangs end in a failure record (`nccl_watch`). Main thread only."""
+    thread = threading.get_ident()
+    if run.folder is not None:  # torch dumps by itself when another rank's watchdog asks for it
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(run.folder / failure.FOLDER / failure.RECORDING))
+
+    def give_up(message: str) -> None:
+        record = failure.of_lost_collective(thread, message, run.rank, **run.details())
+        _write(run, record)
+        _write_recording(run, with_stacks=True)
+        if not run.has_launcher:
+            print(causes.one_line(record, run.folder), file=sys.stderr)
+        _flush()
+        os._exit(1)
+
+    nccl_watch.watch(
+        give_up, lambda: run.has_failed or run.stop.received is not None, timeout_seconds=config.comm.timeout_seconds
+    )
+
+
+def _write_hard_end(run: _Run, thread: int) -> None:
+    """The record of a rank that is ended by force: stuck by itself, or waiting for others in a collective of NCCL's."""
+    recorder = sys.modules.get("colossus.comm.flight_recorder")  # not loaded: there is no NCCL
+    if recorder is not None and recorder.is_recording() and recorder.has_pending():
+        message = f"was told to stop, and waited in a collective for {run.stop.grace_seconds:g} s more"
+        record = failure.of_lost_collective(thread, message, run.rank, **run.details())
+    else:
+        record = failure.of_stuck_rank(thread, run.stop.grace_seconds, run.rank, **run.details())
+    _write(run, record)
+    _write_recording(run, with_stacks=False)
+
+
+def _write_recording(run: _Run, *, with_stacks: bool) -> None:
+    """What torch has recorded of this rank's collectives, for comparison with the other ranks'."""
+    recorder = sys.modules.get("colossus.comm.flight_recorder")
+    if run.folder is None or recorder is None or not recorder.is_recording():
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        recorder.write(recordings.path_of(run.folder, run.rank), with_stacks=with_stacks)
+
+
 def _fail(run: _Run, error: BaseException) -> int:
     """Write this rank's record, print what no launcher of ours will print, and return the exit code."""
-    record = failure.of_exception(error, run.rank, **run.details())
+    run.has_failed = True
+    record = failure.of_exception(error, run.rank, **run.details(), advice=_advice(run, error))
     _write(run, record)
+    if record.kind == "communication":
+        _write_recording(run, with_stacks=True)
     if run.stop.is_orphaned():  # nobody else will say so
         finished.abandon()
         print(f"colossus: rank {run.rank}: the launcher is gone; {str(error).partition(chr(10))[0]}", file=sys.stderr)
@@ -255,6 +306,13 @@ def _fail(run: _Run, error: BaseException) -> int:
         else:
             print(causes.one_line(record, run.folder), file=sys.stderr)
     return 1
+
+
+def _advice(run: _Run, error: BaseException) -> str:
+    messages = failure.messages_of(error)
+    if run.config is None or not is_out_of_memory(messages):
+        return ""
+    return advise(run.config, " ".join(messages), run.step)
 
 
 def _write(run: _Run, record: failure.FailureRecord) -> None:

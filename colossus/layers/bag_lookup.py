@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.layers.lookup import look_up_wide
 from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import distinct_rows
 from colossus.refusal import refusal
@@ -50,16 +51,21 @@ def embedding_bag(
     starts = _starts(ids, offsets, include_last_offset, title)
     weights = _flat_weights(ids, per_sample_weights, mode, title)
     ids = ids.reshape(-1)
-    if padding_idx is not None:
-        kept = ids != (padding_idx + table.shape[0] if padding_idx < 0 else padding_idx)
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += table.shape[0]
+    wide = gradient_dtype(table)
+    with_few_rows = sparse or row_source(table) is not None
+    if padding_idx is not None and with_few_rows:
+        kept = ids != padding_idx
         before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept in front of each
         places = kept.nonzero().squeeze(1)
-        ids, starts = ids.index_select(0, places), before[starts]
+        ids, starts, padding_idx = ids.index_select(0, places), before[starts], None
         weights = None if weights is None else weights.index_select(0, places)
-    wide = gradient_dtype(table)
-    if sparse or wide != table.dtype or row_source(table) is not None:
+    if with_few_rows:
         rows, where = distinct_rows(ids, table, sparse=sparse)
         rows = rows.to(wide)
+    elif wide != table.dtype:
+        rows, where, padding_idx = _wide_rows(ids, table, padding_idx)
     else:
         rows, where = table, ids
     with torch._C.DisableTorchFunctionSubclass():
@@ -70,7 +76,21 @@ def embedding_bag(
             mode=mode,
             per_sample_weights=None if weights is None else weights.to(rows.dtype),
             include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
         )
+
+
+def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor, int | None]:
+    """A row for each id in the dtype of ``table.grad``, the place of each, and the place that belongs to no bag.
+
+    Rows are not those of the distinct ids: how many these are, the host would have to wait for.
+    """
+    count = len(ids)
+    where = torch.arange(count, device=ids.device)
+    if padding_idx is None:
+        return look_up_wide(ids, table), where, None
+    rows = look_up_wide(F.pad(ids, (0, 1), value=padding_idx), table)
+    return rows, where.masked_fill(ids == padding_idx, count), count
 
 
 def _starts(ids: Tensor, offsets: Tensor | None, include_last_offset: bool, title: str) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,19 +29,19 @@ class LogUniformSample:
     num_draws: int
     unique: bool
 
-    def expected_count(self, classes: np.ndarray) -> np.ndarray:
-        """How often a class is expected in such a sample, float64 of the shape of ``classes``.
+    def expected_count(self, classes: Any, xp: Any = np) -> Any:
+        """How often a class is expected in such a sample, of the shape of ``classes``; see `probability`.
 
         p times the number of draws; of a sample in which each class is once 1 - (1 - p) ** draws (2 of TensorFlow's
         "candidate sampling algorithms").
         """
-        p = probability(classes, self.num_classes)
-        return -np.expm1(self.num_draws * np.log1p(-p)) if self.unique else self.num_draws * p
+        p = probability(classes, self.num_classes, xp)
+        return -xp.expm1(self.num_draws * xp.log1p(-p)) if self.unique else self.num_draws * p
 
 
-def probability(classes: np.ndarray, num_classes: int) -> np.ndarray:
-    """Of drawing each class: float64 of the shape of ``classes``."""
-    return np.log1p(1.0 / (np.asarray(classes, dtype=np.float64) + 1.0)) / math.log(num_classes + 1.0)
+def probability(classes: Any, num_classes: int, xp: Any = np) -> Any:
+    """Of drawing each class, of the shape of ``classes``: an array, or a tensor of float64 where ``xp`` is torch."""
+    return xp.log1p(1.0 / (classes + 1.0)) / math.log(num_classes + 1.0)
 
 
 def sample(key: int, num_samples: int, num_classes: int, *, unique: bool = True) -> LogUniformSample:

@@ -54,7 +54,7 @@ class Rotary(nn.Module):
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
             return self.base**-steps
         scaled = [self.scaling.scale(self.base ** (-i / self.head_dim)) for i in range(0, self.head_dim, 2)]
-        return torch.tensor(scaled, dtype=torch.float64, device=device)
+        return torch.tensor(scaled, dtype=torch.float64).to(device, non_blocking=True)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """``positions`` [tokens], the same object as long as it has the same values; None is 0, 1, 2, ..."""

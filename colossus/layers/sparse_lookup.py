@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.layers.lookup import look_up_wide
 from colossus.layers.row_source import row_source
 
 
@@ -31,6 +32,20 @@ def distinct_rows(
         padding_idx += table.shape[0]
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
         return F.embedding(distinct, table, padding_idx, sparse=sparse), where
+
+
+def row_of_each(ids: Tensor, table: Tensor, *, sparse: bool) -> Tensor:
+    """The rows of some ids [n], [n, dim], in the dtype in which the gradients of the table are summed.
+
+    Args:
+        sparse: as of `distinct_rows`. A gradient of all rows needs no distinct ids: their number, for which the host
+            would have to wait for the device.
+    """
+    if not sparse and row_source(table) is None:
+        with torch._C.DisableTorchFunctionSubclass():
+            return look_up_wide(ids, table)
+    rows, where = distinct_rows(ids, table, sparse=sparse)
+    return F.embedding(where, rows)
 
 
 def sparse_embedding(ids: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:

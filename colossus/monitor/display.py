@@ -22,8 +22,9 @@ from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
 from colossus.machine import gigabytes
 from colossus.monitor.late_results import LateResults
-from colossus.monitor.metrics import StepTimer, peak_memory_bytes
-from colossus.monitor.mfu import device_peak
+from colossus.monitor.metrics import StepTimer
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import peak_memory
 from colossus.server import environment
 
 
@@ -60,8 +61,7 @@ class Display(Hook):
         #: steps done before this display began
         self.first = 0
         self._chosen = ""
-        self._flops = 0.0
-        self._peak: float | None = None
+        self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
         self.shown = engine.context.is_logging_rank
@@ -70,14 +70,8 @@ class Display(Hook):
         self._began = time.monotonic()
         options = model_options(engine.config)
         if options is not None:
-            peak = device_peak(engine.device, engine.config.train.precision.compute)
-            counts_alone = not engine.strategy.exact and engine.context.size("data") > 1
-            num_ranks = engine.context.world_size // (engine.context.size("data") if counts_alone else 1)
-            self._peak = peak * num_ranks if peak else None
             self.counted = getattr(options, "counted", self.counted)
-            flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
-            self._flops = float(flops_per_token()) if flops_per_token is not None else 0.0
-
+        self._utilisation = Utilisation.of(engine)
         if self.shown:
             self.stream.write("\n".join(self.heading(engine)) + "\n")
             self.stream.flush()
@@ -122,7 +116,7 @@ class Display(Hook):
             return
         self._replica = engine.context.index("data")
         late = self._results.add(result, self._timer.stop())
-        self.memory = peak_memory_bytes(engine.device)
+        self.memory = peak_memory(engine.device).allocated
         self._take(but=0 if self.is_due(engine, result) else late)
         self.show_step(engine, result)
 
@@ -206,9 +200,8 @@ class Display(Hook):
 
     @property
     def mfu(self) -> str:
-        if self._peak is None or not self._flops:
-            return "N/A"
-        return f"{self.speed * self._flops / self._peak:.1%}"
+        found = self._utilisation.at(self.speed)
+        return "N/A" if found is None else f"{found:.1%}"
 
     def summary(self) -> str:
         """The line that ends a complete run."""

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from colossus.comm import accounting
 from colossus.config.training import Train
 from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
-from colossus.machine import peak_resident_bytes
 from colossus.monitor.late_results import LateResults
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import peak_memory
 
 #: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
 _PATIENCE = 5.0
@@ -42,13 +41,6 @@ class StepTimer:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank: what was allocated on its GPU, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
 
 
 def by_axis(counter: accounting.Counter) -> dict[str, dict[str, float]]:
@@ -105,7 +97,7 @@ class _Row:
     measured: dict[str, Any]
     more: dict[str, Any] = field(default_factory=dict)
 
-    def with_numbers(self, result: StepResult, train: Train) -> dict[str, Any]:
+    def with_numbers(self, result: StepResult, train: Train, utilisation: Utilisation) -> dict[str, Any]:
         """The whole row. Waits for the numbers of its step, if they are not there yet."""
         row = {
             "step": result.step,
@@ -117,6 +109,10 @@ class _Row:
             "step_seconds": self.seconds,
             **self.measured,
         }
+        counted = result.tokens if result.replica_tokens is None else result.replica_tokens
+        mfu = utilisation.at(counted / self.seconds)
+        if mfu is not None:
+            row["mfu"] = mfu
         if result.replica is not None:
             row["replica"] = result.replica
         if train.grad_norm_by_group:
@@ -146,6 +142,11 @@ class Metrics(Hook):
     A row has ``checkpoint_stall_seconds`` where training has waited for checkpoints since the row before: for the copy
     in memory and for the end of the save before, or for all of a save that is not in the background.
 
+    ``memory_bytes`` is the most that this rank has used since its process began (`PeakMemory`): of tensors on its GPU,
+    or resident on the CPU. On a GPU a row has ``memory_reserved_bytes``, and where the peak of the device and the
+    operations of the model are known ``mfu``, the model FLOP utilisation of all devices between 0 and 1 (of those of a
+    replica, where replicas count for themselves).
+
     Numbers are not rounded; a loss that is not a number is written ``NaN``, as Python's json does. The row of a
     step that is evaluated waits for the evaluation; ``flush`` writes it without.
 
@@ -172,8 +173,10 @@ class Metrics(Hook):
         self._moved: accounting.Counter | None = None
         self._warned = False
         self._stalled = 0.0
+        self._utilisation = Utilisation()
 
     def on_train_start(self, engine: Engine) -> None:
+        self._utilisation = Utilisation.of(engine)
         self._stalled = engine.checkpoints.stall_seconds
         if engine.context.is_logging_rank:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,15 +202,18 @@ class Metrics(Hook):
         if self._file is None:  # the rank that wrote before has died: perhaps in a row, and perhaps ahead of this one
             keep_rows(self._path, result.step - 1)
             self._open()
+        memory = peak_memory(engine.device)
         row = _Row(
             seconds,
             {
-                "memory_bytes": peak_memory_bytes(engine.device),
+                "memory_bytes": memory.allocated,
                 "time": time.time(),
                 **engine.strategy.report(),
                 **engine.strategy.consensus(),
             },
         )
+        if memory.reserved is not None:
+            row.more["memory_reserved_bytes"] = memory.reserved
         if self._moved is not None:
             row.more["comm"] = by_axis(self._moved)
         stalled, self._stalled = self._stalled, engine.checkpoints.stall_seconds
@@ -251,7 +257,7 @@ class Metrics(Hook):
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
         for result, row in self._rows.take(but=but, patience=patience):
             assert self._train is not None
-            line = (json.dumps(row.with_numbers(result, self._train)) + "\n").encode()
+            line = (json.dumps(row.with_numbers(result, self._train, self._utilisation)) + "\n").encode()
             with self._lock:
                 if self._file is not None:
                     self._append(line, self._file)

@@ -1,36 +1,48 @@
-"""Peaks of devices, for the model FLOP utilisation: None where a peak is not known, never a guess."""
+"""Model FLOP utilisation: the operations of a model by its formula over those that the devices could have done."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-# Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: name -> precision -> peak.
-# The first entry whose name is in the device's name counts.
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "H100 PCIe": {"bf16": 756.0, "tf32": 378.0, "fp32": 51.0, "fp64": 51.0},
-    "H100 NVL": {"bf16": 835.0, "tf32": 417.5, "fp32": 60.0, "fp64": 60.0},
-    "H100": {"bf16": 989.5, "tf32": 494.5, "fp32": 67.0, "fp64": 67.0},
-    "H200": {"bf16": 989.5, "tf32": 494.5, "fp32": 67.0, "fp64": 67.0},
-    "A100": {"bf16": 312.0, "tf32": 156.0, "fp32": 19.5, "fp64": 19.5},
-    "A30": {"bf16": 165.0, "tf32": 82.0, "fp32": 10.3, "fp64": 10.3},
-    "V100": {"fp32": 15.7, "fp64": 7.8},
-    "L40S": {"bf16": 362.0, "tf32": 183.0, "fp32": 91.6},
-    "T4": {"fp32": 8.1},
-}
+from colossus.config import model_options
+from colossus.monitor.device_peaks import device_peak
+
+if TYPE_CHECKING:
+    from colossus.engine.engine import Engine
 
 
-def peak_flops(device_name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """Peak FLOP/s of a GPU by its name, None when no peak is known for it at this precision."""
-    kind = "tf32" if precision == "fp32" and tf32 else precision
-    for name, peaks in PEAK_TFLOPS.items():
-        if name in device_name:
-            return peaks[kind] * 1e12 if kind in peaks else None
-    return None
+@dataclass(frozen=True)
+class Utilisation:
+    """What turns the speed of a run into its utilisation.
 
+    Recomputed activations are not counted: utilisation is of the model, not of the hardware.
 
-def device_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of this rank's device; None on CPUs, whose peak depends on clocks that nobody can look up."""
-    if device.type != "cuda":
-        return None
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return peak_flops(torch.cuda.get_device_name(device), precision, tf32=tf32)
+    Attributes:
+        flops_per_token: of forward and backward, for each token (or what else the loss counts); 0 where the model's
+            options do not say.
+        peak: FLOP/s of all devices whose tokens are counted together: of a replica where replicas count for themselves,
+            else of the run. None where it is not known.
+    """
+
+    flops_per_token: float = 0.0
+    peak: float | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Utilisation:
+        """That of a run, whose devices are taken to be like this rank's."""
+        options = model_options(engine.config)
+        flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
+        if flops_per_token is None:
+            return cls()
+        context = engine.context
+        counts_alone = not engine.strategy.exact and context.size("data") > 1
+        num_devices = context.world_size // (context.size("data") if counts_alone else 1)
+        peak = device_peak(engine.device, engine.config.train.precision.compute)
+        return cls(float(flops_per_token()), None if peak is None else peak * num_devices)
+
+    def at(self, tokens_per_second: float) -> float | None:
+        """The utilisation at a speed; None where it is not known."""
+        if self.peak is None or not self.flops_per_token:
+            return None
+        return tokens_per_second * self.flops_per_token / self.peak

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from colossus.comm.collectives import Pending, is_recorded
+from colossus.comm.collectives import Pending
+from colossus.comm.recorded import is_recorded
 from colossus.comm.streamed import stream_all_gather, stream_reduce_scatter
 from colossus.tensor_parallel.route import BoundMove, run
 

@@ -14,7 +14,8 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from colossus.comm.collectives import Pending, Ready, is_recorded
+from colossus.comm.collectives import Pending, Ready
+from colossus.comm.recorded import is_recorded
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.coalescing import Coalescing
 from colossus.tensor_parallel.route import Route, reduce_wgrad, run

@@ -14,6 +14,7 @@ from colossus.config.plans import describe_plan
 from colossus.config.sizes import world_size
 from colossus.context.grid import build_grid
 from colossus.launch import command
+from colossus.launch.device_check import check_devices
 from colossus.launch.inside import environment_kept, output_to
 from colossus.launch.model_check import check_model
 from colossus.verify import configs
@@ -64,6 +65,7 @@ def _check_config(config: Config) -> None:
     for key, what in (("model", "model = dict(type=your_class)"), ("data", "data = dict(type=your_dataset)")):
         if getattr(config, key) is None:
             raise ConfigError(f"{key}: verify runs what the file says, and it has none: give it {what}", config.source)
+    check_devices(config, world_size(config.parallel))
     check_model(config)
 
 

@@ -88,7 +88,7 @@ def flat(state: dict[str, Tensor]) -> Tensor:
 
 
 def packed(state: dict[str, Tensor]) -> tuple[list[tuple[str, torch.Size]], Any]:
-    return [(name, value.shape) for name, value in state.items()], flat(state).numpy()
+    return [(name, value.shape) for name, value in state.items()], flat(state).cpu().numpy()
 
 
 def unpacked(shapes: list[tuple[str, torch.Size]], numbers: Any) -> dict[str, Tensor]:
@@ -109,8 +109,8 @@ def train(rank: int, config: dict[str, Any], steps: int, damage: str | None = No
     for step in range(steps):
         if before_last and step == steps - 1:
             trace.before_last = full_state_dict(engine.model, engine.context)
-        batch = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
-        result = engine.train_step(batch)
+        own = {key: value[index * part : (index + 1) * part] for key, value in batch_of(step, sizes, whole).items()}
+        result = engine.train_step({key: value.to(engine.device) for key, value in own.items()})
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
         trace.tokens.append(result.tokens)

@@ -221,7 +221,7 @@ def _grown(rank: int, target: Path) -> tuple[int, int]:
 
 def test_no_rank_holds_the_model_while_it_is_saved(tmp_path: Path) -> None:
     for grown, largest in run_ranks(2, _grown, tmp_path / "hf", with_context=False):
-        assert grown < 5 * largest  # theirs, ours, what is gathered of it and how it travels
+        assert grown < 7 * largest  # theirs, ours, what is gathered of it, how it travels, and pages not given back yet
     assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 12 * largest
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +19,10 @@ from hypothesis import strategies as st
 import colossus
 from colossus.config import ConfigError
 from colossus.context.grid import RankGrid
-from colossus.launch import causes, failure
+from colossus.launch import causes, failure, finished
 from colossus.launch.causes import RankExit
 from colossus.launch.failure import FailureRecord
+from colossus.launch.rank_processes import RankProcesses
 
 GRID = RankGrid({"pipeline": 1, "data": 2, "sequence": 1, "tensor": 2})
 PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5650"
@@ -270,3 +273,20 @@ def test_what_an_earlier_attempt_reported_hides_nothing(tmp_path: Path) -> None:
     an_hour_ago = time.time() - 3600
     os.utime(tmp_path / failure.FOLDER / "reported", (an_hour_ago, an_hour_ago))
     assert [failure.is_first_to_report(tmp_path) for _ in range(2)] == [True, False]
+
+
+def test_the_stack_of_a_process_that_aborted_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os\nfrom colossus.launch import finished\ndef crash():\n    os.abort()\nfinished.keep_stack(1)\ncrash()"
+    )
+    monkeypatch.delenv("PYTHONFAULTHANDLER", raising=False)
+    with finished.expected() as marks:
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        process.wait()
+        exits: dict[int, RankExit] = {}
+        RankProcesses({1: process}, exits, marks).note_exits()
+    assert exits[1].code == -signal.SIGABRT
+    text = causes.block(causes.rank_causes([], exits), GRID)
+    assert "rank 1 (data 0, tensor 1) was killed by SIGABRT: a native library gave up" in text
+    assert "Fatal Python error: Aborted" in text
+    assert "in crash" in text

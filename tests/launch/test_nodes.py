@@ -51,7 +51,9 @@ def test_a_stop_on_one_node_stops_all_with_its_code(long_run: Nodes, signum: sig
     launchers, folder = long_run
     launchers[1].send_signal(signum)
     ended = [finish(launcher) for launcher in launchers]
-    assert [(code, err) for code, _, err in ended] == [(128 + signum, "")] * 2
+    told = [[line for line in err.splitlines() if "waiting at" not in line] for _, _, err in ended]  # on a busy machine
+    assert [code for code, _, _ in ended] == [128 + signum] * 2
+    assert told == [[], []]
     steps = [row["step"] for row in rows_of(folder)]
     assert steps == list(range(1, len(steps) + 1))
     assert all(f"stopped by {signum.name}" in out for _, out, _ in ended)

@@ -22,7 +22,6 @@ from colossus.engine.fit import fit
 from colossus.engine.hooks import Hook
 from colossus.monitor.display import LiveDisplay, PlainDisplay, make_display
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.mfu import peak_flops
 
 KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "memory_bytes", "time"]
 
@@ -158,15 +157,6 @@ def test_the_live_display_shows_the_figures_and_leaves_the_cursor_visible(
     assert ("validation 18.0000" if fail_at else "validation 16.0000") in text
     assert ("2/4" if fail_at else "4/4") in text
     assert ("done: 4 steps" in text) == (not fail_at)
-
-
-def test_peaks_are_known_or_not_never_guessed() -> None:
-    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.5e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
-    assert peak_flops("Some New GPU", "fp32") is None
-    assert peak_flops("Tesla T4", "bf16") is None
 
 
 # -- comm.accounting ------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Bucket:
         for index, view in enumerate(self.views):
             if index not in self._present:
                 view.zero_()
-                self.flags[index] = 0.0
+                self.flags[index].zero_()
         self._own_sum = sum_of_all(self.flat)
         self._pending = self._summed.start(self.flat)
 

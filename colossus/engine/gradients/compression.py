@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.precision import LOW
+from colossus.engine.host_copy import send_to
 from colossus.random import derive_seeds, hash_key
 
 _ERROR, _WARM_START = "compression_error", "compression_start"
@@ -113,7 +114,7 @@ class CompressionMemory:
         """The same on all ranks, another in each step."""
         (seed,) = derive_seeds(self.seed, (hash_key("powersgd", name), self.step))
         drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return drawn.to(device, dtype)
+        return send_to(device, drawn.to(dtype))
 
     def counts(self) -> list[float]:
         """Of the last steps."""

@@ -52,14 +52,15 @@ def _sum(held: list[tuple[nn.Parameter, LogicalShard]], group: AxisGroup) -> Ten
     Returns:
         The sum of this rank's own numbers.
     """
-    flags = torch.tensor([param.grad is not None for param, _ in held], dtype=gradient_dtype(held[0][0]))
-    flat = torch.cat(
-        [*(_rows(param.grad, param, shard).flatten() for param, shard in held), flags.to(held[0][0].device)]
-    )
+    dtype = gradient_dtype(held[0][0])
+    flags = [param.new_full((1,), float(param.grad is not None), dtype=dtype) for param, _ in held]
+    flat = torch.cat([*(_rows(param.grad, param, shard).flatten() for param, shard in held), *flags])
     own_sum = sum_of_all(flat)
     total = collectives.all_reduce(flat, group, owned=True).wait()
+    is_here = [param.grad is not None for param, _ in held]
+    any_used = is_here if all(is_here) else total[-len(held) :].tolist()  # which an accelerator is waited for
     start = 0
-    for (param, shard), used in zip(held, total[-len(held) :].tolist(), strict=True):
+    for (param, shard), used in zip(held, any_used, strict=True):
         stop = start + _rows(param, param, shard).numel()
         if used and param.grad is None:
             param.grad = torch.zeros_like(param, dtype=gradient_dtype(param))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.engine.gradients.values import values_of
+from colossus.engine.host_copy import send_to
 from colossus.layout.parameter import ParameterSpec, spec_of
 
 #: rows of a parameter, or all of them (None), and whether this rank counts their gradient
@@ -72,8 +73,8 @@ class GradientNorm:
             return torch.zeros(0, dtype=torch.float64, device=device)
         norms = list(_norms(grads))
         if self._some_are_offloaded:
-            norms = [norm.cpu() for norm in norms]
-        self.norms = torch.stack(norms).to(device)
+            norms = list(_brought_to(device, norms))
+        self.norms = torch.stack(norms)
         squares = self.norms.double().square()
         return squares if self._weights is None else squares * self._weights
 
@@ -92,6 +93,13 @@ def _entries_of(
     if len(set(counted)) == 1:
         return [(param, None, counted[0])]
     return [(param, shard.rows, owned) for shard, owned in zip(spec.shards, counted, strict=True)]
+
+
+def _brought_to(device: torch.device, norms: list[Tensor]) -> Iterator[Tensor]:
+    """Those of the host in one copy that nobody waits for, in the order they have."""
+    elsewhere = [norm for norm in norms if norm.device != device]
+    arrived = iter(send_to(device, torch.stack(elsewhere)).unbind())
+    return (norm if norm.device == device else next(arrived) for norm in norms)
 
 
 def _norms(grads: list[Tensor]) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from colossus.comm.objects import all_gather_object
 from colossus.context.groups import AxisGroup
 from colossus.engine.gradients.gradient_norm import GradientNorm
+from colossus.engine.host_copy import send_to
 from colossus.layout.parameter import spec_of
 
 
@@ -60,11 +61,12 @@ class GroupNorms:
         none = len(self._names)
         entries = self._norm.params
         index = [by_id.get(id(param), by_name.get(spec_of(param).name, none)) for param in entries]
-        return torch.tensor(index, dtype=torch.int64, device=entries[0].device if entries else None)
+        return torch.tensor(index, dtype=torch.int64)
 
     def sum_squares(self, squares: Tensor) -> Tensor:
         """Of each group the sum of what `GradientNorm.local_squares` gave for its entries: float64 [groups]."""
         num_groups = len(self.names)
-        self._index = self._index.to(squares.device)  # of offloaded parameters the first time
+        if self._index.device != squares.device:
+            self._index = send_to(squares.device, self._index)
         sums = torch.zeros(num_groups + 1, dtype=squares.dtype, device=squares.device)
         return sums.index_add_(0, self._index, squares)[:num_groups]

@@ -94,9 +94,9 @@ class Averaging(PerReplica):
         numbers = super().replica_scalars(numbers)
         self._tokens = numbers[1]
         if not self._is_local:
-            summed = torch.tensor([0, 1, 3], device=numbers.device)  # the norm is of all replicas' sums already
-            of_all = collectives.all_reduce(numbers[summed], self._data_group, owned=True).wait()
-            numbers = numbers.index_copy(0, summed, of_all)
+            loss, norm, stops, more = numbers.split([2, 1, 1, len(numbers) - 4])
+            of_all = collectives.all_reduce(torch.cat((loss, stops)), self._data_group, owned=True).wait()
+            numbers = torch.cat((of_all[:2], norm, of_all[2:], more))  # the norm is of all replicas' sums already
         return numbers
 
     def replica_count(self, numbers: Tensor) -> Tensor | None:

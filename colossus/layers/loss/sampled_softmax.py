@@ -16,7 +16,7 @@ from colossus.layers.layer import Layer
 from colossus.layers.log_uniform import LogUniformSample
 from colossus.layers.row_source import row_source
 from colossus.layers.sharded import move, unwrap
-from colossus.layers.sparse_lookup import distinct_rows, read_rows
+from colossus.layers.sparse_lookup import read_rows, row_of_each
 from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
@@ -100,12 +100,24 @@ class SampledSoftmax(Layer):
         is_counted = labels != self.ignore_index
         if (table := row_source(self.weight)) is not None:
             table.require_ids(labels.masked_fill(~is_counted, 0))
-        count, counted = is_counted.sum(), is_counted.reshape(-1).nonzero().squeeze(1)
-        x = x.reshape(-1, x.shape[-1]).index_select(0, counted)  # of other tokens not even a NaN matters
-        labels = labels.reshape(-1).index_select(0, counted)
+        count, is_counted = is_counted.sum(), is_counted.reshape(-1)
+        x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
+        left_out: Tensor | None = None
+        if self._picks_tokens(x.device):  # of others not even a NaN matters
+            counted = is_counted.nonzero().squeeze(1)
+            x, labels = x.index_select(0, counted), labels.index_select(0, counted)
+        else:
+            left_out = ~is_counted
+            x, labels = x.masked_fill(left_out.unsqueeze(1), 0.0), labels.masked_fill(left_out, 0)
         check_range(labels, self.num_classes, f"{self.title}: labels")
         x = x.to(product_dtype(x) or x.dtype)
-        return self._sampled(x, labels) if self.training else self._whole(x, labels), count
+        losses = self._sampled(x, labels) if self.training else self._whole(x, labels)
+        return (losses if left_out is None else losses.masked_fill(left_out, 0.0)).sum(), count
+
+    def _picks_tokens(self, device: torch.device) -> bool:
+        """Whether tokens that do not count are not computed. How many do, the host has to wait for on an accelerator;
+        so it is where it waits for the number of distinct rows anyway."""
+        return device.type == "cpu" or self.sparse or row_source(self.weight) is not None
 
     def sample(self) -> LogUniformSample:
         """The classes that this step has drawn."""
@@ -113,24 +125,22 @@ class SampledSoftmax(Layer):
         return _sample(rng.key("negatives", rng.step, self.full_name), self.num_samples, self.num_classes, self.unique)
 
     def _sampled(self, x: Tensor, labels: Tensor) -> Tensor:
-        """x [t, features], labels [t] -> the sum of the losses."""
+        """x [t, features], labels [t] -> the losses [t]."""
         drawn = self.sample()
-        negatives = torch.from_numpy(drawn.classes).to(labels.device)
-        count = len(labels)
-        rows, where = distinct_rows(torch.cat((labels, negatives)), self.weight, sparse=self.sparse)
-        rows = rows.to(x.dtype)
-        own = (to_wide_dtype(x) * to_wide_dtype(F.embedding(where[:count], rows))).sum(-1, keepdim=True)
-        others = to_wide_dtype(F.linear(x, F.embedding(where[count:], rows)))
+        negatives = torch.from_numpy(drawn.classes).to(labels.device, non_blocking=True)
+        count, classes = len(labels), torch.cat((labels, negatives))
+        rows = row_of_each(classes, self.weight, sparse=self.sparse).to(x.dtype)
+        own = (to_wide_dtype(x) * to_wide_dtype(rows[:count])).sum(-1, keepdim=True)
+        others = to_wide_dtype(F.linear(x, rows[count:]))
         own, others = self._summed(own), self._summed(others)
         if self.bias is not None:
-            biases, where = distinct_rows(torch.cat((labels, negatives)), self.bias, sparse=self.sparse)
-            bias = F.embedding(where, biases).to(own.dtype)
+            bias = row_of_each(classes, self.bias, sparse=self.sparse).to(own.dtype)
             own, others = own + bias[:count], others + bias[count:].t()
         own = own - _log_expected(drawn, labels, own.dtype).unsqueeze(1)
         others = others - _log_expected(drawn, negatives, own.dtype)
         if self.remove_accidental_hits:
             others = others.masked_fill(labels.unsqueeze(1) == negatives, float("-inf"))
-        return -F.logsigmoid(own.squeeze(1) - others.logsumexp(1)).sum()
+        return -F.logsigmoid(own.squeeze(1) - others.logsumexp(1))
 
     @torch.no_grad()
     def _whole(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -147,7 +157,7 @@ class SampledSoftmax(Layer):
             here = (labels >= start) & (labels < stop)
             column = (labels - start).masked_fill(~here, 0).unsqueeze(1)
             target += logits.gather(1, column).squeeze(1).masked_fill(~here, 0.0)
-        return (log_sum - target).sum()
+        return log_sum - target
 
     def _summed(self, products: Tensor) -> Tensor:
         """Products [t, n] of this rank's features, summed over those of all."""
@@ -166,5 +176,5 @@ def _sample(key: int, num_samples: int, num_classes: int, unique: bool) -> LogUn
 
 
 def _log_expected(drawn: LogUniformSample, classes: Tensor, dtype: torch.dtype) -> Tensor:
-    expected = torch.from_numpy(drawn.expected_count(classes.cpu().numpy()))
-    return expected.log().to(classes.device, dtype)
+    expected: Tensor = drawn.expected_count(classes.double(), torch)
+    return expected.log().to(dtype)

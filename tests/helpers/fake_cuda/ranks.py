@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from helpers.fake_cuda.pretend import DEVICE, pretend
 from helpers.fake_cuda.waits import WatchedFakeTensors
 from torch import Tensor
 from torch import distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 from torch.utils._python_dispatch import _disable_current_modes
@@ -21,7 +23,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from colossus.construct import allocate
 from colossus.construct.allocate import trace_constructor
 from colossus.context import parallel_context
-from colossus.context.local_ranks import run_local_ranks
+from colossus.context.local_ranks import RanksFailed, run_local_ranks
+from colossus.layers import deferred_wgrad
 
 #: how long a rank waits for an object of another one, which may have failed
 PATIENCE = timedelta(seconds=60)
@@ -52,20 +55,26 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
 
         def run(index: int) -> Any:
             rank = ranks[index]
+            faulthandler.disable()  # what aborts on a device's thread is told in words
             if dist.is_initialized():
                 dist.destroy_process_group()
             pretend()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
-            if world > 1:
-                store = dist.FileStore(str(Path(folder) / "store"), world)
-                store.set_timeout(PATIENCE)
-                dist.init_process_group("fake", store=store, rank=rank, world_size=world)
+            store = dist.FileStore(str(Path(folder) / "store"), world)
+            store.set_timeout(PATIENCE)
+            dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace
-            with WatchedFakeTensors():
+            deferred_wgrad.Tensor = FakeTensor  # type: ignore[misc, assignment]  # plain is what is of no type of ours
+            with WatchedFakeTensors(Path(folder) / f"in backward of rank {rank}"):
                 return body(rank, *args)
 
-        return run_local_ranks(len(ranks), run)
+        try:
+            return run_local_ranks(len(ranks), run)
+        except RanksFailed as failed:
+            for file in Path(folder).glob("in backward*"):
+                failed.add_note(f"{file.name}: {file.read_text()}")
+            raise
 
 
 def batch_on_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

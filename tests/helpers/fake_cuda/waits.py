@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ _READS = (
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 )
+#: what writes to its arguments, and knows no fake tensors
+_UPDATES = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default)
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
 
 
@@ -40,8 +44,10 @@ class WatchedFakeTensors(FakeTensorMode):
     take another way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Path) -> None:
+        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device's thread."""
         super().__init__(allow_non_fake_inputs=True)
+        self._told = told
 
     @property
     def avoid_device_init(self) -> bool:
@@ -49,7 +55,19 @@ class WatchedFakeTensors(FakeTensorMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # on the main thread torch has done so
+                return self._watched(func, types, args, kwargs or {})
+        except Exception:
+            if threading.current_thread() is not threading.main_thread():
+                self._told.write_text(traceback.format_exc())
+            raise
+
+    def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in _UPDATES:
+            devices = {x.device for x in tree_leaves(args[:3]) if isinstance(x, Tensor) and x.dim()}
+            assert len(devices) < 2, f"{func} of tensors on {devices}"
+            return None
         if func is ring.RING_ATTENTION:  # as an operator it would be called with meta tensors, and take their branches
             with self:
                 return ring._forward(*args, **kwargs)

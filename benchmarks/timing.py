@@ -1,0 +1,70 @@
+"""Time and memory of what runs on a device; `benchmarks.common` knows none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from benchmarks import common
+from benchmarks.common import Series
+
+#: a block of calls is long enough for clocks and launches, and short enough to take turns often
+BLOCK_SECONDS = 0.25
+BLOCKS, MOST_CALLS = (3, 11), 200
+
+
+def synchronize(device: torch.device) -> None:
+    """Until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_per_call(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Mean over some calls behind each other. The first is not timed: caches hold what another case left there."""
+    run()
+    synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - begin) / calls
+
+
+def compare(runners: Mapping[str, Callable[[], object]], device: torch.device, seconds: float) -> Series:
+    """Seconds of one call of each, in blocks in which all take turns.
+
+    Args:
+        seconds: for all; at least three blocks are taken, whatever they need.
+    """
+    slowest = max(seconds_per_call(run, device, 1) for run in runners.values())
+    calls = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / slowest)))
+    fewest, most = BLOCKS
+    blocks = max(fewest, min(most, int(seconds / (slowest * (calls + 1) * len(runners)))))
+    return common.alternate(
+        {name: partial(seconds_per_call, run, device, calls) for name, run in runners.items()}, blocks
+    )
+
+
+class PeakOnDevice:
+    """Bytes that tensors take at most on a CUDA device while this is entered, on top of those that were there before.
+
+    Attributes:
+        bytes: when it was left; None on a CPU, where torch counts none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakOnDevice:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - self._before

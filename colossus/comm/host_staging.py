@@ -1,0 +1,72 @@
+"""Tensors of an accelerator that travel through the host's memory, for ranks joined by gloo.
+
+NCCL refuses two ranks on one device, and gloo has few collectives of CUDA tensors and no messages. So under
+``comm.backend = "gloo"`` a tensor is copied to the host, travels as one of the CPU does (through shared memory where
+that can be), and what arrives is copied back. All of it is here: who communicates asks `is_needed`, and does the same
+with the copy.
+
+Order of events: `to_host` waits until its copies are complete, since it is the processor that sends them. So the tensor
+may be changed at once, and all that the stream had to do before is over. What is copied back is queued on the stream
+that is current when the result is waited for, and whoever reads it there comes after it. Memory of copies is
+page-locked: torch gives it to nobody else before a copy that was queued has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from colossus.comm.recorded import is_recorded
+from colossus.context.groups import AxisGroup
+
+if TYPE_CHECKING:
+    from colossus.comm.collectives import Pending
+
+
+def is_needed(x: Tensor, group: AxisGroup) -> bool:
+    """Whether ``x`` goes through the host between the ranks of this group."""
+    return x.device.type != "cpu" and group.is_on_host
+
+
+def wire_device(device: torch.device, group: AxisGroup) -> torch.device:
+    """Where tensors of ``device`` are when they travel between the ranks of this group."""
+    return torch.device("cpu") if device.type != "cpu" and group.is_on_host else device
+
+
+def through_host(x: Tensor, collective: Callable[[Tensor], Pending], *, into: Tensor | None = None) -> Pending:
+    """The collective of a copy of ``x`` on the host, its result back on the device; in ``into`` where that is given."""
+    return collective(to_host(x)).then(lambda result: to_device(result, x.device, into))
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy on the host, contiguous and complete."""
+    (copy,) = all_to_host([x])
+    return copy
+
+
+def all_to_host(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies on the host, contiguous and complete: the device is waited for once."""
+    tensors = list(tensors)
+    if is_recorded():  # what is recorded is given back later, so nothing may be written in place
+        return [x.to("cpu", memory_format=torch.contiguous_format, copy=True) for x in tensors]
+    copies = [empty(x.shape, x.dtype, x.device).copy_(x.detach(), non_blocking=True) for x in tensors]
+    for device in {x.device for x in tensors if x.device.type != "cpu"}:
+        module: Any = torch.get_device_module(device)
+        module.current_stream(device).record_event().synchronize()
+    return copies
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host for what comes from a device, or goes there."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def to_device(x: Tensor, device: torch.device, into: Tensor | None = None) -> Tensor:
+    """What has arrived, on its device; ``x`` may be dropped, and what lent its memory may change it, at once."""
+    if is_recorded():
+        return x.to(device)
+    at_once = not x.is_pinned()  # memory that torch does not watch over
+    return x.to(device, non_blocking=not at_once) if into is None else into.copy_(x, non_blocking=not at_once)

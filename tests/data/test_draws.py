@@ -1,0 +1,219 @@
+"""Samples read fast are those that are read one by one with all generators seeded, whatever they draw, and when."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from colossus.data import Loaders, build_loaders
+from colossus.data.draws import PROBED
+from colossus.data.sampler import sample_indices
+from colossus.data.seed_sequences import seeds_of_places
+from colossus.data.seeded import item_seed
+from colossus.random import GLOBAL_RNG, derive_seeds
+
+SEED, BATCH, SAMPLES = 3, 24, 101  # odd on purpose: batches straddle passes
+LATE = PROBED + 9
+
+
+def forked() -> float:
+    with torch.random.fork_rng():
+        return float(torch.rand(()))
+
+
+def gaussian() -> float:
+    return float(np.random.randn())  # numpy makes two at once, and keeps one
+
+
+#: what a sample draws, by its number
+WAYS: dict[str, Callable[[int], float]] = {
+    "nothing": lambda index: 0.0,
+    "torch": lambda index: float(torch.rand(())),
+    "python": lambda index: random.random(),
+    "numpy": lambda index: gaussian(),
+    "all, one after the other": lambda index: [torch.rand(()).item, random.random, gaussian][index % 3](),
+    "late torch": lambda index: float(torch.rand(())) if index > LATE else 0.0,
+    "late python": lambda index: random.gauss(0, 1) if index > LATE else 0.0,
+    "late numpy": lambda index: gaussian() if index % 50 == 49 else 0.0,
+    "late 624 words": lambda index: np.random.bytes(4 * 624)[5] if index > LATE else 0.0,
+    "python, late numpy": lambda index: random.random() + (gaussian() if index > LATE else 0.0),
+    "one by one, late": lambda index: sum(
+        [random.random() if index > 40 else 0, gaussian() if index > 60 else 0, torch.rand(()).item() * (index > 80)]
+    ),
+    "a generator seeded by torch's": lambda index: np.random.default_rng(torch.initial_seed()).random(),
+    "a generator seeded by numpy's": lambda index: np.random.default_rng(np.random.get_state()[1][:4]).random(),
+    "what puts the state back": lambda index: forked(),
+    "its own seed": lambda index: np.random.seed(index) or gaussian(),  # type: ignore[func-returns-value]
+}
+
+
+class Samples(Dataset[Tensor]):
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), WAYS[self.way](index)], dtype=torch.float64)
+
+
+class ManyAtOnce(Samples):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, way: str) -> None:
+        self.samples = Samples(way)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(SAMPLES):
+            yield self.samples[index]
+        random.random()  # also behind the last sample
+
+
+class Moving(Stream):
+    """Notes its place in an attribute, and cannot start over in the middle."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.place < SAMPLES:
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = 0
+
+
+class Once(Stream):
+    """Cannot start over, which nobody sees from outside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.numbers = [iter(range(SAMPLES))]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in self.numbers[0]:
+            yield self.samples[index]
+
+
+def loaders(data: Any, rank: int = 0, size: int = 1) -> Loaders:
+    return build_loaders(data, seed=SEED, global_batch_size=BATCH, data_rank=rank, data_size=size)
+
+
+def map_batch(way: str, step: int) -> Tensor:
+    """Each sample with all generators seeded by its place in the batch."""
+    rows = []
+    numbers = sample_indices(SEED, step, SAMPLES, BATCH).tolist()
+    for index, seed in zip(numbers, derive_seeds(SEED, (step,), BATCH), strict=True):
+        GLOBAL_RNG.seed(seed)
+        rows.append(Samples(way)[index])
+    return torch.stack(rows)
+
+
+def stream_batch(way: str, step: int) -> Tensor:
+    """Each sample with all generators seeded by its place in its pass."""
+    rows = []
+    for place in range(step * BATCH, (step + 1) * BATCH):
+        GLOBAL_RNG.seed(item_seed(SEED, *divmod(place, SAMPLES)))
+        rows.append(Samples(way)[place % SAMPLES])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_sample_draws_depends_on_its_place_only(way: str, rank: int | None) -> None:
+    own = slice(None) if rank is None else slice(8 * rank, 8 * rank + 8)
+    place = (0, 1) if rank is None else (rank, 3)
+    for kind, expected in (
+        (Samples, map_batch),
+        (ManyAtOnce, map_batch),
+        (Stream, stream_batch),
+        (Moving, stream_batch),
+    ):
+        train = loaders(kind(way), *place).train
+        for step in range(9):
+            assert torch.equal(next(train), expected(way, step)[own]), (kind.__name__, step)
+
+
+@pytest.mark.parametrize("way", ["nothing", "late numpy", "one by one, late"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_goes_on_in_the_middle_of_a_pass(way: str, workers: int) -> None:
+    data = {"type": lambda: Stream(way), "num_workers": workers}
+    for step in (3, 4, 6):
+        first, second = loaders(data).train, loaders(data).train
+        for _ in range(step):
+            next(first)
+        second.load_state_dict(first.state_dict())
+        for later in range(step, 10):
+            assert torch.equal(next(second), stream_batch(way, later)), (step, later)
+
+
+@pytest.mark.parametrize("way", ["torch", "late numpy"])
+def test_workers(way: str) -> None:
+    maps = loaders({"type": lambda: Samples(way), "num_workers": 2}, 1, 3).train
+    stream = loaders({"type": lambda: Stream(way), "num_workers": 1}, 1, 3).train
+    for step in range(9):
+        assert torch.equal(next(maps), map_batch(way, step)[8:16])
+        assert torch.equal(next(stream), stream_batch(way, step)[8:16])
+
+
+def test_reading_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    train = loaders(Stream("late python")).train
+    with caplog.at_level(logging.WARNING):
+        next(train)
+        assert not caplog.records
+        next(train)
+    words = "Stream draws from random, and did not for its first samples: reading the 32 items of pass 0 again"
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize(("numbers", "found"), [(range(SAMPLES), "others"), (range(50), "2 items only")])
+def test_a_stream_that_draws_late_and_cannot_start_over(numbers: range, found: str) -> None:
+    data = Once("late torch")
+    data.numbers[0] = iter(numbers)
+    train = loaders(data).train
+    next(train)
+    words = rf"Once draws random numbers from torch for the first time after 32 items of pass 0.* anew gave {found}"
+    with pytest.raises(ValueError, match=words):
+        next(train)
+
+
+def test_a_stream_that_cannot_start_over_and_draws_from_the_first_sample() -> None:
+    train = loaders(Once("numpy")).train
+    for step in range(SAMPLES // BATCH):
+        assert torch.equal(next(train), stream_batch("numpy", step))
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+@pytest.mark.parametrize("way", ["nothing", "late python", "numpy"])
+def test_the_generators_outside_are_left_alone(kind: Any, way: str) -> None:
+    def draw() -> list[float]:
+        return [torch.randn(()).item(), random.gauss(0, 1), np.random.randn()]
+
+    def seed() -> None:
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        draw()  # each keeps half of what it made
+
+    train = loaders(kind(way)).train
+    seed()
+    expected = draw()
+    seed()
+    next(train), next(train)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("seed", [0, 3, 2**32, 2**140 + 1])
+@pytest.mark.parametrize("key", [(0,), (2**33, 7)])
+def test_seeds_of_many_places(seed: int, key: tuple[int, ...]) -> None:
+    for start in (0, 5, 2**32 - 3):
+        places = range(start, start + 6)
+        assert seeds_of_places(seed, key, start, start + 6) == [derive_seeds(seed, (*key, p))[0] for p in places]

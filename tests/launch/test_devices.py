@@ -1,0 +1,176 @@
+"""Devices against ranks: refused before a process starts, and in words. The devices are patched in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.launching import TINY
+from torch import distributed as dist
+
+from colossus.context import own_device
+from colossus.context.visible_devices import explain_visible
+from colossus.engine.device import pick_device
+from colossus.launch import command
+
+Devices = Callable[..., None]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
+    """``devices(2, "0,1")``: torch finds 2, and what CUDA_VISIBLE_DEVICES says (None: it is not set)."""
+
+    def pretend(found: int, visible: str | None = None) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: found > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("value", "found", "words"),
+    [
+        (None, 4, ""),
+        ("", 0, "is set to nothing, which hides all devices: unset it"),
+        ("-1", 0, "CUDA_VISIBLE_DEVICES=-1 hides all devices"),
+        ("-1,0", 0, "hides all devices"),
+        ("NoDevFiles", 0, "hides all devices"),
+        ("0,1", 2, "CUDA_VISIBLE_DEVICES=0,1 shows 2"),
+        (" 1 , 0 ", 2, "shows 2"),
+        ("0,1,0", 0, "names 0 twice, and then CUDA shows no device"),
+        ("0,1,7", 2, "names 3 devices, and CUDA stops at the first that is not there"),
+        ("7", 0, "names 1 device, and CUDA stops at the first that is not there"),
+        ("0,-1,2", 1, "'-1' is not the number of a device, which hides all but one"),
+        ("0,1,x,2", 2, "'x' is not the number of a device, which hides all after the first 2"),
+        ("all", 0, "'all' is not the number of a device, which hides all devices"),
+        ("0,", 1, "'' is not the number of a device"),
+        ("GPU-8932f937,GPU-d2a1", 2, "shows 2"),
+        ("GPU-8932f937,1", 1, "'1' is not an id that begins with GPU-, which hides all but one"),
+        ("GPU-8932f937,GPU-8932f937", 0, "names GPU-8932f937 twice"),
+        ("MIG-11,MIG-22", 1, "of MIG instances CUDA shows one process the first only"),
+        ("MIG-11", 1, "shows 1"),
+    ],
+)
+def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, words: str) -> None:
+    said = explain_visible({} if value is None else {"CUDA_VISIBLE_DEVICES": value}, found)
+    assert words in said
+    assert bool(said) == bool(words)
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("found", "visible", "overrides", "options", "words"),
+    [
+        (
+            *(1, None, ["parallel.data=4"], {}),
+            "device: 4 processes on this machine, but 1 CUDA device here\n"
+            "  nearest plans that fit 1 process:\n    parallel.data=1\n"
+            "  or keep the plan with more machines (--nnodes 4), ranks that share a device (comm.backend='gloo')",
+        ),
+        (3, "0,1,2", ["parallel.data=4"], {}, "but 3 CUDA devices here (CUDA_VISIBLE_DEVICES=0,1,2 shows 3)"),
+        (1, "0,", ["parallel.data=4"], {"dry_run": True}, "'' is not the number of a device, which hides all but one)"),
+        (
+            *(1, None, ["parallel.data=4"], {"nnodes": 2, "rdzv_endpoint": "host:29400"}),
+            "2 processes on each of 2 machines, but 1 CUDA device here\n  nearest plans that fit 2 processes:\n"
+            "    parallel.data=2",
+        ),
+        (0, "-1", ["device=cuda"], {}, "torch finds no CUDA device here (CUDA_VISIBLE_DEVICES=-1 hides all devices"),
+        (0, None, ["device=cuda"], {}, "`nvidia-smi` shows what the driver finds"),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_before_a_process_starts(
+    devices: Devices,
+    capsys: pytest.CaptureFixture[str],
+    found: int,
+    visible: str | None,
+    overrides: list[str],
+    options: dict[str, Any],
+    words: str,
+) -> None:
+    devices(found, visible)
+    assert command.run(str(TINY), overrides, **options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("colossus: ")
+    assert words in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_enough_devices_are_shown_by_a_dry_run(devices: Devices, capsys: pytest.CaptureFixture[str]) -> None:
+    for found, overrides, line in (
+        (8, [], "cuda (2 of 8 devices), backend nccl"),
+        (1, ["device=cpu"], "cpu, backend gloo"),
+        (0, [], "cpu, backend gloo"),
+    ):
+        devices(found)
+        assert command.run(str(TINY), overrides, dry_run=True) == 0
+        assert f"device      {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(
+    ("found", "variables", "is_refused"),
+    [
+        (2, {}, False),
+        (1, {}, True),
+        (1, {"CUDA_VISIBLE_DEVICES": "3"}, False),  # a script around the ranks shows each its own
+        (1, {"SLURM_GPUS_PER_TASK": "1"}, False),
+        (1, {"CUDA_VISIBLE_DEVICES": ""}, True),
+    ],
+)
+def test_under_torchrun_ranks_without_a_device_are_refused_on_each_node(
+    devices: Devices,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    found: int,
+    variables: dict[str, str],
+    is_refused: bool,
+) -> None:
+    devices(found)
+    started = []
+    monkeypatch.setattr(command, "run_worker", lambda *arguments, **options: started.append(arguments) or 0)
+    torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    monkeypatch.setattr(command.os, "environ", {**command.os.environ, **torchrun, **variables})
+    assert command.run(str(TINY), ["parallel.data=4"]) == (2 if is_refused else 0)
+    assert len(started) == (not is_refused)
+    told = "device: 2 processes on each of 2 machines, but 1 CUDA device here"
+    assert (told in capsys.readouterr().err) == is_refused
+
+
+def test_each_local_rank_has_its_device(devices: Devices, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices(2)
+    picked = []
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        picked.append(pick_device("auto"))
+    assert picked == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(
+        ValueError, match="local rank 3 has no CUDA device: 2 CUDA devices here; use --nproc 2 or fewer"
+    ):
+        pick_device("cuda")
+    assert pick_device("cuda", "gloo") == torch.device("cuda", 1)
+    devices(1, "5")  # of this task alone, perhaps
+    assert pick_device("cuda") == torch.device("cuda", 0)
+    devices(0, "")
+    assert pick_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is set to nothing, which hides all devices"):
+        pick_device("cuda")
+
+
+def test_two_ranks_on_one_device_are_refused_before_nccl_hears_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, device = dist.HashStore(), torch.device("cuda", 0)
+    ids = iter(("11-22", "33-44", "11-22"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=next(ids)))
+    own_device.require_own_device(store, 0, device)
+    own_device.require_own_device(store, 1, device)
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 are on the same device \(GPU-11-22\), which NCCL refuses"):
+        own_device.require_own_device(store, 2, device)

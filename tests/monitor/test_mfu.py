@@ -1,0 +1,171 @@
+"""Peaks of devices, utilisation and peak memory, in rows and on the display."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.launched.fake_engine import FakeEngine
+from helpers.ranks import run_ranks
+
+from colossus.config import load_config, model_options
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.fit import fit
+from colossus.monitor.device_peaks import PEAK_TFLOPS, peak_flops, short_name, uses_tf32
+from colossus.monitor.display import PlainDisplay
+from colossus.monitor.metrics import Metrics
+from colossus.monitor.mfu import Utilisation
+from colossus.monitor.peak_memory import PeakMemory, peak_memory
+
+H100 = "NVIDIA H100 80GB HBM3"
+CUDA = torch.device("cuda", 0)
+MODEL = dict(type="GPT", num_layers=1, hidden_size=8, num_heads=2, vocab_size=11, seq_len=6)
+#: as `torch.cuda.get_device_name` gives them -> bf16, or fp16 of those without
+NAMES = {
+    H100: 989.5,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H200": 989.5,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA GH200 480GB": 989.5,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GB200": 2500.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A10": 125.0,
+    "NVIDIA A40": 149.7,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40": 181.05,
+    "NVIDIA L40S": 362.05,
+    "NVIDIA RTX A6000": 154.8,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "Tesla V100-SXM2-32GB": 125.0,
+    "Tesla V100-PCIE-16GB": 112.0,
+    "Tesla T4": 65.0,
+    "AMD Instinct MI300X": 1307.4,
+}
+#: they look alike, and are slower, faster or a part of one
+STRANGERS = (
+    "Some New GPU", "", "H", "NVIDIA", "NVIDIA A10G", "NVIDIA T4G", "NVIDIA T400 4GB", "NVIDIA H20", "NVIDIA L20",
+    "NVIDIA A100-SXM-64GB", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
+    "NVIDIA GeForce GTX 1080", "AMD Instinct MI250X/MI250",
+)  # fmt: skip
+
+
+def test_peaks_are_known_or_not_never_guessed() -> None:
+    for name, tflops in NAMES.items():
+        low = "bf16" if "V100" not in name and "T4" not in name else "fp16"
+        assert peak_flops(name, low) == tflops * 1e12, name
+    for name in STRANGERS:
+        assert [peak_flops(name, kind) for kind in ("bf16", "fp16", "fp32", "fp64")] == [None] * 4, name
+    assert peak_flops("Tesla T4", "bf16") is None
+    assert peak_flops("NVIDIA L40S", "fp64") is None
+    assert peak_flops(H100, "int8") is None
+
+
+def test_tf32_counts_where_a_device_has_it() -> None:
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16", tf32=True) == 312e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12
+
+
+def test_every_row_of_the_table_can_be_met_and_is_in_order() -> None:
+    for name, peaks in PEAK_TFLOPS.items():
+        assert short_name(name) == name
+        low = peaks["fp16"]
+        assert peaks.get("bf16", low) == low
+        assert low / peaks.get("tf32", low / 2) == pytest.approx(2, rel=0.03), name  # of all that have it
+        assert peaks.get("tf32", low) >= peaks.get("fp32", 0) >= peaks.get("fp64", 0)
+
+
+def told_so(context: ParallelContext) -> list[bool]:
+    """Body of a rank: the old ways first, since they raise after the new one."""
+    matmul = torch.backends.cuda.matmul
+    found = [uses_tf32()]
+    torch.set_float32_matmul_precision("high")
+    found.append(uses_tf32())
+    torch.set_float32_matmul_precision("highest")
+    found.append(uses_tf32())
+    matmul.allow_tf32 = True
+    found.append(uses_tf32())
+    matmul.allow_tf32 = False
+    found.append(uses_tf32())
+    matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        _ = matmul.allow_tf32
+    return [*found, uses_tf32()]
+
+
+def test_tf32_is_seen_however_torch_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(1, told_so) == [[False, True, False, True, False, True]]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert run_ranks(1, told_so) == [[False] * 6]
+
+
+def engine_of(*, exact: bool = True, device: torch.device = CUDA, model: Any = MODEL, **parallel: int) -> Any:
+    """What is read of one."""
+    sizes = {"data": 1, "tensor": 1, **parallel}
+    world = sizes["data"] * sizes["tensor"]
+    config = load_config({"model": model, "train": {"global_batch_size": 1, "precision": "bf16"}}, nproc=1)
+    context = SimpleNamespace(world_size=world, size=lambda name: sizes[name])
+    return SimpleNamespace(device=device, config=config, context=context, strategy=SimpleNamespace(exact=exact))
+
+
+@pytest.fixture
+def an_h100(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The CPU's torch takes itself for one with a GPU, whose allocator has these figures."""
+    stats = {"allocated_bytes": {"all": {"peak": 700}}, "reserved_bytes": {"all": {"peak": 900}}}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: H100)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    return stats
+
+
+def test_utilisation_is_of_all_devices_whose_tokens_are_counted(
+    an_h100: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: Any = model_options(engine_of().config)
+    flops = options.flops_per_token()
+    whole = Utilisation.of(engine_of(data=3, tensor=2))
+    assert whole.at(1e9) == pytest.approx(1e9 * flops / (6 * 989.5e12), rel=1e-12)
+    one_replica = Utilisation.of(engine_of(data=3, tensor=2, exact=False))
+    assert one_replica.at(1e9) == pytest.approx(1e9 * flops / (2 * 989.5e12), rel=1e-12)
+    assert Utilisation.of(engine_of(device=torch.device("cpu"))).at(1e9) is None
+    assert Utilisation.of(engine_of(model=None)).at(1e9) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert Utilisation.of(engine_of()).at(1e9) is None
+
+
+def test_peak_memory_is_that_of_the_allocator(an_h100: dict[str, Any]) -> None:
+    assert peak_memory(CUDA) == PeakMemory(700, 900)
+    an_h100.clear()  # before the first tensor
+    assert peak_memory(CUDA) == PeakMemory(0, 0)
+    found = peak_memory(torch.device("cpu"))
+    assert found.allocated > 1e7
+    assert found.reserved is None
+
+
+def test_rows_and_lines_on_a_gpu_have_utilisation_and_memory(an_h100: dict[str, Any], tmp_path: Path) -> None:
+    stream, path = io.StringIO(), tmp_path / "metrics.jsonl"
+    engine = FakeEngine(steps=3, precision="bf16")
+    of_model = engine_of()
+    engine.device = CUDA
+    engine.config = engine.config.model_copy(update={"model": of_model.config.model})
+    fit(engine, [Metrics(path), PlainDisplay(tmp_path, stream)])
+    flops = Utilisation.of(of_model).flops_per_token
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert (row["memory_bytes"], row["memory_reserved_bytes"]) == (700, 900)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * flops / 989.5e12, rel=1e-12)
+    assert "MFU 0.0%" in stream.getvalue()
+    assert "MFU N/A" not in stream.getvalue()

@@ -1,0 +1,70 @@
+"""The sections of ``scripts/test-gpu`` on devices that do not exist: what they do there puts no tensor in a wrong place."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_cuda import Waits, run_fake_ranks
+from helpers.ranks import grid, grid_of
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks.gpu import layer_cases  # noqa: E402
+from benchmarks.gpu.sections import precisions, waits  # noqa: E402
+from colossus.context.layer_options import LayerOptions  # noqa: E402
+from colossus.context.parallel_context import ParallelContext  # noqa: E402
+
+DTYPES = ((torch.float64, None), (torch.float32, torch.bfloat16), (torch.float16, None))
+
+
+def _computed(rank: int, mode: str, plan: Any) -> int:
+    context = ParallelContext(plan, rank, device="cuda:0", options=LayerOptions(tensor_mode=mode))
+    count = 0
+    for name, case in layer_cases.CASES.items():
+        for dtype, autocast in DTYPES if mode == "1d" else DTYPES[:1]:
+            try:
+                found = layer_cases.computed(context, case, dtype, autocast)
+            except Exception as error:
+                error.add_note(f"{name}, {dtype}, autocast {autocast}")
+                raise
+            count += len(found)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [("1d", grid()), ("1d", grid(tensor=2)), ("2d", grid_of({"row": 2, "col": 3}))],
+    ids=("one rank", "1d", "2d"),
+)
+def test_every_layer_case(mode: str, plan: Any) -> None:
+    (count,) = run_fake_ranks(plan.world_size, _computed, mode, plan)
+    assert count > 2 * len(layer_cases.CASES)
+
+
+def _steps(rank: int) -> list[str]:
+    modes: list[str] = []
+    torch.cuda.set_sync_debug_mode = modes.append  # type: ignore[assignment]
+    for name, (precision, more) in waits.CONFIGS.items():
+        engine = waits._engine(torch.device("cuda", 0), precision, **more)
+        batch = waits._batch(torch.device("cuda", 0))
+        engine.train_step(batch)
+        with Waits(allowed=True) as found:
+            engine.train_step(batch)
+        assert not found.found, f"{name}: {found.found}"
+        engine.close()
+    with waits._no_waits():
+        pass
+    for precision, _ in precisions.LOSS_GAPS.values():
+        engine = precisions.engine_of(torch.device("cuda", 0), precision)
+        engine.train_step(precisions.batch(torch.device("cuda", 0), 0))
+    return modes
+
+
+def test_the_steps_whose_waits_are_counted() -> None:
+    """The same configs under which a real device is to be waited for by nobody."""
+    assert run_fake_ranks(1, _steps) == [["error", "default"]]
