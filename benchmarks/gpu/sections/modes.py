@@ -37,7 +37,9 @@ def cases(device: torch.device, budget: float) -> Iterator[Case]:
 def check_mode(pool: RankPool, mode: Mode, options: dict[str, bool | str]) -> Figures:
     """The largest gap of each dtype over all layers and ranks."""
     by_rank = pool.run(mode.world, _check, mode, options)
-    wrong = {name: line for _, lines in reversed(by_rank) for name, line in reversed(lines)}
+    wrong: dict[str, str] = {}
+    for name, line in (each for _, lines in by_rank for each in lines):
+        wrong.setdefault(name, line)
     assert not wrong, f"{len(wrong)} of {len(layer_cases.CASES)} layers: {'; '.join([*wrong.values()][:4])}"
     found = [gaps for gaps, _ in by_rank]
     return {"layers": len(layer_cases.CASES), **{key: max(gaps[key] for gaps in found) for key in found[0]}}
