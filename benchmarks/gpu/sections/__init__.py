@@ -14,6 +14,7 @@ SECTIONS = (
     Section("generation", "generation", 15, "text with a key/value cache: the CPU's tokens"),
     Section("loader", "loader", 5, "batches on the device: the CPU's, and no wait for them"),
     Section("nccl", "nccl", 15, "every call with one rank; plans, where there are several devices"),
+    Section("launching", "launching", 35, "runs that are started, that hang, that run out of memory, and what is told"),
     Section("precisions", "precisions", 15, "bf16 and fp16 against fp32, loss scaling, steps that are not finite"),
     Section("waits", "waits", 15, "no step waits for the device between two logging steps"),
     Section("determinism", "determinism", 10, "the same bits twice"),
