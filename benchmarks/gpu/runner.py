@@ -81,13 +81,13 @@ class Runner:
             if told.exit_code == child.BROKEN_DEVICE:
                 continue
             name = told.begun or "set-up"
+            if told.is_cut_off:
+                yield self._out_of_time(section, f"{name}, and what follows")
+                return
             yield Row(section.name, name, "failed", told.waited, {}, told.end_in_words(), str(log))
             if told.begun is None:
                 return
             done.add(told.begun)
-            if time.monotonic() >= self.ends:
-                yield self._out_of_time(section, f"what follows {told.begun}")
-                return
 
 
 class _Told:
@@ -97,6 +97,7 @@ class _Told:
         begun: the case that it is in.
         postponed: the cases for which there was no time.
         is_complete: it was through with all cases.
+        is_cut_off: the time of all sections was over.
         exit_code: when it has ended: negative is the number of a signal.
     """
 
@@ -109,7 +110,7 @@ class _Told:
         self.since = time.monotonic()
         self.allowed = SET_UP_SECONDS
         self.waited = 0.0
-        self._is_hung = self._is_over = False
+        self.is_cut_off = self._is_hung = False
 
     def rows(self, ends: float) -> Iterator[Row]:
         text = b""
@@ -117,7 +118,7 @@ class _Told:
             now = time.monotonic()
             limit = min(self.since + self.allowed, ends)
             if now >= limit:
-                self._is_hung, self._is_over = limit < ends, limit >= ends
+                self._is_hung, self.is_cut_off = limit < ends, limit >= ends
                 self.waited = now - self.since
                 return
             if not select.select([self.pipe], [], [], min(limit - now, LOOK_SECONDS))[0]:
@@ -154,7 +155,7 @@ class _Told:
     def close(self) -> None:
         """Ends the process and those that it started; what hangs writes its stacks first."""
         try:
-            if self._is_hung or self._is_over:
+            if self._is_hung or self.is_cut_off:
                 os.killpg(self.process, signal.SIGUSR1)
                 time.sleep(DUMP_SECONDS)
             os.killpg(self.process, signal.SIGKILL)
@@ -166,8 +167,6 @@ class _Told:
     def end_in_words(self) -> str:
         if self._is_hung:
             return f"did not end within {self.allowed:g} s and was killed; the log has the stacks"
-        if self._is_over:
-            return "was killed after the budget was spent; the log has the stacks"
         if self.exit_code is not None and self.exit_code < 0:
             return f"its process was ended by {signal.Signals(-self.exit_code).name}"
         return f"its process ended with exit code {self.exit_code}"
