@@ -22,6 +22,7 @@ SECTIONS = (
     Section("checkpoints", "checkpoints", 25, "saved from page-locked memory while training goes on, loaded back"),
     Section("streams", "streams", 5, "memory that crosses streams is not given away early"),
     Section("memory", "memory", 10, "steps leave nothing behind, recomputation saves memory"),
+    Section("feeding", "feeding", 25, "steps with a loader beside steps whose batch is on the device"),
     Section("kernels", "kernels", 30, "the attention of a ring and fused AdamW beside torch's own"),
     Section("step", "step", 130, "a training step in one process beside bare torch: time, MFU, memory"),
     Section("blocks", "blocks", 75, "the block of every tensor mode, ranks on one device, beside one process"),
