@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import child  # noqa: E402
+from benchmarks.gpu import child, report  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
 from benchmarks.gpu.sections import SECTIONS  # noqa: E402
@@ -143,6 +144,23 @@ def test_cases_for_which_a_section_had_no_time_come_last(tmp_path: Path, monkeyp
         ("short", "a"), ("long", "a"), ("long", "b"), ("long", "c"), ("short", "b"), ("short", "c"),
     ]  # fmt: skip
     assert all(row.result == "passed" for row in rows)
+
+
+def test_what_failed_is_told_behind_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Row("a", "one", "passed", 1.25, {"gap": 1.5e-7, "tokens/s": 12345.6, "MFU": None}),
+        Row("a", "two [x]", "failed", 0.5, {}, "ValueError: 3 is not 4", "/logs/a.log"),
+        Row("a", "three", "left out", detail="no CUDA device"),
+        Row("a", "four", "left out", detail="no CUDA device"),
+        Row("b", "five", "left out", detail="no CUDA device"),
+    ]
+    report.print_table(rows, Console(width=160))
+    text = capsys.readouterr().out
+    assert "gap 1.5e-07, tokens/s 12,346, MFU n/a" in text
+    assert "2 cases: three; four" in text
+    assert text.count("no CUDA device") == 2
+    assert text.splitlines()[-1] == "failed   a: two [x] (0.5 s) ValueError: 3 is not 4; log: /logs/a.log"
+    assert report.in_words(rows) == "1 passed, 1 failed, 3 left out"
 
 
 def test_errors_of_ranks_in_a_line() -> None:

@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"device {device}" + ("" if count else f" ({why})") + f", logs in {logs}", file=sys.stderr, flush=True)
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for devices does not use them
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a launcher around this
+        os.environ.pop(name, None)
     sys.path.insert(0, str(ROOT / "tests"))  # of the sections that use the helpers of tests
     from benchmarks.gpu import report
     from benchmarks.gpu.runner import Runner  # imports torch
@@ -107,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows.sort(key=lambda row: order.index(row.section))  # cases that were postponed have come last
     report.print_table(rows)
     print(f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s")
+    if given.json is not None:
+        print(f"written to {given.json.resolve()}")
     if not count:
         print(f"nothing of this was run on a GPU: {why}")
     return code or int(any(row.result == "failed" for row in rows))

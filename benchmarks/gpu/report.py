@@ -59,8 +59,9 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         )
         before = section
     console.print(table)
-    for log in dict.fromkeys(row.log for row in rows if row.log):
-        console.print(f"log of what failed: {log}", markup=False, soft_wrap=True)
+    for row in rows:  # where the end of a long table is all that is seen
+        if row.result == "failed":
+            console.print(f"{line(row)}; log: {row.log}", markup=False, soft_wrap=True, highlight=False)
 
 
 def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import on_host
 from helpers.dense import dense
 from helpers.ranks import grid, run_ranks
 from torch import Tensor
@@ -124,6 +125,27 @@ def test_large_tensors_go_by_messages_on_gloo(world: int) -> None:
     assert min(run_ranks(world, _by_messages)) > 150
 
 
+def _through_the_host(context: ParallelContext) -> list[int]:
+    staged = on_host.pretend()
+    _plain_collectives(context)
+    _broadcasts(context)
+    counts = [_check_pairs(context, False), _check_pairs(context, True)]
+    assert staged.copies == staged.returned > 500
+    assert _compiled(context) == (True, True, True)
+    collectives._MESSAGES_BYTES = 1
+    shared_memory.enable(False)
+    shared_memory.forget(context.group("tensor"))
+    before = staged.copies
+    counts.append(_check_pairs(context, False))
+    assert staged.copies > before
+    return counts
+
+
+def test_tensors_of_a_device_go_through_the_host_under_gloo() -> None:
+    """Through shared memory and c10d, in place and functional, compiled."""
+    assert min(map(min, run_ranks(2, _through_the_host, timeout=120))) > 150
+
+
 def _sub_groups(context: ParallelContext) -> list[Any]:
     out = []
     for axes in ("tensor", "data", ("data", "tensor"), ("tensor", "data"), "pipeline"):
@@ -171,6 +193,17 @@ def _plain_collectives(context: ParallelContext) -> None:
     assert collectives.all_gather(torch.zeros(2, 0), group, 0).wait().shape == (2 * n, 0)
     assert collectives.reduce_scatter(torch.zeros(0, n), group, 1).wait().shape == (0, 1)
     assert collectives.all_to_all(torch.zeros(n, 0), group, 0, 1).wait().shape == (1, 0)
+
+
+def _broadcasts(context: ParallelContext) -> None:
+    group = context.group("tensor")
+    x = torch.tensor([3.0, float(group.index)])
+    assert collectives.broadcast(x, group, 1) is x
+    assert x.tolist() == [3.0, 1.0]
+
+
+def test_a_broadcast_overwrites() -> None:
+    run_ranks(2, _broadcasts)
 
 
 @pytest.mark.parametrize("world", [2, 3])

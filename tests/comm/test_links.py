@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import on_host
 from helpers.ranks import RankError, grid, run_ranks
 from torch import Tensor
 
@@ -65,6 +66,22 @@ def _both_ways(context: ParallelContext, ring_bytes: int, shared: bool) -> None:
 @pytest.mark.parametrize(("ring_bytes", "shared"), [(64 << 10, True), (32 << 20, True), (64 << 10, False)])
 def test_messages_arrive_whole_and_in_order(ring_bytes: int, shared: bool) -> None:
     run(_both_ways, ring_bytes, shared)
+
+
+def _both_ways_through_the_host(context: ParallelContext, shared: bool) -> None:
+    staged = on_host.pretend()
+    _both_ways(context, 64 << 10, shared)
+    assert min(staged.copies, staged.returned) > 200
+    link = linked(context)
+    if context.rank:
+        link.send_object(0, {"a": 1}, "object")
+    else:
+        assert link.recv_object(1, "object") == {"a": 1}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_messages_of_a_device_go_through_the_host_under_gloo(shared: bool) -> None:
+    run(_both_ways_through_the_host, shared)
 
 
 def _awaited_out_of_order(context: ParallelContext) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import on_host
 from helpers.ranks import run_ranks
 from torch import Tensor
 
@@ -57,12 +58,17 @@ def exchanged(context: ParallelContext, case: int, through_memory: bool) -> None
     assert moved.bytes() == len(own) * DIM * 8 * (WORLD - 1)
 
 
-def all_cases(context: ParallelContext, through_memory: bool) -> None:
+def all_cases(context: ParallelContext, through_memory: bool, is_staged: bool) -> None:
+    staged = on_host.pretend() if is_staged else on_host.Staged
     for case in range(3):
         exchanged(context, case, through_memory)
+    assert staged.copies == staged.returned == (12 if is_staged else 0)
 
 
+@pytest.mark.parametrize("is_staged", [False, True], ids=["", "through the host"])
 @pytest.mark.parametrize("through_memory", [True, False])
-def test_every_part_arrives_and_what_leaves_is_counted(through_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_arrives_and_what_leaves_is_counted(
+    through_memory: bool, is_staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_memory, "SLOT_BYTES", 64 << 10)
-    run_ranks(WORLD, all_cases, through_memory)
+    run_ranks(WORLD, all_cases, through_memory, is_staged)

@@ -1,0 +1,171 @@
+"""Several ranks on one device, joined by gloo: what they exchange goes through the host, and the run stays the same.
+
+Values are those of CPU tensors that take themselves for ones of a device (`helpers.on_host`); that no tensor of a
+device meets gloo, and no copy of the host a tensor of a device, is seen on devices that do not exist.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import on_host
+from helpers.fake_cuda import batch_on_device, run_fake_ranks
+from helpers.ranks import grid, run_ranks
+from helpers.training import BATCH, batch_of, config_of, train
+from torch import Tensor
+from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
+
+import colossus
+from colossus.comm import links
+from colossus.config import ConfigError, load_config
+from colossus.context import groups
+from colossus.context.parallel_context import ParallelContext
+from colossus.engine.initialize import pick_device
+from colossus.launch.model_check import check_device
+
+PLANS: dict[str, dict[str, Any]] = {
+    "data 2, tensor 2": dict(data=2, tensor=2),
+    "2d, panels": dict(tensor=dict(mode="2d", size=4, panels=True)),
+    "zero 3": dict(data=2, zero=3, tensor=dict(size=2, sequence_sharded=True)),
+    "zero 1, ring": dict(data=2, zero=1, sequence=dict(size=2, mode="ring")),
+    "ulysses": dict(data=2, sequence=dict(size=2, mode="ulysses")),
+    "pipeline": dict(data=2, pipeline=2),
+    "hierarchical": dict(data=4, strategy=dict(type="hierarchical", hosts=2)),
+    "powersgd": dict(data=4, strategy=dict(type="all_reduce", compress="powersgd", start_step=1)),
+}
+
+
+def configs() -> dict[str, dict[str, Any]]:
+    made = {}
+    for name, plan in PLANS.items():
+        schedule = dict(schedule=dict(type="1f1b", microbatches=2)) if "pipeline" in plan else {}
+        made[name] = config_of(plan, 2, "fp32", **schedule)
+    made["selective"] = config_of(dict(tensor=4), 2, "bf16", train=dict(activation_checkpoint="selective"))
+    return made
+
+
+#: of the plans, those that are run by default
+SHORT = ("2d, panels", "zero 3", "zero 1, ring", "pipeline", "selective")
+
+
+def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of plans whose runs differ."""
+    plain = {name: train(rank, config, 2) for name, config in given.items()}
+    staged = on_host.pretend()
+    different = []
+    for name, config in given.items():
+        before = staged.copies
+        trace = train(rank, config, 2)
+        assert staged.copies > before, name
+        same = trace.losses == plain[name].losses and trace.norms == plain[name].norms
+        same &= all(torch.equal(value, plain[name].end[key]) for key, value in trace.end.items())
+        different += [] if same else [name]
+    return different
+
+
+@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_run_through_the_host_is_the_same_to_the_bit(is_short: bool) -> None:
+    given = {name: config for name, config in configs().items() if (name in SHORT) is is_short}
+    assert run_ranks(4, both_ways, given, with_context=False) == [[]] * 4
+
+
+COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast")
+
+
+def watched(called: set[str]) -> None:
+    """From here on c10d raises at a tensor that is not on the CPU; fake ranks take themselves for ones of gloo."""
+
+    def post_init(self: groups.AxisGroup) -> None:
+        self.is_on_host = self.process_group is not None
+
+    def watch(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            tensors = [getattr(x, "tensor", x) for x in tree_leaves((args, options))]
+            devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
+            assert devices == {"cpu"}, f"{name} of tensors on {devices}"
+            called.add(name)
+            return real(*args, **options)
+
+        return call
+
+    groups.AxisGroup.__post_init__ = post_init  # type: ignore[method-assign]
+    for name in (*COLLECTIVES, "batch_isend_irecv"):
+        setattr(dist, name, watch(name))
+    # not in `dist`, which asks of a batch's operations whether they are these functions
+    links.dist = SimpleNamespace(isend=watch("isend"), irecv=watch("irecv"), Work=dist.Work)  # type: ignore[attr-defined]
+
+
+def on_fake_devices(rank: int, given: dict[str, dict[str, Any]]) -> set[str]:
+    called: set[str] = set()
+    watched(called)
+    for config in given.values():
+        engine = colossus.initialize({**config, "device": "cuda"})
+        index, count = engine.context.index("data"), engine.context.size("data")
+        part = BATCH // count
+        batch = batch_on_device({key: x[index * part : (index + 1) * part] for key, x in batch_of(0).items()})
+        engine.train_step(batch)
+        engine.close()
+    return called
+
+
+def test_gloo_is_given_no_tensor_of_a_device() -> None:
+    given = configs()
+    # not the ring: its attention is one operation for torch, and inside of it fake tensors have no device
+    others = {name: given[name] for name in ("2d, panels", "zero 3", "ulysses")}
+    (called,) = run_fake_ranks(4, on_fake_devices, others)
+    assert called >= {"all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"}
+    pipeline = {**given["pipeline"], "parallel": dict(pipeline=2)}
+    first, last = run_fake_ranks(2, on_fake_devices, {"pipeline": pipeline}, ranks=(0, 1))
+    assert first & last >= {"isend", "irecv"}
+
+
+def test_local_ranks_take_turns_under_gloo_and_nccl_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for local in range(5):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        assert pick_device("auto", "gloo") == torch.device("cuda", local % 2) == chosen[-1]
+        if local < 2:
+            assert pick_device("cuda", "nccl") == torch.device("cuda", local)
+        else:
+            with pytest.raises(ValueError, match=f"local rank {local} has no CUDA device: there are 2; .*'gloo'"):
+                pick_device("auto", "auto")
+
+
+def test_nccl_without_a_cuda_device_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(device: str, backend: str) -> Any:
+        return load_config(config_of(dict(data=1), 1, "fp32", device=device, comm=dict(backend=backend)))
+
+    with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but device = 'cpu'"):
+        check_device(config("cpu", "nccl"))
+    with pytest.raises(ConfigError, match=r"comm.backend = 'nccl' joins CUDA devices, but torch finds none here"):
+        check_device(config("auto", "nccl"))
+    check_device(config("auto", "gloo"))
+    with pytest.raises(ConfigError, match=r"comm.backend: .*'auto', 'nccl' or 'gloo'"):
+        config("cpu", "mpi")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_device(config("auto", "nccl"))
+    assert groups.choose_backend("auto", "cuda") == "nccl"
+    assert groups.choose_backend("gloo", "cuda") == groups.choose_backend("auto", "cpu") == "gloo"
+    with pytest.raises(ValueError, match=r"ranks compute on cpu"):
+        groups.choose_backend("nccl", "cpu")
+
+
+def joined_by_another(rank: int) -> str:
+    with pytest.raises(
+        ValueError, match=r"comm.backend = 'nccl', but the process group that exists already is of gloo"
+    ):
+        ParallelContext(grid(data=2), rank, device="cuda", backend="nccl")
+    return "refused"
+
+
+def test_a_process_group_of_another_backend_is_refused() -> None:
+    assert run_ranks(2, joined_by_another, with_context=False) == ["refused"] * 2
