@@ -3,16 +3,16 @@
     python -m benchmarks.loaders
     python -m benchmarks.loaders --only "tuples, stream" --batch 64
 
-One process with one thread, as a rank is. Each block reads the same number of batches from both, one after the other,
-in the same order of magnitude of samples; with workers the first batch (which starts them) is not timed. The last
-column is ours over torch's. A "drawing" kind augments each sample with random numbers: ours are those of its place in
-the data, under every plan and after every resume.
+One process with one thread, as a rank is. Each block reads the same number of batches from both, one after the other;
+the first batch, which starts workers, is not timed. The last column is ours over torch's. A "drawing" kind augments
+each sample with random numbers: ours are those of its place in the data, under every plan and after every resume.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,11 @@ class Reader:
         return time.perf_counter() - began
 
 
+def plain(data: Any, batch: int, workers: int) -> Iterator[Any]:
+    shuffle = None if isinstance(data, IterableDataset) else True
+    return iter(DataLoader(data, batch, shuffle=shuffle, num_workers=workers))
+
+
 def ours(data: Any, batch: int, workers: int) -> Iterator[Any]:
     config = {"type": lambda: data, "num_workers": workers}
     return iter(build_loaders(config, seed=0, global_batch_size=batch, data_rank=0, data_size=1).train)
@@ -118,19 +123,16 @@ def main() -> None:
                 case = f"{name}, {kind}" + (f", {workers} worker{'s' * (workers > 1)}" if workers else "")
                 if arguments.only not in case:
                     continue
-                options = {"shuffle": True} if kind == "map" else {}
                 readers = {
-                    TORCH: Reader(
-                        lambda: iter(DataLoader(data, arguments.batch, num_workers=workers, **options)), arguments.steps
-                    ),
-                    OURS: Reader(lambda: ours(data, arguments.batch, workers), arguments.steps),
+                    side: Reader(partial(read, data, arguments.batch, workers), arguments.steps)
+                    for side, read in ((TORCH, plain), (OURS, ours))
                 }
                 series = common.alternate(readers, arguments.blocks, label=case)
                 milliseconds = [1e3 * min(series[side]) / arguments.steps for side in (TORCH, OURS)]
                 rows.append([case, *(f"{value:.2f}" for value in milliseconds), common.ratio(series, OURS, TORCH)])
                 results[case] = series
     common.print_table(
-        f"Batches of {arguments.batch} samples, {arguments.blocks} blocks of {arguments.steps}: ms of the fastest block",
+        f"Batches of {arguments.batch} samples, {arguments.blocks} blocks of {arguments.steps}: ms per batch",
         ["case", TORCH, OURS, "ours / torch (median [quartiles])"],
         rows,
     )

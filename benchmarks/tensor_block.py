@@ -66,14 +66,15 @@ class Run:
 
     def __init__(self, case: Case, workload: Workload, rank: int) -> None:
         self.case, self.workload, self.device = case, workload, torch.device(workload.device)
-        self.module = self.make(rank).to(self.device)
+        self.module = self.make(rank)
         whole = block_inputs(workload)
         self.box = self.outer_box()
         self.x, self.dy = (cut(x, self.box).to(self.device, copy=True) for x in whole)
         self.x.requires_grad_()
 
     def make(self, rank: int) -> nn.Module:
-        module = Block(self.workload.hidden, self.workload.heads)
+        with self.device:
+            module = Block(self.workload.hidden, self.workload.heads)
         module.load_state_dict(fuse_qkv(block_state(self.workload)))
         return module
 

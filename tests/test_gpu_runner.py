@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import child  # noqa: E402
+from benchmarks.gpu import child, report  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
 from benchmarks.gpu.sections import SECTIONS  # noqa: E402
@@ -121,12 +122,45 @@ def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = rows_of(first, second, folder=tmp_path, budget=0.8)
     assert [(row.section, row.name, row.result) for row in rows] == [
         ("first", "a", "passed"),
+        ("second", "a", "failed"),
+        ("second", "what follows a", "left out"),
         ("first", "b", "left out"),
         ("first", "c", "left out"),
-        ("second", "a", "failed"),
     ]
-    assert "--budget" in rows[1].detail
-    assert rows[3].detail == "was killed after the budget was spent; the log has the stacks"
+    assert rows[1].detail == "was killed after the budget was spent; the log has the stacks"
+    assert all(row.detail == "no time in 0.8 s; give more with --budget" for row in rows[2:])
+
+
+def test_cases_for_which_a_section_had_no_time_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import time\nfrom benchmarks.gpu.section import Case\n"
+        "def cases(device, budget):\n"
+        "    return [Case(name, lambda name=name: time.sleep(0.3 if name == 'a' else 0.0)) for name in 'abc']\n"
+    )
+    short, long = section_of(text, monkeypatch, "short"), section_of(text, monkeypatch, "long")
+    short = Section("short", "short", 0.01, "")
+    rows = rows_of(short, long, folder=tmp_path, budget=20.0)
+    assert [(row.section, row.name) for row in rows] == [
+        ("short", "a"), ("long", "a"), ("long", "b"), ("long", "c"), ("short", "b"), ("short", "c"),
+    ]  # fmt: skip
+    assert all(row.result == "passed" for row in rows)
+
+
+def test_what_failed_is_told_behind_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        Row("a", "one", "passed", 1.25, {"gap": 1.5e-7, "tokens/s": 12345.6, "MFU": None}),
+        Row("a", "two [x]", "failed", 0.5, {}, "ValueError: 3 is not 4", "/logs/a.log"),
+        Row("a", "three", "left out", detail="no CUDA device"),
+        Row("a", "four", "left out", detail="no CUDA device"),
+        Row("b", "five", "left out", detail="no CUDA device"),
+    ]
+    report.print_table(rows, Console(width=160))
+    text = capsys.readouterr().out
+    assert "gap 1.5e-07, tokens/s 12,346, MFU n/a" in text
+    assert "2 cases: three; four" in text
+    assert text.count("no CUDA device") == 2
+    assert text.splitlines()[-1] == "failed   a: two [x] (0.5 s) ValueError: 3 is not 4; log: /logs/a.log"
+    assert report.in_words(rows) == "1 passed, 1 failed, 3 left out"
 
 
 def test_errors_of_ranks_in_a_line() -> None:
@@ -173,6 +207,10 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
             program.main(arguments)
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setattr(program, "missing_packages", lambda: ["pydantic"])
+    with pytest.raises(SystemExit):
+        program.main([])
+    assert "has no pydantic: install them there" in capsys.readouterr().err
 
 
 def test_the_table_of_sections() -> None:

@@ -11,6 +11,7 @@ one row that says what happened; the sections behind it run. What cannot be run 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -19,7 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu import report
 from benchmarks.gpu.section import Row, choose
 from benchmarks.gpu.sections import SECTIONS
 
@@ -47,6 +47,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def missing_packages() -> list[str]:
+    """What colossus and the sections import and this Python has not."""
+    wanted = ("torch", "numpy", "pydantic", "rich", "safetensors")
+    return [name for name in wanted if importlib.util.find_spec(name) is None]
+
+
 def find_devices() -> tuple[int, str]:
     """How many CUDA devices torch has, and why none. Another process asks: one that has asked cannot be forked."""
     ask = "import torch; print(torch.version.cuda or '', torch.cuda.device_count())"
@@ -72,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.budget > 0:
         parser.error(f"--budget is seconds, at least 1, got {given.budget}")
     chosen = [section for section in choose(SECTIONS, given.only) if section.name not in given.skip]
+    if missing := missing_packages():
+        parser.error(f"{sys.executable} has no {', '.join(missing)}: install them there, or run without INSTALL=no")
     count, why = find_devices() if given.device != "cpu" else (0, "--device cpu")
     if given.device == "cuda" and not count:
         parser.error(f"--device cuda: {why}")
@@ -81,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"device {device}" + ("" if count else f" ({why})") + f", logs in {logs}", file=sys.stderr, flush=True)
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for devices does not use them
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a launcher around this
+        os.environ.pop(name, None)
     sys.path.insert(0, str(ROOT / "tests"))  # of the sections that use the helpers of tests
+    from benchmarks.gpu import report
     from benchmarks.gpu.runner import Runner  # imports torch
 
     begin, rows, code = time.monotonic(), list[Row](), 0
@@ -94,8 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 report.write_json(given.json, rows, {**about, "seconds": time.monotonic() - begin})
     except KeyboardInterrupt:
         code = 130
+    order = [section.name for section in chosen]
+    rows.sort(key=lambda row: order.index(row.section))  # cases that were postponed have come last
     report.print_table(rows)
     print(f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s")
+    if given.json is not None:
+        print(f"written to {given.json.resolve()}")
     if not count:
         print(f"nothing of this was run on a GPU: {why}")
     return code or int(any(row.result == "failed" for row in rows))

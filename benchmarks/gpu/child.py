@@ -79,8 +79,7 @@ def _run(section: Section, device: torch.device, budget: float, skip: Collection
         if case.name in skip:
             continue
         if time.monotonic() > ends:
-            why = f"the {budget:.0f} s of this section were over; give more with --budget"
-            tell(row=Row(section.name, case.name, "left out", detail=why).as_json())
+            tell(postponed=case.name)
             continue
         tell(begin=case.name, seconds=case.seconds)
         print(f"\n=== {section.name}: {case.name}", flush=True)

@@ -51,13 +51,17 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         names = alike[0].name if len(alike) == 1 else f"{len(alike)} cases: {'; '.join(row.name for row in alike)}"
         seconds = sum(row.seconds for row in alike)
         table.add_row(
-            section if section != before else "", escape(shorten(names, 100)), f"[{_STYLES[result]}]{result}[/]", f"{seconds:.1f}",
+            section if section != before else "",
+            escape(shorten(names, 100)),
+            f"[{_STYLES[result]}]{result}[/]",
+            f"{seconds:.1f}",
             escape(told),
-        )  # fmt: skip
+        )
         before = section
     console.print(table)
-    for log in dict.fromkeys(row.log for row in rows if row.log):
-        console.print(f"log of what failed: {log}", markup=False, soft_wrap=True)
+    for row in rows:  # where the end of a long table is all that is seen
+        if row.result == "failed":
+            console.print(f"{line(row)}; log: {row.log}", markup=False, soft_wrap=True, highlight=False)
 
 
 def _grouped(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, list[Row]]]:

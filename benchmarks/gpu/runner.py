@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,45 +26,68 @@ DUMP_SECONDS = 1.0
 class Runner:
     """Yields rows as they come.
 
+    Cases for which a section has no time left come again when all sections are through, if there is time then.
+
     Args:
         budget: seconds for all sections. A section has its share of what is left; what runs at the end is ended.
         logs: folder with a file for each section.
     """
 
     def __init__(self, device: str, budget: float, logs: Path) -> None:
-        self.device, self.logs = device, logs
+        self.device, self.budget, self.logs = device, budget, logs
         self.ends = time.monotonic() + budget
+        #: names of cases, by section
+        self._done: dict[str, set[str]] = defaultdict(set)
+        self._postponed: dict[str, list[str]] = defaultdict(list)
 
     def run(self, sections: Sequence[Section]) -> Iterator[Row]:
+        yield from self._run_all(sections)
+        late = [section for section in sections if self._postponed[section.name]]
+        if late and self.ends > time.monotonic():
+            yield from self._run_all(late)
+        for section in sections:
+            for name in self._postponed[section.name]:
+                yield self._out_of_time(section, name)
+
+    def _run_all(self, sections: Sequence[Section]) -> Iterator[Row]:
         for index, section in enumerate(sections):
             left = self.ends - time.monotonic()
             if left <= 0:
-                yield Row(section.name, "all", "left out", detail="the budget was spent; give more with --budget")
+                if not self._postponed[section.name]:
+                    yield self._out_of_time(section, "all")
                 continue
             share = section.seconds / sum(later.seconds for later in sections[index:])
             yield from self._run_section(section, time.monotonic() + left * share)
 
+    def _out_of_time(self, section: Section, name: str) -> Row:
+        return Row(section.name, name, "left out", detail=f"no time in {self.budget:g} s; give more with --budget")
+
     def _run_section(self, section: Section, ends: float) -> Iterator[Row]:
         log = self.logs / f"{section.name}.log"
-        done: set[str] = set()
+        done, postponed = self._done[section.name], self._postponed[section.name]
         while True:
             process, pipe = child.start(section, self.device, max(ends - time.monotonic(), 0.0), done, log)
             told = _Told(process, pipe)
+            postponed.clear()
             try:
                 for row in told.rows(self.ends):
                     done.add(row.name)
                     yield row
             finally:
                 told.close()
+            postponed.extend(told.postponed)
             if told.is_complete:
                 return
             if told.exit_code == child.BROKEN_DEVICE:
                 continue
             name = told.begun or "set-up"
             yield Row(section.name, name, "failed", told.waited, {}, told.end_in_words(), str(log))
-            if told.begun is None or time.monotonic() > self.ends:
+            if told.begun is None:
                 return
             done.add(told.begun)
+            if time.monotonic() >= self.ends:
+                yield self._out_of_time(section, f"what follows {told.begun}")
+                return
 
 
 class _Told:
@@ -71,6 +95,7 @@ class _Told:
 
     Attributes:
         begun: the case that it is in.
+        postponed: the cases for which there was no time.
         is_complete: it was through with all cases.
         exit_code: when it has ended: negative is the number of a signal.
     """
@@ -78,6 +103,7 @@ class _Told:
     def __init__(self, process: int, pipe: int) -> None:
         self.process, self.pipe = process, pipe
         self.begun: str | None = None
+        self.postponed: list[str] = []
         self.is_complete = False
         self.exit_code: int | None = None
         self.since = time.monotonic()
@@ -116,6 +142,8 @@ class _Told:
         elif "row" in message:
             self.begun, self.allowed = None, SET_UP_SECONDS
             return Row(**message["row"])
+        elif "postponed" in message:
+            self.postponed.append(message["postponed"])
         elif "end" in message:
             self.is_complete = True
         return None

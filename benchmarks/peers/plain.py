@@ -134,7 +134,8 @@ class PlainCase:
         state: State | None = None,
     ) -> None:
         self.low, self.device = low, workload.device
-        self.model = PlainGPT(workload, recompute=recompute).to(self.device)
+        with torch.device(self.device):
+            self.model = PlainGPT(workload, recompute=recompute)
         self.model.load_state_dict(fuse_qkv(workload.state() if state is None else state))
         self.params = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, fused=True)

@@ -23,7 +23,7 @@ commands:
   config FILE   print the resolved config
   show FILE     print which rank is where, what runs when (--timeline), who mixes with whom (--graph),
                 what becomes of each parameter (--strategy)
-  doctor        test this machine: backend, cores, speed between ranks, ports
+  doctor        test this machine: devices, backend, cores, speed between ranks, ports
   verify FILE   train a few steps under the plan and in one process, and name the first thing that differs
   compare FILE  the same job under several data-parallel strategies or plans, in one table
   evaluate DIR  the loss of a checkpoint's model on its run's validation data, or on other data
@@ -175,7 +175,9 @@ def _launch() -> Parser:
         "  colossus launch config.py checkpoint.every=500      # saves, also when it is stopped\n"
         "  colossus launch config.py --resume                  # goes on where it was saved\n"
         "  colossus launch config.py --nnodes 2 --nproc 8 --rdzv-endpoint node0:29500   # on both nodes\n"
-        "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n" + EXIT_CODES,
+        "  torchrun --nproc-per-node 4 -m colossus launch config.py\n\n"
+        "on GPUs each process of a node has a device of its own: that of its number among those that\n"
+        "CUDA_VISIBLE_DEVICES shows. comm.backend=gloo lets processes share devices, slowly.\n\n" + EXIT_CODES,
     )
     _file(parser)
     _nproc(parser, "processes on each node (default: the product of the sizes over the nodes)")
@@ -195,7 +197,8 @@ def _launch() -> Parser:
 def _doctor() -> Parser:
     parser = Parser(
         "doctor",
-        "Print versions, device, backend, cores, latency and bandwidth between ranks, and what will make trouble.",
+        "Print versions, devices (memory, driver, which of them reach each other), backend, cores, the variables of\n"
+        "NCCL and CUDA that are set, latency and bandwidth between ranks, and what of all this will make trouble.",
         EXIT_CODES,
     )
     _nproc(parser, "ranks to measure between (default: 2)")

@@ -6,12 +6,13 @@ accelerator goes through the host (`host_staging`).
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import select
 import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,9 @@ from colossus.context.groups import AxisGroup, is_fake, store_of
 _BUFFER_BYTES = 16 << 20
 #: objects are not mixed up with tensors that are awaited before them
 _OBJECT_TAG = 1
+
+#: of each link between ranks that nothing but a store joins, over all that are made in this process
+_fake_objects: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 Wait = Callable[[], None]
 
@@ -84,7 +88,6 @@ class Links:
         self._senders: dict[int, Sender] = {}
         self._receivers: dict[int, Receiver] = {}
         self._posted: dict[int, deque[Incoming]] = {}
-        self._num_objects: dict[tuple[int, int], int] = {}
         pairs = sorted(set(pairs))
         mapped = map_segments(group, len(pairs), _BUFFER_BYTES, pairs) if self._wire.type == "cpu" and pairs else None
         self.takes_early = mapped is None and self._wire.type == "cpu"
@@ -214,8 +217,8 @@ class Links:
 
     def _fake_key(self, source: int, to: int) -> str:
         """Where the next object between two ranks is, when nothing but a store joins them."""
-        number = self._num_objects[source, to] = self._num_objects.get((source, to), -1) + 1
-        return f"object {number} of {self._group} from {self._group.ranks[source]} to {self._group.ranks[to]}"
+        link = f"{self._group} from {self._group.ranks[source]} to {self._group.ranks[to]}"
+        return f"object {next(_fake_objects[link])} of {link}"
 
     def close(self) -> None:
         for sender in self._senders.values():

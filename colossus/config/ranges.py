@@ -81,6 +81,8 @@ def range_problems(key: str, named: Named, registry: Registry) -> list[str]:
         workers = options["num_workers"]
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
             return [f"{key}.num_workers: must be a whole number of at least 0, got {brief(workers)}"]
+    if registry is DATASETS and not isinstance(options.get("read_ahead", True), bool):
+        return [f"{key}.read_ahead: must be True or False, got {brief(options['read_ahead'])}"]
     if registry is LR_SCHEDULES and callable(named.type):
         return _schedule_problems(key, named)
     return []

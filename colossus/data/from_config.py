@@ -28,7 +28,7 @@ class DataSpec:
         factory: what makes the data; None when the config holds the data itself.
         instance: the data itself, without a factory.
         options: arguments of ``factory``.
-        reading_options: how it is read: ``num_workers``, ``collate_fn``, ``per_rank``.
+        reading_options: how it is read: ``num_workers``, ``collate_fn``, ``per_rank``, ``read_ahead``.
         validation: what the config says about validation data; `DataSpec.UNSET` when it says nothing.
     """
 
@@ -116,6 +116,15 @@ def make_source(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]
         ValueError: an object that cannot be read, reading options that do not apply to it, or a DistributedSampler
             made for other ranks.
     """
+    ahead = reading_options.get("read_ahead")
+    if ahead is not None and not isinstance(ahead, bool):
+        raise ValueError(f"data.read_ahead = {ahead!r} is neither True nor False")
+    source = _source_of(data, shard, reading_options)
+    source.read_ahead = ahead
+    return source
+
+
+def _source_of(data: Any, shard: BatchShard, reading_options: Mapping[str, Any]) -> Source:
     name = type(data).__name__
     workers = reading_options.get("num_workers", 0)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from colossus.data.batch import Batch, to_tensors
+from colossus.data.batch import Batch
+from colossus.data.device_copy import Arrival, DeviceCopy
 from colossus.data.passes import EndOfPass
 from colossus.data.sources import BatchShard, MapSource, Source
 from colossus.data.tokenizer import DatasetTokenizer
@@ -21,12 +22,19 @@ log = logging.getLogger("colossus.data")
 
 
 @dataclass(frozen=True)
-class _Peeked:
-    """A batch that was read and not taken, its step, and the state of the source before it was read."""
+class _Next:
+    """A batch that was read and not taken, or why there is none; its step, and the state of the source before it."""
 
-    batch: Batch
+    arrival: Arrival | None
     step: int
     state: dict[str, Any]
+    error: Exception | None = None
+
+    def get(self) -> Batch:
+        if self.error is not None:
+            raise self.error
+        assert self.arrival is not None
+        return self.arrival.get()
 
 
 class Loader:
@@ -34,6 +42,11 @@ class Loader:
 
     Iterating goes on where the last iteration stopped. The batch of a step depends on the seed and the step only, so
     `set_step` (or `load_state_dict`) continues a run exactly; data that cannot seek is read up to there.
+
+    On CUDA the batch behind the one that is taken is read, too, and copied to the device on a stream of its own, so
+    that no step waits for its copy; an error of it is raised when it is due. Data with a state of its own, and
+    iterables of batches that are no DataLoader, are read when a batch is taken, as all data with
+    ``data.read_ahead=False`` is.
 
     Attributes:
         num_untrained: batches given since the last train step, which sets it to 0.
@@ -43,13 +56,15 @@ class Loader:
         self.source = source
         self.shard = shard
         self.device = device
-        self._peeked: _Peeked | None = None
+        self._copy = DeviceCopy(device)
+        self._reads_ahead = self._copy.is_asynchronous and source.may_be_read_ahead
+        self._next: _Next | None = None
         self.num_untrained = 0
 
     @property
     def step(self) -> int:
         """Number of the next batch."""
-        return self.source.step if self._peeked is None else self._peeked.step
+        return self.source.step if self._next is None else self._next.step
 
     def set_step(self, step: int) -> None:
         """Make ``step`` the next one."""
@@ -57,7 +72,7 @@ class Loader:
             raise ValueError(f"step = {step} is negative")
         self.num_untrained = 0
         if step != self.step:
-            self._peeked = None
+            self._next = None
             self.source.seek(step)
 
     def peek(self) -> Batch:
@@ -66,35 +81,49 @@ class Loader:
         Raises:
             StopIteration: when there is none.
         """
-        if self._peeked is None:
-            step, state = self.step, self.source.state_dict()
-            self._peeked = _Peeked(self._read(), step, state)
-        return self._peeked.batch
+        return self._due().get()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._peeked is not None:
-            batch, self._peeked = self._peeked.batch, None
-        else:
-            batch = self._read()
+        due = self._due()
+        batch = due.get()
+        self._next = self._ahead() if self._reads_ahead else None
         self.num_untrained += 1
         return batch
 
-    def _read(self) -> Batch:
+    def _due(self) -> _Next:
+        """The next batch, read if it was not. What failed when it was read ahead is tried again once it was raised."""
+        due = self._next
+        if due is None:
+            step, state = self.source.step, self.source.state_dict()
+            due = self._next = _Next(self._read(), step, state)
+        elif due.error is not None:
+            self._next = None
+        return due
+
+    def _ahead(self) -> _Next:
+        step, state = self.source.step, self.source.state_dict()
+        try:
+            return _Next(self._read(), step, state)
+        except Exception as error:
+            return _Next(None, step, state, error)
+
+    def _read(self) -> Arrival:
+        self._copy.let_go()
         try:
             batch = self.source.read()
         except EndOfPass:
             raise StopIteration from None
-        return to_tensors(batch, self.device)
+        return self._copy.start(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data, with the state of the user's own loader or dataset when it keeps one.
 
         It is the same on all ranks of one data rank; it differs between data ranks only by a user's own state.
         """
-        state = self.source.state_dict() if self._peeked is None else self._peeked.state
+        state = self.source.state_dict() if self._next is None else self._next.state
         return {**state, **self._order_settings()}
 
     def trained_state_dict(self) -> dict[str, Any]:
@@ -119,7 +148,7 @@ class Loader:
                     "the data order changes on resume: %s was %s when the checkpoint was written and is %s now",
                     key, state[key], now,
                 )  # fmt: skip
-        self._peeked, self.num_untrained = None, 0
+        self._next, self.num_untrained = None, 0
         self.source.load_state_dict(state)
 
     def _order_settings(self) -> dict[str, int]:
@@ -141,6 +170,8 @@ class ValidationLoader:
         self.source = source
         self.shard = shard
         self.device = device
+        self._copy = DeviceCopy(device)
+        self._reads_ahead = self._copy.is_asynchronous and source.may_be_read_ahead
 
     @property
     def num_batches(self) -> int | None:
@@ -149,12 +180,21 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.source.seek(0)
+        before: Arrival | None = None
         while True:
+            self._copy.let_go()
             try:
-                batch = self.source.read()
+                arrival = self._copy.start(self.source.read())
             except EndOfPass:
-                return
-            yield to_tensors(batch, self.device)
+                break
+            if not self._reads_ahead:
+                yield arrival.get()
+                continue
+            if before is not None:
+                yield before.get()
+            before = arrival
+        if before is not None:
+            yield before.get()
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,9 @@ def build_loaders(
               it names; with ``split`` it is called for ``"train"`` and for ``"validation"``.
 
             In the dict also: ``num_workers`` and ``collate_fn`` for datasets; ``per_rank=True`` for batches that
-            differ between data ranks; ``validation``: None or False for none, a dict of options in place of those
-            for training, or data of any kind above.
+            differ between data ranks; ``read_ahead=False`` for data that depends on the steps before it (else, on
+            CUDA, one batch more than was taken is read and copied); ``validation``: None or False for none, a dict of
+            options in place of those for training, or data of any kind above.
         eval_batch_size: samples of a validation batch over all data ranks, ``global_batch_size`` when not given.
 
     Raises:

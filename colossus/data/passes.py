@@ -67,6 +67,11 @@ class Passes:
         if self._stateful is not None or hasattr(iterable, "__next__"):
             self._draws.seed_all()  # what it draws later cannot be read again
 
+    @property
+    def keeps_own_state(self) -> bool:
+        """Whether the place is saved by the user's own ``state_dict``."""
+        return self._stateful is not None
+
     def read(self, *, wrap: bool = True) -> Any:
         """The next item; at the end of a pass the first of the next one, or `EndOfPass`."""
         while True:

@@ -68,6 +68,16 @@ class Source(ABC):
     """Batches of this data rank, step after step. ``step`` is the number of the next one."""
 
     step: int = 0
+    #: what the config says; None where it says nothing
+    read_ahead: bool | None = None
+
+    @property
+    def may_be_read_ahead(self) -> bool:
+        """Whether one batch more than was taken may be read unasked."""
+        return self._depends_on_place_only() if self.read_ahead is None else self.read_ahead
+
+    def _depends_on_place_only(self) -> bool:
+        return True
 
     @abstractmethod
     def read(self) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
 from colossus.data.passes import EndOfPass, Passes
@@ -27,6 +27,10 @@ class StreamSource(Source):
         self.shard = shard
         #: a pass of validation has ended with a batch that is not whole
         self._is_over = False
+
+    def _depends_on_place_only(self) -> bool:
+        # a state of the user's own would have to be taken before each batch, and may be costly
+        return not self.passes.keeps_own_state
 
     def seek(self, step: int) -> None:
         self._is_over = False
@@ -117,6 +121,11 @@ class BatchStream(StreamSource):
         super().__init__(Passes(batches, shard.seed, name=self.name, stateful=stateful), shard)
         self._per_rank = False if shard.data_size == 1 else per_rank
         self._logged_short_batch = False
+        self._is_loader = isinstance(batches, DataLoader)
+
+    def _depends_on_place_only(self) -> bool:
+        # a generator of batches may make them from what the model has learnt so far
+        return self._is_loader and super()._depends_on_place_only()
 
     def read(self) -> Batch:
         if self._is_over:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import colossus
-from colossus.doctor import network
+from colossus.doctor import nccl, network
+from colossus.doctor.devices import advise_devices, device_rows, examine_devices
 from colossus.doctor.probe import measure
 from colossus.machine import gigabytes, memory_bytes, usable_cores
 
@@ -41,11 +42,14 @@ def examine(nproc: int) -> dict[str, Any]:
     host = network.resolve_own_name()
     taken = network.port_is_taken(port)
     limits = network.limits()
-    gpus = torch.cuda.device_count()
-    cuda = gpus >= nproc
+    cuda_devices = examine_devices()
+    gpus = len(cuda_devices["devices"])
+    cuda = gpus >= max(1, nproc)
     between = _between_ranks(nproc, cuda)
     advice = [
         *_advise_cores(nproc, cores, gpus),
+        *advise_devices(cuda_devices),
+        *nccl.advise_environment(os.environ),
         *network.advise_name(host),
         *network.advise_port(port, taken, given),
         *network.advise_limits(limits),
@@ -59,7 +63,9 @@ def examine(nproc: int) -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "device": "cuda" if gpus else "cpu",
-        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
+        "gpus": [device["name"] for device in cuda_devices["devices"]],
+        **cuda_devices,
+        "environment": nccl.settings(os.environ),
         "backend": "nccl" if cuda else "gloo",
         "cores": cores,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -85,8 +91,10 @@ def render(found: dict[str, Any]) -> str:
         ("colossus", versions["colossus"]),
         ("torch", versions["torch"]),
         ("python", f"{versions['python']} on {versions['platform']}"),
-        ("device", found["device"] + (f": {', '.join(found['gpus'])}" if found["gpus"] else "")),
+        ("device", found["device"] + (f" ({len(found['gpus'])} here)" if found["gpus"] else "")),
+        *device_rows(found),
         ("backend", found["backend"]),
+        *((("environment" if not n else "", f"{k}={v}") for n, (k, v) in enumerate(found["environment"].items()))),
         ("cores", f"{found['cores']} (OMP_NUM_THREADS {threads})"),
         ("memory", gigabytes(found["memory_bytes"]) + (f", {gigabytes(free)} free" if free is not None else "")),
         ("host name", f"{found['host_name']} -> {found['host_address'] or 'does not resolve'}"),

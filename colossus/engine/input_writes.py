@@ -110,7 +110,8 @@ class InputWrites:
         return True
 
     def _watch(self, found: list[tuple[str, Tensor]]) -> None:
-        self._watched = [(words, x, x._version) for words, x in found if not x.is_inference()]
+        with torch._C.DisableTorchFunctionSubclass():  # also of an activation that is a view of an input
+            self._watched = [(words, x, x._version) for words, x in found if not x.is_inference()]
 
     def _watch_passed_on(self, stage: int, microbatch: int, value: Any, training: bool) -> None:
         # it was there before the value was sent
@@ -132,7 +133,7 @@ def _share(x: Tensor, y: Tensor) -> bool:
     if x.layout is not torch.strided or y.layout is not torch.strided:
         return False
     with torch._C.DisableTorchFunctionSubclass():
-        return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
 
 class _ReadGuard(TorchFunctionMode):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossus.engine.host_copy import send_to
+
 log = logging.getLogger("colossus.engine")
 
 #: (outputs of the model, this rank's shard of the microbatch) -> (sum, count), both of this rank
@@ -58,9 +60,12 @@ def checked_sum(result: Any, what: str = "the loss function") -> tuple[Tensor, T
     total, count = result
     if total.dim():
         raise ValueError(f"{what} returned a sum of shape {tuple(total.shape)}; it must be a scalar: total.sum()")
-    if isinstance(count, float):  # a sum of weights; torch would round it to float32
-        count = torch.tensor(count, dtype=torch.float64, device=total.device)
-    count = torch.as_tensor(count, device=total.device)
+    if isinstance(count, (int, float)):  # a float is a sum of weights; torch would round it to float32
+        wide = torch.float64 if isinstance(count, float) else torch.int64
+        count = torch.full((), count, dtype=wide, device=total.device)  # from a number, so nobody waits for a copy
+    count = torch.as_tensor(count)
+    if count.device != total.device:
+        count = send_to(total.device, count)
     if count.dim():
         raise ValueError(f"{what} returned a count of shape {tuple(count.shape)}; it must be a scalar")
     if count.device.type == "cpu" and not 0 <= count.item() < math.inf:

@@ -32,6 +32,8 @@ class ParameterVector:
         self._by_dtype: dict[torch.dtype, list[int]] = {}
         for index, dtype in enumerate(self.dtypes):
             self._by_dtype.setdefault(dtype, []).append(index)
+        #: memory of the device for what goes to the host or comes from it
+        self._on_device: Tensor | None = None
         self._segments: list[tuple[torch.dtype, int, int]] = []
         self.nbytes = 0
         for dtype, indices in self._by_dtype.items():
@@ -61,11 +63,24 @@ class ParameterVector:
                 found[index] = piece.view(self.tensors[index].shape)
         return [view for view in found if view is not None]
 
+    def on_device(self, buffer: Tensor) -> Tensor:
+        """A buffer where the tensors are: one of the host as a copy that was waited for, valid until the next call."""
+        return buffer if buffer.device == self.device else self._staging().copy_(buffer)
+
+    def _staging(self) -> Tensor:
+        if self._on_device is None:
+            self._on_device = self.empty()
+        return self._on_device
+
     @torch.no_grad()
     def pack(self, buffer: Tensor) -> None:
-        """Copy the tensors into a buffer."""
-        if self.tensors:
-            torch._foreach_copy_(self.views(buffer), [tensor.detach() for tensor in self.tensors])
+        """Copy the tensors into a buffer; into one on the host by one copy, which is waited for."""
+        if not self.tensors:
+            return
+        packed = buffer if buffer.device == self.device else self._staging()
+        torch._foreach_copy_(self.views(packed), [tensor.detach() for tensor in self.tensors])
+        if packed is not buffer:
+            buffer.copy_(packed)
 
     @torch.no_grad()
     def unpack(self, buffer: Tensor) -> None:
@@ -77,5 +92,5 @@ class ParameterVector:
     def add(self, buffer: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times a buffer to the tensors, bit for bit the opposite of what ``-alpha`` adds."""
         if self.tensors:
-            views = self.views(buffer.to(self.device))
+            views = self.views(self.on_device(buffer))
             torch._foreach_add_([tensor.detach() for tensor in self.tensors], views, alpha=alpha)

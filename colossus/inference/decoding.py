@@ -111,9 +111,9 @@ class Decoding:
         if logits is not None:
             rows = self._rows[self._model.rows(len(self._rows))]
             numbers = [0.0 if self._sampling.greedy else uniform(self._sampling.seed, row, position) for row in rows]
-            on_device = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+            on_device = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
             mine = pick(logits[:, -1], self._sampling, on_device, self._num_ids)
-        chosen = self._model.agree(len(self._rows), mine).tolist()
+        chosen = self._model.agree(len(self._rows), mine).cpu().tolist()  # where the host waits, once for each token
         self._seen, self._next = position, position + 1
         taken: list[int | None] = [None] * len(self.tokens)
         for index, row in enumerate(self._batch):

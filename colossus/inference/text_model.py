@@ -86,7 +86,7 @@ class TextModel:
         Returns:
             [rows / ranks that split them, tokens or 1, vocabulary], see `rows`; None but on the last pipeline stage.
         """
-        local = ids[self.rows(len(ids))].to(self.context.device)
+        local = ids[self.rows(len(ids))].to(self.context.device, non_blocking=True)
         info = BatchInfo(cache=cache, only_last_token=only_last)
         with torch.inference_mode(), self.context, self._parallel.batch_scope.enter(info), self._autocast:
             try:

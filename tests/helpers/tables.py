@@ -91,7 +91,7 @@ def own_part(batch: tuple[Tensor, Tensor], engine: Any) -> tuple[Tensor, ...]:
     """Of a data rank."""
     index, count = engine.context.index("data"), engine.context.size("data")
     share = SAMPLES // count
-    return tuple(each[index * share : (index + 1) * share] for each in batch)
+    return tuple(each[index * share : (index + 1) * share].to(engine.device) for each in batch)
 
 
 class Run:

@@ -10,8 +10,9 @@ import torch
 from helpers.ranks import grid
 
 from colossus.config import load_config
-from colossus.launch import causes, failure, worker
+from colossus.launch import causes, failure, rank_failure
 from colossus.launch.out_of_memory import advise, is_out_of_memory
+from colossus.launch.rank_run import RankRun
 from colossus.launch.stop import StopSignals
 
 CUDA = (
@@ -77,9 +78,9 @@ def test_nothing_is_advised_that_is_done_already() -> None:
 
 
 def test_the_block_has_the_advice(tmp_path: Path) -> None:
-    run = worker._Run(1, StopSignals(), tmp_path, has_launcher=True, folder=tmp_path, grid=grid(data=4), step=3)
+    run = RankRun(1, StopSignals(), tmp_path, has_launcher=True, folder=tmp_path, grid=grid(data=4), step=3)
     run.config = config_of()
-    assert worker._fail(run, torch.OutOfMemoryError(CUDA.format(used="60", held="1 MiB"))) == 1
+    assert rank_failure.fail(run, torch.OutOfMemoryError(CUDA.format(used="60", held="1 MiB"))) == 1
     records = failure.read_all(tmp_path)
     text = causes.block(causes.rank_causes(records, {}), grid(data=4), tmp_path)
     assert "raised OutOfMemoryError" in text

@@ -19,8 +19,9 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 
 from colossus.comm import collectives, flight_recorder, log
 from colossus.context.parallel_context import ParallelContext
-from colossus.launch import causes, failure, nccl_watch, recordings, stopped, worker
+from colossus.launch import causes, failure, nccl_watch, rank_failure, recordings, stopped
 from colossus.launch.failure import FailureRecord
+from colossus.launch.rank_run import RankRun
 from colossus.launch.stop import StopSignals
 
 GRID = grid(data=2, tensor=2)
@@ -149,8 +150,8 @@ def exit_code(body: Callable[..., None], *arguments: Any) -> int | None:
     return process.exitcode
 
 
-def _run_of(folder: Path, *, has_launcher: bool = True) -> worker._Run:
-    return worker._Run(1, StopSignals(), folder, has_launcher=has_launcher, folder=folder, grid=GRID, step=3)
+def _run_of(folder: Path, *, has_launcher: bool = True) -> RankRun:
+    return RankRun(1, StopSignals(), folder, has_launcher=has_launcher, folder=folder, grid=GRID, step=3)
 
 
 def _pretend_nccl(monkeypatch: pytest.MonkeyPatch, *, pending: bool = True) -> None:
@@ -167,7 +168,8 @@ def _lose_a_collective(folder: Path, group: tuple[str, str], is_told: bool) -> N
         monkeypatch.setattr(flight_recorder, "failed_group", lambda: group)
         run = _run_of(folder)
         run.has_failed = is_told
-        worker._watch_nccl(run, type("Config", (), {"comm": type("Comm", (), {"timeout_seconds": 120.0})}))
+        run.flush_metrics = (folder / "flushed").touch
+        rank_failure.watch_nccl(run, type("Config", (), {"comm": type("Comm", (), {"timeout_seconds": 120.0})}))
         time.sleep(1.5 if is_told else 30.0)
 
 
@@ -191,6 +193,7 @@ def test_a_collective_that_nccl_gives_up_is_a_failure_record(
     assert "time.sleep(1.5 if is_told else 30.0)" in record.traceback  # what the main thread was in
     assert record.is_timeout == (group[1] == "TIMEOUT")
     assert list(recordings.read_all(tmp_path)) == [1]
+    assert (tmp_path / "flushed").exists()
     failure.clear(tmp_path)
     assert not (tmp_path / failure.FOLDER).exists()
 
@@ -206,7 +209,7 @@ def test_a_rank_that_waits_for_others_is_not_the_one_that_hangs(
 ) -> None:
     """Under NCCL ranks that wait do not hear that another has gone: they are ended like one that hangs."""
     _pretend_nccl(monkeypatch, pending=pending)
-    worker._write_hard_end(_run_of(tmp_path), threading.get_ident())
+    rank_failure.write_hard_end(_run_of(tmp_path), threading.get_ident())
     (record,) = failure.read_all(tmp_path)
     assert record.kind == kind
     assert list(recordings.read_all(tmp_path)) == [1]

@@ -82,7 +82,7 @@ def test_all_layers_in_all_modes_and_precisions(mode: str) -> None:
 
 
 def tables(rank: int) -> dict[str, int]:
-    """How often the host waits in a forward and a backward of tables whose gradient is of the rows that were looked up."""
+    """How often the host waits in a forward and a backward of tables with a gradient of rows."""
     found = {}
     with fake_context(rank, ALL["none"], "fp32") as context:
         for name, make, inputs in (
@@ -152,3 +152,26 @@ def test_a_tensor_on_the_wrong_device_fails() -> None:
     run_fake_ranks(8, planted, "none")
     with pytest.raises(RanksFailed, match="found at least two devices, cuda:0 and cpu"):
         run_fake_ranks(8, planted, "tensor on the CPU")
+
+
+# -- compiled -------------------------------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> list[str]:
+    with fake_context(rank, ALL["none"], "bf16") as context:
+        model = colossus.build(CASES["gated mlp"][0], context)
+        x = as_input(hidden(CUDA), context.precision)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with Waits(allowed=True) as waits:
+            with context, context.precision.autocast(context.device):
+                out = run(x)
+            out.float().sum().backward()
+        assert x.grad is not None
+        assert out.device == x.grad.device == context.device
+        return waits.found
+
+
+@pytest.mark.long
+def test_a_compiled_layer() -> None:
+    """In one graph, of one process: torch does not compile parameters of a type of ours whose tensors are fake."""
+    assert run_fake_ranks(1, compiled) == [[]]

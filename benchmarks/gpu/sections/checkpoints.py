@@ -149,6 +149,7 @@ def _timed(rank: int, device: torch.device, folder: str) -> Figures:
         _step(engine, step)
     found = []
     for step in range(2):  # the first one reserves the memory
+        torch.cuda.synchronize()
         before = engine.checkpoints.stall_seconds
         save = engine.checkpoints.save(background=True)
         found.append(engine.checkpoints.stall_seconds - before)

@@ -120,7 +120,7 @@ def _overlap(device: torch.device) -> Figures:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         held = [HostCopy(x) for _ in range(2)] if copies else []
-        for _ in range(20 if products else 0):
+        for _ in range(8 if products else 0):
             w @ w
         if held:
             torch.cuda.current_stream().wait_stream(host_memory._streams[device])
@@ -130,5 +130,6 @@ def _overlap(device: torch.device) -> Figures:
 
     timed(True, True)
     alone, products, both = timed(True, False), timed(False, True), timed(True, True)
-    assert both < 0.9 * (alone + products), f"{both:.1f} ms for {alone:.1f} ms of copies and {products:.1f} of products"
+    allowed = max(alone, products) + min(alone, products) / 2
+    assert both < allowed, f"{both:.1f} ms for {alone:.1f} ms of copies and {products:.1f} ms of products"
     return {"copies ms": alone, "products ms": products, "both ms": both, "copied GB/s": 2 * x.nbytes / alone / 1e6}

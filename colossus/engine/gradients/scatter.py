@@ -164,7 +164,7 @@ class GradientScatter:
 
     def _start_left(self, several: Sequence[RowGradients]) -> None:
         """Gradients that came after their block's backward, of coalesced weights of which some were not used."""
-        found = torch.tensor(float(any(one.are_there for one in several)), device=self._context.device)
+        found = torch.full((), float(any(one.are_there for one in several)), device=self._context.device)
         if collectives.all_reduce(found, several[0].flat.group, op="max", owned=True).wait():
             self._start(several)
 

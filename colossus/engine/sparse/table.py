@@ -53,7 +53,8 @@ class Table:
 
     def _look_up(self, ids: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor]:
         distinct, where = torch.unique(ids.long(), return_inverse=True)
-        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self.num_rows:
+        ends = distinct[:: max(1, len(distinct) - 1)].tolist()  # the smallest and the largest, in one read
+        if ends and not 0 <= ends[0] <= ends[-1] < self.num_rows:
             self._refuse(ids)
         if not torch.is_grad_enabled():
             return self.way.fetch(distinct).to(gradient_dtype(self.param)), where

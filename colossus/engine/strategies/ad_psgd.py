@@ -58,7 +58,8 @@ class ADPSGD(PerReplica):
             return
         graph = make_graph(self.options.graph, data.size, self.options.schedule)
         require_same_graph(graph, context)
-        self.links = PeerLinks(data, self.vector.nbytes, self._timeout)
+        is_on_cuda = context.device.type == "cuda"
+        self.links = PeerLinks(data, self.vector.nbytes, self._timeout, pinned=is_on_cuda)
         assert self.stop_agreement is not None
         self._arrivals = Arrivals(self.links, self.stop_agreement.watch)
         self.stop_agreement.while_waiting = partial(require_alive, self.links)

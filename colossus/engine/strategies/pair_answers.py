@@ -42,8 +42,9 @@ class PairAnswers:
         self._links, self._followers, self._vector, self._note = links, followers, vector, note
         self._is_leader = followers is None or followers.group.index == 0
         self.side: PassiveSide[Message] = PassiveSide(self._is_leader)
-        self._now = torch.empty(vector.nbytes, dtype=torch.uint8)
-        self._promised = torch.zeros(vector.nbytes, dtype=torch.uint8)
+        is_pinned = vector.device.type == "cuda"
+        self._now = torch.empty(vector.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._promised = torch.zeros(vector.nbytes, dtype=torch.uint8, pin_memory=is_pinned)
         self._num_promised = 0
         self._changed = threading.Condition()
         self._wake = threading.Event()

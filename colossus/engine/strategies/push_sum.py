@@ -45,7 +45,6 @@ class PushSum:
         self.params, self.vector = list(params), ParameterVector(params)
         self.weight = 1.0
         self.x: Tensor | None = None
-        self._on_device: Tensor | None = None
 
     @torch.no_grad()
     def take_update(self) -> None:
@@ -58,14 +57,10 @@ class PushSum:
     @torch.no_grad()
     def write(self, data: Tensor) -> None:
         """Copy x to ``data``, uint8 [``vector.nbytes``] on the host."""
-        source = self.x
-        if source is None and self.vector.device.type == "cpu":
+        if self.x is None:
             self.vector.pack(data)
-            return
-        if source is None:
-            source = self._staging()
-            self.vector.pack(source)
-        data.copy_(source)
+        else:
+            data.copy_(self.x)
 
     @torch.no_grad()
     def mix(self, kept: float, addends: Sequence[Addend]) -> None:
@@ -131,17 +126,11 @@ class PushSum:
 
     def _operands(self, addend: Addend) -> list[Tensor]:
         """An addend as x lies: by parameter where w is 1, else in parts."""
-        return self.vector.views(self._here(addend.data)) if self.x is None else self._parts(addend)
+        return (
+            self.vector.views(self.vector.on_device(addend.data[: self.vector.nbytes]))
+            if self.x is None
+            else self._parts(addend)
+        )
 
     def _parts(self, addend: Addend) -> list[Tensor]:
-        return self.vector.parts(self._here(addend.data))
-
-    def _here(self, data: Tensor) -> Tensor:
-        """Bytes on the host as bytes on the device of the parameters; valid until the next call."""
-        data = data[: self.vector.nbytes]
-        return data if self.vector.device.type == "cpu" else self._staging().copy_(data)
-
-    def _staging(self) -> Tensor:
-        if self._on_device is None:
-            self._on_device = self.vector.empty()
-        return self._on_device
+        return self.vector.parts(self.vector.on_device(addend.data[: self.vector.nbytes]))

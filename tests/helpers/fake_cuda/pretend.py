@@ -143,6 +143,10 @@ class FakeEvent:
 _streams: list[FakeStream] = []
 
 
+#: of the state of a generator
+_RNG_BYTES = {"cpu": 5056, "cuda": 16}
+
+
 class _FakeGenerator(torch.Generator):
     """On the CPU whatever was asked for: fake tensors draw nothing, and only look that there is one."""
 
@@ -150,6 +154,16 @@ class _FakeGenerator(torch.Generator):
         made: _FakeGenerator = super().__new__(cls)
         made.wanted = torch.device(device)  # type: ignore[misc]
         return made
+
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(_RNG_BYTES[self.wanted.type], dtype=torch.uint8)  # type: ignore[attr-defined]
+
+    def set_state(self, state: torch.Tensor) -> _FakeGenerator:  # type: ignore[override]
+        """As torch wants it: of every device on the host."""
+        assert state.dtype is torch.uint8
+        assert state.device.type == "cpu", f"the state of a generator is on {state.device}"
+        assert state.shape == (_RNG_BYTES[self.wanted.type],), "the state of a generator of another device"  # type: ignore[attr-defined]
+        return self
 
 
 def _set_functions() -> None:
@@ -186,14 +200,18 @@ def _set_functions() -> None:
         "current_stream": lambda device=None: _streams[-1] if _streams else default,
         "default_stream": lambda device=None: default,
         "stream": stream,
-        "default_generators": (_FakeGenerator(DEVICE),),
+        "default_generators": (generator := _FakeGenerator(DEVICE),),
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
     torch.accelerator.synchronize = lambda device=None: note_wait("torch.accelerator.synchronize")  # type: ignore[assignment]
     torch.Generator = _FakeGenerator  # type: ignore[misc, assignment]
+    torch.default_generator = _FakeGenerator()
     torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
     torch.Tensor.numpy = _numpy  # type: ignore[method-assign]
+    FakeTensor.tolist = _tolist  # type: ignore[method-assign]
     FakeTensor.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]
     FakeTensor.__setattr__ = _set_attribute  # type: ignore[method-assign, assignment]
 
@@ -214,6 +232,14 @@ def _numpy(self: torch.Tensor, *, force: bool = False) -> np.ndarray:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
     with unset_fake_temporarily():
         return _real_numpy(torch.zeros(self.shape, dtype=self.dtype))
+
+
+def _tolist(self: FakeTensor) -> Any:
+    """Zeros, by one copy: torch would read element by element."""
+    if self.device.type == "cuda":
+        note_wait("tolist")
+    with unset_fake_temporarily():
+        return torch.zeros(self.shape, dtype=self.dtype).tolist()
 
 
 def _as_subclass(self: FakeTensor, cls: type[torch.Tensor]) -> torch.Tensor:

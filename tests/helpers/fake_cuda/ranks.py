@@ -6,6 +6,7 @@ import faulthandler
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from colossus.construct.allocate import trace_constructor
 from colossus.context import parallel_context
 from colossus.context.local_ranks import RanksFailed, run_local_ranks
 from colossus.layers import deferred_wgrad
+
+#: how long a rank waits for an object of another one, which may have failed
+PATIENCE = timedelta(seconds=60)
 
 torch.set_num_threads(1)
 
@@ -57,6 +61,7 @@ def run_fake_ranks(world: int, body: Callable[..., Any], *args: Any, ranks: Sequ
             pretend()
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
             store = dist.FileStore(str(Path(folder) / "store"), world)
+            store.set_timeout(PATIENCE)
             dist.init_process_group("fake", store=store, rank=rank, world_size=world)
             parallel_context.init_device_mesh = _real_mesh  # type: ignore[attr-defined]
             allocate.trace_constructor = _real_trace

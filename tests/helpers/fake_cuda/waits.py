@@ -30,6 +30,8 @@ _READS = (
 )
 #: what writes to its arguments, and knows no fake tensors
 _UPDATES = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default)
+#: of a copy to a device from memory that is not pinned, which the driver keeps at once
+_STAGED_BYTES = 1 << 16
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
 
 
@@ -45,9 +47,10 @@ class WatchedFakeTensors(FakeTensorMode):
     """
 
     def __init__(self, told: Path) -> None:
-        """``told``: a file for errors of backward: autograd loses those that an operator raises on a device's thread."""
+        """``told``: a file for errors of backward: on a device's thread autograd loses those of operators."""
         super().__init__(allow_non_fake_inputs=True)
         self._told = told
+        self._pinned: set[int] = set()
 
     @property
     def avoid_device_init(self) -> bool:
@@ -76,12 +79,28 @@ class WatchedFakeTensors(FakeTensorMode):
                 note_wait(str(func))
             if any(isinstance(x, FakeTensor) for x in tree_leaves(args)):
                 return _some_result(func, args, kwargs)
-        if func in _COPIES and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)):
-            to = kwargs.get("device") or args[0].device
-            source = args[0] if func is _COPIES[0] else args[1]
-            if {torch.device(to).type, source.device.type} == {"cpu", "cuda"}:
-                note_wait(f"{func} from {source.device} to {to}")
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        if func in _COPIES:
+            self._note_copy(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # a mode of ours has seen the call; what is inside are meta tensors
+            made = super().__torch_dispatch__(func, types, args, kwargs)
+        if kwargs.get("pin_memory"):
+            self._pinned.add(made.untyped_storage()._cdata)
+        return made
+
+    def _note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Between the host and a device, unless it is one that nobody waits for: which memory that is pinned has."""
+        to = torch.device(kwargs.get("device") or args[0].device)
+        source = args[0] if func is _COPIES[0] else args[1]
+        if {to.type, source.device.type} != {"cpu", "cuda"}:
+            return
+        if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)):
+            note_wait(f"{func} from {source.device} to {to}")
+            return
+        on_host = source if source.device.type == "cpu" else None if func is _COPIES[0] else args[0]
+        if to.type == "cuda" and source.nbytes <= _STAGED_BYTES:
+            return
+        if on_host is None or on_host.untyped_storage()._cdata not in self._pinned:
+            note_wait(f"{func}, of memory that is not pinned, from {source.device} to {to}")
 
 
 def _some_result(func: Any, args: Any, kwargs: Any) -> Any:

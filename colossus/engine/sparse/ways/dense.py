@@ -32,7 +32,8 @@ class Dense(Way):
         whole[gradient.ids] = rows
         touched = torch.zeros(self.num_rows + 1, dtype=torch.uint8, device=rows.device)
         touched[gradient.ids] = 1
-        touched[-1] = is_used
+        if is_used:
+            touched[-1].fill_(1)
         total = self._sum.start(whole.view(-1))
         marks = [collectives.all_reduce(touched, self._groups[0], op="max", owned=True, what="ids")]
 
@@ -42,6 +43,6 @@ class Dense(Way):
                 found = collectives.all_reduce(found, group, op="max", owned=True, what="ids").wait()
             flat = total.wait().view(self.num_rows, -1)
             ids = found[:-1].nonzero().squeeze(1)
-            return RowGradient(ids, flat[ids]) if found[-1] else None
+            return RowGradient(ids, flat[ids]) if is_used or found[-1] else None
 
         return finish

@@ -1,0 +1,271 @@
+"""On CUDA one batch is read and copied ahead of its step, which nothing but the clock can tell."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.fake_cuda import HiddenWait, Waits, run_fake_ranks
+from helpers.fake_cuda.pretend import DEVICE, FakeStream
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from colossus.data import Loaders, build_loaders
+from colossus.data.device_copy import DeviceCopy
+
+BATCH, SAMPLES = 8, 29
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([float(index), random.random()]), "y": np.random.rand()}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        numbers = Numbers()
+        yield from (numbers[index] for index in range(SAMPLES))
+
+
+class Remembering(IterableDataset[Any]):
+    """Its state is one object, that reading changes."""
+
+    def __init__(self) -> None:
+        self.state = {"place": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["place"] < SAMPLES:
+            self.state["place"] += 1
+            yield {"x": torch.tensor(self.state["place"]), "y": np.random.rand()}
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+class Batches:
+    """Ready batches, made when they are asked for."""
+
+    def __init__(self, count: int = 5) -> None:
+        self.count, self.made = count, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            self.made += 1
+            yield {"x": torch.arange(BATCH) + BATCH * number, "y": torch.zeros(BATCH)}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "map": Numbers,
+    "stream": Stream,
+    "remembering": Remembering,
+    "loader": lambda: DataLoader(Numbers(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(1)),
+    "batches": Batches,
+    "stream in a worker": lambda: {"type": Stream, "num_workers": 1},
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def loaders(data: Any, device: Any = "cpu") -> Loaders:
+    return build_loaders(data, seed=3, global_batch_size=BATCH, data_rank=0, data_size=1, device=device)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders read ahead on the CPU, too, where what they give can be looked at."""
+    monkeypatch.setattr(DeviceCopy, "is_asynchronous", True)
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(left[key], right[key]) for key in ("x", "y"))
+
+
+def play(train: Any, kind: str, seed: int) -> list[Any]:
+    """What a loader answers to calls in any order."""
+    chosen = random.Random(seed)
+    answers: list[Any] = []
+    for _ in range(14):
+        call = chosen.choice(["next", "next", "next", "peek", "step", "state", "set", "trained"])
+        if call == "next":
+            answers.append(next(train))
+        elif call == "peek":
+            answers.append(train.peek())
+        elif call == "set" and kind != "remembering":  # it could go back by its own state only
+            train.set_step(max(0, train.step + chosen.choice([-2, 0, 1])))
+        elif call == "trained":
+            train.num_untrained = min(train.num_untrained, 1)
+            answers.append(train.trained_state_dict().get("step"))
+        elif call == "state":
+            state = train.state_dict()
+            train = loaders(KINDS[kind]()).train
+            train.load_state_dict(state)
+        answers.append((train.step, train.num_untrained))
+    return answers
+
+
+@kinds
+def test_all_calls_answer_what_they_answer_without(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = range(2) if "worker" in kind else range(12)
+    plain = [play(loaders(KINDS[kind]()).train, kind, seed) for seed in seeds]
+    monkeypatch.setattr(DeviceCopy, "is_asynchronous", True)
+    for seed, expected in zip(seeds, plain, strict=True):
+        for answer, right in zip(play(loaders(KINDS[kind]()).train, kind, seed), expected, strict=True):
+            assert same(answer, right) if isinstance(right, dict) else answer == right
+
+
+@kinds
+def test_every_evaluation_is_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluations() -> list[Any]:
+        data = KINDS[kind]()
+        held_out = data if isinstance(data, dict) else {"type": lambda: data}
+        validation = loaders({"type": Numbers, "validation": held_out}).validation
+        assert validation is not None
+        broken = iter(validation)
+        return [next(broken), *validation] if kind != "remembering" else list(validation)
+
+    plain = evaluations()
+    monkeypatch.setattr(DeviceCopy, "is_asynchronous", True)
+    found = evaluations()
+    assert len(found) == len(plain)
+    assert all(map(same, found, plain))
+
+
+class Failing(Numbers):
+    fails = True
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.fails and index == 0:
+            raise OSError("the disk has gone")
+        return super().__getitem__(index)
+
+
+def test_an_error_is_raised_when_it_is_due(ahead: None) -> None:
+    data = Failing()
+    data.fails = False
+    whole = [batch for _, batch in zip(range(6), loaders(data).train, strict=False)]
+    at = next(step for step, batch in enumerate(whole) if 0.0 in batch["x"][:, 0])
+    assert at > 0, "another seed is needed"
+    data.fails = True
+    train = loaders(data).train
+    for batch in whole[:at]:
+        assert same(next(train), batch)
+    for read in (train.__next__, train.peek):
+        with pytest.raises(OSError, match="the disk has gone"):
+            read()
+        assert (train.step, train.num_untrained) == (at, at)
+    data.fails = False
+    assert same(next(train), whole[at])  # a caller may try again
+
+
+def test_an_interrupted_read_loses_nothing(ahead: None) -> None:
+    class Interrupted(Numbers):
+        reads = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.reads += 1
+            if self.reads == 2 * BATCH + 3:
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    whole = [batch for _, batch in zip(range(3), loaders(Numbers()).train, strict=False)]
+    train = loaders(Interrupted()).train
+    next(train)
+    with pytest.raises(KeyboardInterrupt):
+        next(train)
+    assert train.state_dict()["step"] == train.step == 1
+    assert same(next(train), whole[1])
+    assert same(next(train), whole[2])
+
+
+def test_what_depends_on_the_steps_is_not_read_ahead(ahead: None) -> None:
+    """A generator of batches may make them from what the model does; any other data may be said to."""
+    data = Batches()
+    next(loaders(data).train)
+    assert data.made == 1
+    read: list[int] = []
+
+    class Counted(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    for options, batches in (({}, 2), ({"read_ahead": False}, 1), ({"read_ahead": True}, 2)):
+        read.clear()
+        next(loaders({"type": Counted, **options}).train)
+        assert len(read) == batches * BATCH
+    with pytest.raises(ValueError, match=r"data\.read_ahead = 'no' is neither True nor False"):
+        loaders({"type": Counted, "read_ahead": "no"})
+
+
+def test_on_the_cpu_nothing_is_read_ahead() -> None:
+    train = loaders(Numbers()).train
+    next(train)
+    assert train.source.step == 1
+
+
+# -- on a device ---------------------------------------------------------------------------------------------------
+
+
+def ready() -> Any:
+    return [
+        {
+            "x": torch.zeros(BATCH, 3),
+            "y": torch.zeros(3, BATCH).t(),
+            "same": torch.zeros(1).expand(BATCH),
+            "name": ["a"] * BATCH,
+        }
+    ] * 5
+
+
+def body(rank: int) -> None:
+    recorded: list[Any] = []
+    record = torch.Tensor.record_stream
+    torch.Tensor.record_stream = lambda self, stream: (recorded.append(stream), record(self, stream))[1]  # type: ignore
+    data: dict[str, Any] = {
+        "map": Numbers(), "stream": Stream(), "loader": KINDS["loader"](),
+        "tokens": {"type": "PythonStdlib", "seq_len": 16, "max_bytes": 8000},
+        "validation": {"type": Numbers, "validation": {"type": Numbers}},
+        "ready": {"type": lambda: DataLoader(ready(), batch_size=None)},
+        "pinned": {"type": lambda: ready().__iter__(), "read_ahead": True},
+        "not ahead": {"type": Numbers, "read_ahead": False},
+    }  # fmt: skip
+    for name, each in data.items():
+        made = loaders(each, DEVICE)
+        batches: Any = made.validation if name == "validation" else made.train
+        recorded.clear()
+        torch.Tensor.is_pinned = lambda self, name=name: name == "pinned"  # type: ignore[method-assign, assignment]
+        with Waits():
+            for number, batch in zip(range(3), batches, strict=False):
+                tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+                assert len(tensors) >= 2
+                assert all(x.device == DEVICE for x in tensors), (name, number)
+                assert torch.stack([x.sum() for x in tensors]).device == DEVICE
+        here = torch.cuda.current_stream()
+        assert recorded
+        assert all(stream is here for stream in recorded), name
+        assert isinstance(batches._copy._stream, FakeStream)
+        assert batches._copy._stream is not here
+        # what they read next may be written to their own pinned memory, out of which a copy goes
+        theirs = batches._copy._reads_theirs
+        assert (theirs is not None) == (name == "pinned"), name
+        if theirs is not None:
+            waited: list[Any] = []
+            theirs.synchronize = lambda waited=waited: waited.append(True)
+            batches._copy.let_go()
+            assert waited
+    assert batch["x"].device == DEVICE
+    with pytest.raises(HiddenWait, match="_to_copy"), Waits():  # what a plain copy would do
+        Numbers()[0]["x"].to(DEVICE)
+
+
+def test_batches_come_to_a_device_and_nobody_waits() -> None:
+    run_fake_ranks(1, body)

@@ -1,0 +1,242 @@
+"""Which steps wait for a CUDA device, and how often: none between logging steps, or as often as docs/gpus.md says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.long import long
+from helpers.training import BATCH, batch_of, config_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.comm.buffer_pool import BufferPool
+from colossus.engine.strategies.push_sum import Addend, PushSum
+
+STEPS = 5
+ONE_BLOCK = dict(model=dict(num_layers=1))
+FEW_KV_HEADS = dict(type="Llama", num_layers=1, hidden_size=24, num_heads=4, num_kv_heads=2, vocab_size=53, seq_len=12)
+PURE = dict(params="bf16", compute="bf16")
+#: name -> plan, precision, more of the config
+Case = tuple[dict[str, Any], Any, dict[str, Any]]
+
+ONE: dict[str, Case] = {
+    "fp32": ({}, "fp32", {}),
+    "fp16, norms of groups": ({}, "fp16", dict(train=dict(grad_norm_by_group=True))),
+    "pure bf16, values clipped": ({}, PURE, dict(train=dict(clip_grad_value=0.1, on_nonfinite="skip"))),
+    "fp64": ({}, "fp64", {}),
+    "SGD": ({}, "bf16", dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9))),
+}
+SEVERAL: dict[str, Case] = {
+    "data": (dict(data=4), "bf16", dict(schedule=dict(microbatches=2))),
+    "zero 1": (dict(data=4, zero=1), "fp16", {}),
+    "zero 2, groups": (dict(data=4, zero=2), "bf16", dict(train=dict(grad_norm_by_group=True))),
+    "zero 3, pure bf16": (dict(data=4, zero=3), PURE, {}),
+    "zero 3 by step": (dict(data=4, zero=3, tensor=dict(weights="step")), "fp32", {}),
+    "zero 3 by microbatch": (
+        dict(data=4, zero=3, tensor=dict(weights="microbatch")),
+        "bf16",
+        dict(schedule=dict(microbatches=2)),
+    ),
+    "hsdp": (dict(data=4, zero=dict(stage=3, shard=2)), "fp32", {}),
+    "zero 2 x tensor, coalesced": (dict(data=2, zero=2, tensor=dict(size=2, coalesce=True)), "fp32", {}),
+    "hierarchical": (dict(data=4, strategy=dict(type="hierarchical", per_host=2)), "fp32", {}),
+    "compressed": (dict(data=4, strategy=dict(type="all_reduce", compress="bf16")), "fp32", {}),
+    "powersgd": (
+        dict(data=4, strategy=dict(type="all_reduce", compress="powersgd", start_step=1, warm_start=False)),
+        "fp32",
+        {},
+    ),
+    "copies of heads": (dict(tensor=4), "bf16", dict(model=FEW_KV_HEADS)),
+}
+#: with ``-m long`` only
+LATER = {
+    *("fp32", "fp64", "data", "zero 2, groups", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
+    *("zero 2 x tensor, coalesced", "slowmo", "zero 3 x tensor, coalesced"),
+}
+
+
+def steps_of(engine: Any, batch: Any, num_steps: int = STEPS) -> list[list[str]]:
+    """What waits in each step."""
+    found = []
+    for _ in range(num_steps):
+        Waits.begin_step()
+        with Waits(allowed=True) as waits:
+            engine.train_step(batch)
+        found.append(waits.found)
+    return found
+
+
+def gpt(rank: int, cases: dict[str, Case], num_steps: int = STEPS) -> dict[str, list[list[str]]]:
+    found = {}
+    for name, (plan, precision, more) in cases.items():
+        try:
+            engine = colossus.initialize(config_of(plan, 9, precision, device="cuda", **{**ONE_BLOCK, **more}))
+            share = BATCH // engine.context.size("data")
+            batch = batch_on_device({key: x[:share] for key, x in batch_of(0).items()})
+            found[name] = steps_of(engine, batch, num_steps)
+            engine.close()
+        except BaseException as error:
+            error.add_note(f"in the case {name!r}")
+            raise
+    return found
+
+
+@pytest.mark.parametrize("kind", ["some", *long("all")])
+def test_no_step_waits(kind: str) -> None:
+    """But the first, which may be skipped where torch has no state of the optimizer yet."""
+    for world, cases in ((1, ONE), (4, SEVERAL)):
+        cases = {name: case for name, case in cases.items() if kind == "all" or name not in LATER}
+        (found,) = run_fake_ranks(world, gpt, cases, 3)
+        assert {name: steps[1:] for name, steps in found.items()} == {name: [[]] * 2 for name in cases}
+
+
+# -- steps that wait ----------------------------------------------------------------------------------------------
+
+ADAGRAD = dict(optimizer=dict(type="Adagrad"))
+#: name -> case, and how often its steps wait, from the second on
+WAITING: dict[str, tuple[Case, list[int]]] = {
+    "not fused": ((dict(data=4), "fp32", ADAGRAD), [1] * 4),
+    "zero 3 offloaded": ((dict(data=4, zero=dict(stage=3, offload=True)), "bf16", {}), [3] * 4),
+    "zero 1 offloaded, fp16, groups": (
+        (
+            dict(data=4, zero=dict(stage=1, offload=True)),
+            "fp16",
+            dict(train=dict(grad_norm_by_group=True, clip_grad_value=0.1)),
+        ),
+        [3] * 4,
+    ),
+    "zero 3 x tensor, coalesced": ((dict(data=2, zero=3, tensor=dict(size=2, coalesce=True)), "fp32", {}), [1] * 4),
+    "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3, post_local=1)), "bf16", {}), [0, 0, 2, 0]),
+    "slowmo": ((dict(data=4, strategy=dict(type="slowmo", period=3)), "fp32", {}), [0, 2, 0, 0]),
+    "diloco": (
+        (dict(data=4, strategy=dict(type="diloco", period=4, fragments=2)), "fp16", dict(model=dict(num_layers=2))),
+        [2, 0, 2, 0],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["some", *long("all")])
+def test_the_steps_that_wait_do_it_as_often_as_is_said(kind: str) -> None:
+    chosen = [name for name in WAITING if kind == "all" or name not in LATER]
+    (found,) = run_fake_ranks(4, gpt, {name: WAITING[name][0] for name in chosen})
+    assert {name: [len(waits) for waits in steps[1:]] for name, steps in found.items()} == {
+        name: WAITING[name][1] for name in chosen
+    }
+    for step in found["zero 3 offloaded"]:
+        assert [next(place for place in PLACES if place in wait) for wait in step] == PLACES
+
+
+#: where a step with offloaded rows waits: for the gradients, for what they are divided by, whether all are finite
+PLACES = ["parameter_store.py", "torch._foreach_mul_", "bool(found_inf)"]
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers.Embedding(37, 6, sparse=True), nn.Embedding(11, 6, sparse=True)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.out((self.first(ids) + self.second(ids)).mean(1))
+        return out
+
+
+def loss_fn(outputs: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(outputs, batch[1], reduction="sum"), len(outputs)  # a number: no copy that is waited for
+
+
+def own(rank: int, model: Callable[[], nn.Module], plan: dict[str, Any], inputs: Tensor) -> list[list[str]]:
+    config = dict(
+        parallel=plan,
+        optimizer=dict(type="SGD", lr=0.1),
+        train=dict(steps=9, global_batch_size=4 * plan["data"]),
+        device="cuda",
+    )
+    engine = colossus.initialize(config, model=model, loss_fn=loss_fn)
+    batch = batch_on_device({"inputs": inputs, "labels": torch.zeros(4, dtype=torch.int64)})
+    found = steps_of(engine, tuple(batch.values()))
+    engine.close()
+    return found[1:]
+
+
+def counted(steps: list[list[str]]) -> Iterator[dict[str, int]]:
+    """Of each step: file -> waits."""
+    for step in steps:
+        yield dict(Counter(wait.rpartition("/colossus/")[2].partition(":")[0] for wait in step))
+
+
+def test_a_parameter_without_a_gradient_costs_a_wait_for_its_bucket() -> None:
+    (found,) = run_fake_ranks(2, own, Unused, dict(data=2), torch.zeros(4, 6))
+    assert list(counted(found)) == [{"engine/gradients/buckets.py": 1}] * 4
+    (found,) = run_fake_ranks(2, own, Unused, dict(data=2, zero=2), torch.zeros(4, 6))
+    assert list(counted(found)) == [{"engine/row_gradients.py": 1}] * 4
+
+
+def test_tables_wait_for_their_ids() -> None:
+    """Twice in a lookup (which ids are distinct, whether all are rows), once for the rows that others have touched;
+    once in a step, since an update of rows cannot be left out on the device."""
+    ids = torch.zeros(4, 3, dtype=torch.int64)
+    (found,) = run_fake_ranks(2, own, Tables, dict(data=2), ids)
+    assert (
+        list(counted(found))
+        == [{"engine/sparse/table.py": 4, "engine/sparse/ways/dense.py": 2, "engine/strategies/strategy.py": 1}] * 4
+    )
+
+
+# -- messages between replicas --------------------------------------------------------------------------------------
+
+
+def messages(rank: int) -> dict[str, list[str]]:
+    """What waits where x goes to the host, to be sent, and where what others have sent comes to the device."""
+    params = [torch.zeros(shape, device="cuda") for shape in ((5, 3), (7,), ())]
+    push_sum, links = PushSum(params), BufferPool(pinned=True)
+    data = [links.take(push_sum.vector.nbytes) for _ in range(3)]
+    found = {}
+
+    def noted(name: str, *calls: Callable[[], object]) -> None:
+        with Waits(allowed=True) as waits:
+            for call in calls:
+                call()
+        found[name] = waits.found
+
+    noted("send x", lambda: push_sum.write(data[0]))
+    noted("take in one", lambda: push_sum.mix(0.5, [Addend(0.5, 1.0, data[1])]))
+    noted("take in two, w is not 1", lambda: push_sum.mix(0.5, [Addend(0.25, 0.5, data[1]), Addend(0.5, 1.0, data[2])]))
+    noted("send x, w is not 1", lambda: push_sum.write(data[0]))
+    noted("share of an average", lambda: push_sum.total([Addend(0.5, 1.0, data[1])]))
+    vector = push_sum.vector
+    noted("a pair's average", lambda: vector.pack(data[0]), lambda: vector.add(data[1], alpha=-1.0))
+    assert push_sum.x is not None
+    assert push_sum.x.device.type == "cuda"
+    return found
+
+
+def test_a_message_between_replicas_is_waited_for_once() -> None:
+    """However many parameters there are: each is one copy."""
+    (found,) = run_fake_ranks(1, messages)
+    assert {name: len(waits) for name, waits in found.items()} == {
+        "send x": 1,
+        "take in one": 1,
+        "take in two, w is not 1": 2,
+        "send x, w is not 1": 1,
+        "share of an average": 1,
+        "a pair's average": 2,
+    }
+    assert all("aten.copy_.default" in wait for waits in found.values() for wait in waits)

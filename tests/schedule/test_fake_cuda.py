@@ -1,0 +1,204 @@
+"""Pipelines on CUDA devices that do not exist: every schedule, with what weights and activations may do in a step; and
+products of all axes in worlds of up to 512 ranks. No tensor is on the wrong device, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.fake_cuda import HiddenWait, Waits, batch_on_device, run_fake_ranks
+from helpers.long import but, long
+from helpers.training import batch_of, config_of
+from torch import Tensor, nn
+
+import colossus
+from colossus import layers
+from colossus.config import load_config
+from colossus.context.local_ranks import RanksFailed
+from colossus.context.parallel_context import ParallelContext
+from colossus.models.gpt import GPT
+from colossus.schedule.partition.measure import measure_blocks
+
+SMALL = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=30, seq_len=8)
+FOUR = dict(num_layers=4)
+
+
+def config(parallel: dict[str, Any], precision: str = "bf16", samples: int = 4, **more: Any) -> dict[str, Any]:
+    more["model"] = {**SMALL, **more.pop("model", {})}
+    more["train"] = {"global_batch_size": samples, **more.pop("train", {})}
+    return config_of(parallel, 9, precision, device="cuda", **more)
+
+
+def waits_of(settings: dict[str, Any], model: Any = None) -> list[str]:
+    """What waits in a step that follows a first one."""
+    sizes, samples = settings["model"], settings["train"]["global_batch_size"]
+    if model is not None:
+        settings = {key: value for key, value in settings.items() if key != "model"}
+    engine = colossus.initialize(settings, model)
+    batch = batch_on_device(batch_of(0, sizes, samples // engine.context.size("data")))
+    engine.train_step(batch)
+    with Waits(allowed=True) as waits:
+        engine.train_step(batch)
+    engine.eval_step(batch)
+    engine.close()
+    return waits.found
+
+
+def schedule(kind: str, microbatches: int = 2) -> dict[str, Any]:
+    return dict(type=kind, microbatches=microbatches)
+
+
+#: embeddings are tied but where it says otherwise
+PIPELINES: dict[str, dict[str, Any]] = {
+    "gpipe": config(dict(pipeline=2), "fp16", schedule=schedule("gpipe")),
+    "1f1b": config(dict(pipeline=2), train=dict(activation_checkpoint="full"), schedule=schedule("1f1b")),
+    "interleaved": config(dict(pipeline=2), "fp32", model=dict(FOUR, dropout=0.1), schedule=schedule("interleaved")),
+    "zb-h1": config(dict(pipeline=2), train=dict(activation_checkpoint="selective"), schedule=schedule("zb-h1")),
+    "zb-v": config(dict(pipeline=2), model=dict(FOUR, tie_embeddings=False), schedule=schedule("zb-v")),
+}
+
+
+def run_all(rank: int, cases: list[dict[str, Any]]) -> list[list[str]]:
+    return [waits_of(case) for case in cases]
+
+
+@pytest.mark.parametrize("kinds", [("1f1b", "interleaved", "zb-v"), *long(("gpipe", "zb-h1"))])
+def test_schedules_wait_for_nothing(kinds: tuple[str, ...]) -> None:
+    cases = [PIPELINES[kind] for kind in kinds]
+    assert run_fake_ranks(2, run_all, cases, ranks=(0, 1)) == [[[]] * len(cases)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", PIPELINES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_schedule_in_every_way(kind: str, precision: str) -> None:
+    cases = [
+        config(
+            dict(pipeline=4),
+            precision,
+            samples=8,
+            model=dict(num_layers=8, dropout=0.1, tie_embeddings=is_tied),
+            train=dict(activation_checkpoint=recompute),
+            schedule=schedule(kind, 8),
+        )
+        for recompute in ("none", "full", "selective")
+        for is_tied in (True, False)
+    ]
+    assert run_fake_ranks(4, run_all, cases, ranks=range(4)) == [[[]] * len(cases)] * 4
+
+
+# -- measured stages ---------------------------------------------------------------------------------------------------
+
+
+def measured(rank: int) -> tuple[int, list[str]]:
+    settings = load_config(config(dict(pipeline=2)), nproc=2)
+    context = ParallelContext.from_config(settings, device="cuda:0")
+    ids = torch.zeros(2, SMALL["seq_len"], dtype=torch.int64, device=context.device)
+    with Waits(allowed=True) as waits:
+        costs = measure_blocks(lambda: GPT(**SMALL), context, ids, repeats=1)
+    context.close()
+    return len(costs), [line.split(" at ")[0] for line in waits.found]
+
+
+def test_blocks_are_measured_on_the_device() -> None:
+    """The device is waited for before and after a run, and not while it is timed."""
+    ((num_blocks, waits),) = run_fake_ranks(2, measured)
+    assert num_blocks == SMALL["num_layers"] + 2
+    at = [index for index, line in enumerate(waits) if line == "torch.cuda.synchronize"]
+    assert len(at) == 2 * num_blocks
+    assert [stop - start for start, stop in zip(at[::2], at[1::2], strict=True)] == [1] * num_blocks  # nothing between
+
+
+# -- big worlds --------------------------------------------------------------------------------------------------------
+
+#: world, plan, more of the config
+PRODUCTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "64: data 8 x pipeline 2 x 2d": (
+        64,
+        dict(data=8, pipeline=2, tensor=dict(mode="2d", size=4)),
+        dict(samples=32, schedule=schedule("1f1b")),
+    ),
+    "128: zero x pipeline x ring x 1d": (
+        128,
+        dict(data=8, pipeline=2, sequence=dict(size=4, mode="ring"), tensor=2, zero=1),
+        dict(samples=16, schedule=schedule("zb-h1")),
+    ),
+    "256: data x pipeline x 2.5d": (
+        256,
+        dict(data=16, pipeline=2, tensor=dict(mode="2.5d", size=8, depth=2)),
+        dict(samples=64, schedule=schedule("interleaved"), model=FOUR),
+    ),
+    "512: data x pipeline x ring x 3d": (
+        512,
+        dict(data=16, pipeline=2, sequence=dict(size=2, mode="ring"), tensor=dict(mode="3d", size=8)),
+        dict(samples=128, schedule=schedule("1f1b")),
+    ),
+    "512: data x hybrid x 1d": (
+        512,
+        dict(data=32, sequence=dict(size=4, mode="hybrid"), tensor=dict(size=4, sequence_sharded=True)),
+        dict(samples=32, model=dict(num_heads=8, hidden_size=32, seq_len=16)),
+    ),
+    "512: zero 3 x ulysses": (
+        512,
+        dict(data=256, sequence=dict(size=2, mode="ulysses"), zero=3),
+        dict(samples=256),
+    ),
+    "512: data x pipeline 4 x 3d": (
+        512,
+        dict(data=16, pipeline=4, tensor=dict(mode="3d", size=8)),
+        dict(samples=256, model=dict(num_layers=8), schedule=schedule("zb-v", 4)),
+    ),
+}
+DEFAULT = ("512: data x pipeline x ring x 3d",)
+
+
+def one(rank: int, settings: dict[str, Any]) -> list[str]:
+    return waits_of(settings)
+
+
+@pytest.mark.parametrize("name", but([name for name in PRODUCTS if name not in DEFAULT], PRODUCTS))
+def test_products_of_all_axes_wait_for_nothing(name: str) -> None:
+    world, parallel, more = PRODUCTS[name]
+    size = parallel.get("pipeline", 1)
+    ranks = range(world // size - 1, world, world // size)  # the last of each stage
+    assert run_fake_ranks(world, one, config(parallel, **more), ranks=ranks) == [[]] * size
+
+
+# -- mistakes of a user's own --------------------------------------------------------------------------------------------
+
+
+class Mistaken(nn.Module):
+    """Between the stages: reads a number, or adds a tensor of the host's."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.linear, self.mistake = nn.Linear(16, 16), mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * float(y.detach().sum()) if self.mistake == "reads" else y + torch.ones(16)
+
+
+def mistaken(rank: int, mistake: str) -> list[str]:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            layers.Embedding(30, 16), layers.TransformerBlock(16, 2), Mistaken(mistake), nn.Linear(16, 30)
+        )
+
+    settings = config(dict(pipeline=1), "fp32", schedule=schedule("1f1b"))
+    del settings["model"]
+    engine = colossus.initialize(settings, model, lambda logits, batch: layers.cross_entropy(logits, batch["labels"]))
+    batch = batch_on_device(batch_of(0, SMALL, 4))
+    with Waits():
+        engine.train_step(batch)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"), [("reads", HiddenWait.__name__), ("adds", "two devices, cuda:0 and cpu")]
+)
+def test_mistakes_in_a_stage_are_found(mistake: str, words: str) -> None:
+    with pytest.raises(RanksFailed, match=words) as raised:
+        run_fake_ranks(1, mistaken, mistake)
+    assert "float(y.detach().sum())" in str(raised.value)

@@ -1,0 +1,227 @@
+"""The sections of scripts/test-gpu that compare with torch: on the CPU, and on CUDA devices that do not exist."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from helpers.fake_cuda import Waits, run_fake_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
+
+from benchmarks import timing  # noqa: E402
+from benchmarks.gpu.one_process_ring import OneProcessRing  # noqa: E402
+from benchmarks.gpu.section import LeftOut  # noqa: E402
+from benchmarks.gpu.sections import blocks, kernels, step  # noqa: E402
+from benchmarks.gpu.sections.kernels import Attention  # noqa: E402
+from benchmarks.peers.ours import ColossusCase  # noqa: E402
+from benchmarks.peers.plain import PlainCase  # noqa: E402
+from benchmarks.sequence_cases import AttentionCase  # noqa: E402
+from benchmarks.tensor_cases import CASES, PLAIN  # noqa: E402
+from benchmarks.tensor_worker import Worker  # noqa: E402
+from benchmarks.workload import Workload  # noqa: E402
+from colossus.sequence_parallel import ring  # noqa: E402
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+# -- the ring in one process ----------------------------------------------------------------------------------
+
+
+def ring_and_whole(attention: Attention) -> tuple[OneProcessRing, list[torch.Tensor]]:
+    q, k, v, dout = (x.double() for x in kernels.draw(attention))
+    documents = kernels.documents_of(attention, CPU)
+    mask = None if documents is None else kernels.mask_of(documents)
+    in_ring = OneProcessRing(attention.ranks, q, k, v, dout, documents)
+    return in_ring, kernels.whole_attention(q, k, v, dout, mask)
+
+
+@pytest.mark.parametrize("num_documents", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_ring_in_one_process_is_the_whole_attention(ranks: int, num_documents: int) -> None:
+    attention = Attention("fp64", ranks, 30 * ranks, num_documents, heads=6, kv_heads=2, head_dim=8)
+    in_ring, whole = ring_and_whole(attention)
+    gaps = in_ring.gaps(whole)
+    assert set(gaps) == {"output", "dq", "dk", "dv"}
+    assert max(gaps.values()) < 1e-13
+
+
+def test_a_block_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = Attention("fp64", 3, 60, heads=2, kv_heads=2, head_dim=8)
+    in_ring, whole = ring_and_whole(attention)
+    real = ring.block_backward
+
+    def without_one(dout: Any, q: Any, *rest: Any, **options: Any) -> Any:
+        dq, dk, dv = real(dout, q, *rest, **options)
+        return dq, dk * options["causal"], dv
+
+    monkeypatch.setattr(ring, "block_backward", without_one)
+    gaps = in_ring.gaps(whole)
+    assert gaps["dk"] > 0.01
+    assert max(gaps["output"], gaps["dq"], gaps["dv"]) < 1e-13
+    assert kernels.TOLERANCES["bf16"] < 0.1
+    with pytest.raises(AssertionError, match=r"dk is off by 0\.\d+ of its largest number, allowed are 0.02"):
+        kernels._attention(replace(attention, dtype="bf16"), CPU, 0.0)
+
+
+# -- a step beside bare torch ---------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_torchs_fails() -> None:
+    wanted = [(4.0, 1.0), (3.9, 1.1)]
+    step.check([(4.0003, 1.0), (3.9, 1.1)], wanted, 1e-4)
+    with pytest.raises(AssertionError, match=r"gradient norm 1.101000 at step 2, but bare torch has 1.100000"):
+        step.check([(4.0, 1.0), (3.9, 1.101)], wanted, 1e-4)
+    with pytest.raises(AssertionError, match="loss nan at step 1"):
+        step.check([(float("nan"), 1.0), (3.9, 1.1)], wanted, 1e-2)
+
+
+def test_figures_that_cannot_be_fail() -> None:
+    figures: dict[str, Any] = {"MFU": 0.4, "MFU of torch": None, "time / torch": 1.3}
+    step.require_plausible(figures, judged=False)
+    with pytest.raises(AssertionError, match=r"takes 1\.30 times as long as bare torch's"):
+        step.require_plausible(figures, judged=True)
+    with pytest.raises(AssertionError, match=r"MFU is 1\.2: the peak or the clock is wrong"):
+        step.require_plausible({**figures, "MFU": 1.2}, judged=False)
+
+
+def device_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], memory: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *, including_emulation: capability >= (8, 0))
+
+
+def test_what_a_device_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {variant.name: variant for variant in step.VARIANTS}
+
+    def left_out(device: torch.device) -> set[str]:
+        out = set()
+        for name, variant in by_name.items():
+            try:
+                step.require(variant, device)
+            except LeftOut:
+                out.add(name)
+        return out
+
+    assert set(by_name) - left_out(CPU) == {"fp32", "bf16"}
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: object())
+    device_of(monkeypatch, (7, 5), 15 << 30)
+    assert set(by_name) - left_out(CUDA) == {"fp32", "fp32, small: the host's time"}
+    assert step.workload_for(CUDA, by_name["fp32"]).hidden == step.MIDDLE.hidden
+    device_of(monkeypatch, (9, 0), 140 << 30)
+    assert not left_out(CUDA)
+    assert step.workload_for(CUDA, by_name["fp32"]).hidden == step.LARGE.hidden
+    monkeypatch.setattr(step.importlib.util, "find_spec", lambda name: None)
+    assert left_out(CUDA) == {name for name, variant in by_name.items() if variant.compiled}
+
+
+def test_times_are_of_as_many_calls_as_fit() -> None:
+    counts = dict.fromkeys("ab", 0)
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    series = timing.compare({name: lambda name=name: count(name) for name in counts}, CPU, seconds=0.0)
+    blocks_taken, calls = timing.BLOCKS[0], timing.MOST_CALLS
+    assert {name: len(taken) for name, taken in series.items()} == dict.fromkeys("ab", blocks_taken)
+    assert counts == dict.fromkeys("ab", 2 + blocks_taken * (1 + calls))
+
+
+# -- on a device ----------------------------------------------------------------------------------------------
+
+SMALL = Workload(hidden=16, layers=1, heads=2, tokens=8, batch=2, vocab=12, device="cuda")
+
+
+def on_device(rank: int) -> dict[str, Any]:
+    """Body of a rank: what the sections run on a device. Reads give zeros, so no numbers are compared."""
+    found: dict[str, Any] = {}
+    both = PlainCase(SMALL, 0, 1, low=True), ColossusCase(SMALL, 0, 1, precision="bf16")
+    for case in both:
+        case.run(0)
+    with Waits(allowed=True) as waits:
+        for case in both:
+            case.run(1)
+    found["waits"] = waits.found
+    with patch.object(timing, "BLOCKS", (1, 1)), patch.object(timing, "MOST_CALLS", 1):
+        with patch.object(step, "workload_for", lambda device, variant: SMALL), patch.object(step, "check"):
+            found["figures"] = step._run(step.Variant("fp32"), CUDA, {}, 0.0)
+        found["ring"] = kernels._attention(Attention("bf16", 2, 32), CUDA, 0.0)
+    return found
+
+
+def test_steps_and_rings_run_on_a_device_and_nobody_waits_while_the_clock_runs() -> None:
+    (found,) = run_fake_ranks(1, on_device)
+    assert found["waits"] == []
+    assert 0 < found["figures"]["MFU"] < 1
+    assert found["figures"]["GiB at most"] == 0
+    assert found["ring"]["off by"] == 0
+
+
+def blocks_on_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:
+    """Body of a rank of four: elements of x, and whether all was made and stayed on the device."""
+    out = []
+    for name in names:
+        worker = Worker(CASES[name], replace(SMALL, batch=4, heads=4), False, rank)
+        assert worker.block(1) > 0
+        tensors = [*worker.run.module.parameters(), worker.run.x, worker.run.x.grad]
+        out.append((worker.run.x.numel(), all(x is not None and x.device == CUDA for x in tensors)))
+    for mode in ("ring", "ulysses"):
+        attention = AttentionCase(replace(SHAPE, device="cuda:0"), mode, rank, 4)
+        assert attention.block(1) > 0
+        assert len(attention.result()) == 4
+    return out
+
+
+SHAPE = blocks.Shape(tokens=32, heads=4, kv_heads=4, head_dim=8)
+
+
+def test_blocks_run_on_a_device() -> None:
+    (found,) = run_fake_ranks(4, blocks_on_device, ["1d-4", "2d-2x2-panels"])
+    whole = 4 * SMALL.tokens * SMALL.hidden
+    assert found == [(whole, True), (whole // 4, True)]
+    (found,) = run_fake_ranks(1, lambda rank: Worker(CASES[PLAIN], SMALL, False, rank).run.dy.device)
+    assert found == CUDA
+
+
+# -- as the runner runs them ----------------------------------------------------------------------------------
+
+
+def test_what_a_block_sends_has_to_be_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = {case.name: case for case in blocks.cases(CPU, 10.0)}
+    figures = by_name["block 1d-2"].run()
+    assert figures is not None
+    assert figures["off by"] < 1e-5
+    assert figures["MB sent"] == pytest.approx(4 * 4 * blocks.ON_CPU.batch * 16 * 64 / 1e6)  # 4 all-reduces of x
+    figures = by_name["attention ring 2"].run()
+    assert figures is not None
+    assert figures["time / one process"] > 0
+    real = blocks.block_traffic
+    monkeypatch.setattr(blocks, "block_traffic", lambda case, workload: real(case, workload, 2))
+    with pytest.raises(RuntimeError, match=r"1d-2: rank 0 sent .* MB in 4 calls, but the formula says .* in 8"):
+        by_name["block 1d-2"].run()
+
+
+@pytest.mark.long
+def test_all_sections_of_speed_run_without_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--only", "kernels", "step", "blocks"]
+    done = subprocess.run(
+        [*command, "--json", str(file), "--logs", str(tmp_path / "logs")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    rows = {
+        (row["section"], row["case"] if "case" in row else row["name"]): row
+        for row in json.loads(file.read_text())["rows"]
+    }
+    left_out = {name for (section, name), row in rows.items() if row["result"] == "left out"}
+    assert left_out == {variant.name for variant in step.VARIANTS} - {"fp32", "bf16"}
+    assert {section for section, _ in rows} == {"kernels", "step", "blocks"}
