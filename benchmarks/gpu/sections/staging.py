@@ -153,8 +153,9 @@ def what_is_sent_is_there(group: AxisGroup, device: torch.device) -> None:
     incoming = links.receive(1 - group.index, [x], "message")
     sleep(device)
     x.copy_(numbers(device, group.index))
-    links.send(1 - group.index, [x], "message")
+    wait = links.send(1 - group.index, [x], "message")
     require(incoming.wait()[0], numbers(torch.device("cpu"), 1 - group.index), "the message")
+    wait()
     links.close()
 
 
