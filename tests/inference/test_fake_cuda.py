@@ -18,7 +18,6 @@ from colossus.inference.text_model import load_model
 PLANS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "1d": (2, ["parallel.tensor=2"]),
-    "1d sequence": (2, ["parallel.tensor.size=2", "parallel.tensor.sequence_sharded=True"]),
     "2d": (4, ["parallel.tensor.mode=2d", "parallel.tensor.size=4"]),
     "2.5d": (8, ["parallel.tensor.mode=2.5d", "parallel.tensor.size=8", "parallel.tensor.depth=2"]),
     "3d": (8, ["parallel.tensor.mode=3d", "parallel.tensor.size=8"]),
