@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import on_host
 from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.long import but
-from helpers.ranks import grid, grid_of
+from helpers.ranks import grid, grid_of, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import layer_cases  # noqa: E402
-from benchmarks.gpu.sections import precisions, waits  # noqa: E402
+from benchmarks.gpu.sections import precisions, staging, waits  # noqa: E402
 from colossus.context.layer_options import LayerOptions  # noqa: E402
 from colossus.context.parallel_context import ParallelContext  # noqa: E402
 
@@ -76,3 +77,16 @@ def _steps(rank: int, names: tuple[str, ...]) -> list[str]:
 def test_the_steps_whose_waits_are_counted(names: tuple[str, ...]) -> None:
     """The same configs under which a real device is to be waited for by nobody."""
     assert run_fake_ranks(1, _steps, names) == [["error", "default"]]
+
+
+def _staged(rank: int) -> int:
+    staged = on_host.pretend()
+    for body in (staging.every_collective, staging.messages, *staging.ORDERED.values()):
+        for shared in (True, False):
+            staging.in_context(rank, torch.device("cpu"), body, shared)
+    return staged.copies
+
+
+def test_what_ranks_on_one_device_exchange() -> None:
+    """The same calls and values, with tensors of the CPU that are staged."""
+    assert min(run_ranks(staging.WORLD, _staged, with_context=False)) > 200

@@ -25,7 +25,7 @@ from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.initialize import pick_device
-from colossus.launch.model_check import check_device
+from colossus.launch.device_check import check_device
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),
@@ -136,7 +136,7 @@ def test_local_ranks_take_turns_under_gloo_and_nccl_refuses(monkeypatch: pytest.
         if local < 2:
             assert pick_device("cuda", "nccl") == torch.device("cuda", local)
         else:
-            with pytest.raises(ValueError, match=f"local rank {local} has no CUDA device: there are 2; .*'gloo'"):
+            with pytest.raises(ValueError, match=f"local rank {local} has no CUDA device: 2 CUDA devices .*'gloo'"):
                 pick_device("auto", "auto")
 
 

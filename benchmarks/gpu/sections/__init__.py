@@ -7,6 +7,7 @@ from benchmarks.gpu.section import Section
 SECTIONS = (
     Section("device", "device", 5, "what the machine has, and whether it computes"),
     Section("layers", "layers", 25, "every layer in every dtype against the CPU in float64"),
+    Section("staging", "staging", 15, "what ranks that share the device exchange goes through the host, in order"),
     Section("modes", "modes", 60, "every layer in every tensor mode, ranks on one device, against one process"),
     Section("plans", "plans", 65, "training under every kind of plan, ranks on one device, against one process"),
     Section("strategies", "strategies", 20, "what replicas exchange, on one device, against the same run on the CPU"),
