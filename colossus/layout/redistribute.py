@@ -58,7 +58,8 @@ def shard(x: Tensor, layout: Layout, context: ParallelContext, intervals: Interv
 def gather(
     x: Tensor, layout: Layout, shape: Sequence[int], context: ParallelContext, intervals: Intervals | None = None
 ) -> Tensor:
-    """The whole tensor, on every rank, from the ranks' buffers; the padding of uneven boxes is dropped. No autograd.
+    """The whole tensor, on every rank and on the device of the context, from the ranks' buffers; the padding of uneven
+    boxes is dropped. No autograd.
 
     [layout.chunk(shape)] -> [shape]
 
@@ -66,7 +67,7 @@ def gather(
         intervals: the ranges of rows (dim 0) that this rank stores, one below the other in ``x``, of a tensor whose
             rows nothing but storage cuts; None: those that the layout says.
     """
-    x = x.detach()
+    x = x.detach().to(context.device)  # rows that ZeRO keeps on the host are gathered where collectives run
     layout = layout.drop_trivial_axes(context.grid.sizes)
     if layout.partial:
         x = collectives.all_reduce(x, context.group(layout.partial)).wait()

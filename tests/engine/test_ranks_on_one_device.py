@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 import colossus
+from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import links
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
@@ -76,11 +77,13 @@ def test_a_run_through_the_host_is_the_same_to_the_bit(is_short: bool) -> None:
 COLLECTIVES = ("all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "broadcast")
 
 
-def watched(called: set[str]) -> None:
-    """From here on c10d raises at a tensor that is not on the CPU; fake ranks take themselves for ones of gloo."""
+def watched(called: set[str], backend: str) -> None:
+    """From here on fake ranks take themselves for ones of a backend: c10d raises at a tensor that gloo (on the CPU) or
+    nccl (on CUDA) does not take."""
+    wanted = "cpu" if backend == "gloo" else "cuda"
 
     def post_init(self: groups.AxisGroup) -> None:
-        self.is_on_host = self.process_group is not None
+        self.is_on_host = self.process_group is not None and backend == "gloo"
 
     def watch(name: str) -> Any:
         real = getattr(dist, name)
@@ -88,7 +91,7 @@ def watched(called: set[str]) -> None:
         def call(*args: Any, **options: Any) -> Any:
             tensors = [getattr(x, "tensor", x) for x in tree_leaves((args, options))]
             devices = {x.device.type for x in tensors if isinstance(x, Tensor)}
-            assert devices == {"cpu"}, f"{name} of tensors on {devices}"
+            assert devices == {wanted}, f"{name} of tensors on {devices}"
             called.add(name)
             return real(*args, **options)
 
@@ -101,27 +104,32 @@ def watched(called: set[str]) -> None:
     links.dist = SimpleNamespace(isend=watch("isend"), irecv=watch("irecv"), Work=dist.Work)  # type: ignore[attr-defined]
 
 
-def on_fake_devices(rank: int, given: dict[str, dict[str, Any]]) -> set[str]:
+def on_fake_devices(rank: int, given: dict[str, dict[str, Any]], backend: str) -> set[str]:
     called: set[str] = set()
-    watched(called)
+    watched(called, backend)
     for config in given.values():
         engine = colossus.initialize({**config, "device": "cuda"})
         index, count = engine.context.index("data"), engine.context.size("data")
         part = BATCH // count
         batch = batch_on_device({key: x[index * part : (index + 1) * part] for key, x in batch_of(0).items()})
         engine.train_step(batch)
+        full_state_dict(engine.model, engine.context)
         engine.close()
     return called
 
 
-def test_gloo_is_given_no_tensor_of_a_device() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_backend_is_given_tensors_of_its_device_alone(backend: str) -> None:
     given = configs()
     # not the ring: its attention is one operation for torch, and inside of it fake tensors have no device
     others = {name: given[name] for name in ("2d, panels", "zero 3", "ulysses")}
-    (called,) = run_fake_ranks(4, on_fake_devices, others)
+    if backend == "nccl":
+        others["offload"] = config_of(dict(data=2, zero=dict(stage=2, offload=True), tensor=2), 2, "fp16")
+        others["average"] = config_of(dict(data=2, tensor=2, strategy=dict(type="local_sgd", period=1)), 2, "fp32")
+    (called,) = run_fake_ranks(4, on_fake_devices, others, backend)
     assert called >= {"all_reduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single"}
     pipeline = {**given["pipeline"], "parallel": dict(pipeline=2)}
-    first, last = run_fake_ranks(2, on_fake_devices, {"pipeline": pipeline}, ranks=(0, 1))
+    first, last = run_fake_ranks(2, on_fake_devices, {"pipeline": pipeline}, backend, ranks=(0, 1))
     assert first & last >= {"isend", "irecv"}
 
 

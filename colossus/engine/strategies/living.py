@@ -177,7 +177,7 @@ class Survivors(Living):
         """How many deaths some rank of this replica knows of, and which of these messages some rank has not."""
         numbers = [self._news.num_deaths, *(not self._is_here(message) for message in messages)]
         if self._inside.size > 1:
-            values = torch.tensor(numbers, dtype=torch.float64)
+            values = torch.tensor(numbers, dtype=torch.float64, device=self._context.device)
             numbers = [int(x) for x in collectives.all_reduce(values, self._inside, op="max", owned=True).wait()]
         return numbers[0], [message for message, is_absent in zip(messages, numbers[1:], strict=True) if is_absent]
 
