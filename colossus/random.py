@@ -101,7 +101,8 @@ def _torch_generator(device: torch.device | str) -> torch.Generator:
 
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
     return torch.default_generator
 
 

@@ -62,6 +62,15 @@ def assert_same_training(result: dict[str, Any], names: set[str]) -> None:
 
 
 @pytest.mark.long
+def test_loaders(tmp_path: Path) -> None:
+    text, payload = smoke("loaders", tmp_path, "--only", "tuples")
+    cases = {f"tuples, {kind}" for kind in ("map", "map, 2 workers", "stream", "stream, 1 worker")}
+    assert set(payload["cases"]) == cases
+    assert all(case in text for case in cases)
+    assert all(set(series) == {"torch", "colossus"} for series in payload["cases"].values())
+
+
+@pytest.mark.long
 def test_train_step(tmp_path: Path) -> None:
     names = ["serial", "serial", "colossus", "ddp-2", "colossus-data-2", "dtensor-2", "megatron-2"]
     names += ["megatron-lean-2", "colossus-tensor-2"]

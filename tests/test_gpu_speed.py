@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 from benchmarks import timing  # noqa: E402
 from benchmarks.gpu.one_process_ring import OneProcessRing  # noqa: E402
 from benchmarks.gpu.section import LeftOut  # noqa: E402
-from benchmarks.gpu.sections import blocks, kernels, step  # noqa: E402
+from benchmarks.gpu.sections import blocks, feeding, kernels, step  # noqa: E402
 from benchmarks.gpu.sections.kernels import Attention  # noqa: E402
 from benchmarks.peers.ours import ColossusCase  # noqa: E402
 from benchmarks.peers.plain import PlainCase  # noqa: E402
@@ -154,6 +154,7 @@ def on_device(rank: int) -> dict[str, Any]:
     with patch.object(timing, "BLOCKS", (1, 1)), patch.object(timing, "MOST_CALLS", 1):
         with patch.object(step, "workload_for", lambda device, variant: SMALL), patch.object(step, "check"):
             found["figures"] = step._run(step.Variant("fp32"), CUDA, {}, 0.0)
+        found["feeding"] = feeding._run(CUDA, feeding.of_tokens(False), 0, 0.0, judged=False)
         found["ring"] = kernels._attention(Attention("bf16", 2, 32), CUDA, 0.0)
     return found
 
@@ -164,6 +165,7 @@ def test_steps_and_rings_run_on_a_device_and_nobody_waits_while_the_clock_runs()
     assert 0 < found["figures"]["MFU"] < 1
     assert found["figures"]["GiB at most"] == 0
     assert found["ring"]["off by"] == 0
+    assert found["feeding"]["MB of a batch"] == 2 * 4 * 16 * 8 / 1e6
 
 
 def blocks_on_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:
@@ -210,10 +212,32 @@ def test_what_a_block_sends_has_to_be_what_the_formula_says(monkeypatch: pytest.
         by_name["block 1d-2"].run()
 
 
+def test_a_loader_that_is_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "BLOCKS", (1, 1))
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    figures = feeding._run(CPU, feeding.of_images(False), 0, 0.0, judged=False)
+    assert figures is not None
+    assert figures["MB of a batch"] == (4 * 3 * 16 * 16 * 4 + 4 * 8) / 1e6
+    monkeypatch.setattr(feeding, "SLOWEST", 0.0)
+    with pytest.raises(AssertionError, match="reading and copying make a step"):
+        feeding._run(CPU, feeding.of_tokens(False), 0, 0.0, judged=True)
+
+
 @pytest.mark.long
 def test_all_sections_of_speed_run_without_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--only", "kernels", "step", "blocks"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device",
+        "cpu",
+        "--only",
+        "feeding",
+        "kernels",
+        "step",
+        "blocks",
+    ]
     done = subprocess.run(
         [*command, "--json", str(file), "--logs", str(tmp_path / "logs")], cwd=ROOT, capture_output=True, text=True
     )
@@ -224,4 +248,4 @@ def test_all_sections_of_speed_run_without_a_gpu(tmp_path: Path) -> None:
     }
     left_out = {name for (section, name), row in rows.items() if row["result"] == "left out"}
     assert left_out == {variant.name for variant in step.VARIANTS} - {"fp32", "bf16"}
-    assert {section for section, _ in rows} == {"kernels", "step", "blocks"}
+    assert {section for section, _ in rows} == {"feeding", "kernels", "step", "blocks"}

@@ -42,8 +42,8 @@ def device_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         (
             f"device {number}",
-            f"{device['name']}, {gigabytes(device['memory_bytes'])} ({gigabytes(device['free_bytes'])} free), "
-            f"compute capability {device['capability']}",
+            f"{device['name']}, {gigabytes(device['memory_bytes'])} ({_free(device)}), compute capability "
+            f"{device['capability']}",
         )
         for number, device in enumerate(found["devices"])
     ]
@@ -71,6 +71,9 @@ def advise_devices(found: dict[str, Any]) -> list[str]:
     if len(names) > 1:
         advice.append(f"devices differ ({', '.join(names)}): every step takes as long as the slowest takes")
     for number, device in enumerate(devices):
+        if device["error"] is not None:
+            advice.append(f"device {number} cannot be used: {device['error']}")
+            continue
         used = device["memory_bytes"] - device["free_bytes"]
         if used > 0.1 * device["memory_bytes"]:
             advice.append(f"{gigabytes(used)} of device {number} are used by other processes: `nvidia-smi` names them")
@@ -86,6 +89,10 @@ def advise_devices(found: dict[str, Any]) -> list[str]:
             f"they send goes through the host's memory. Virtual machines and IOMMU (ACS) cause it, too"
         )
     return advice
+
+
+def _free(device: dict[str, Any]) -> str:
+    return f"{gigabytes(device['free_bytes'])} free" if device["error"] is None else "cannot be used"
 
 
 def _advise_none() -> list[str]:
@@ -104,13 +111,18 @@ def _advise_none() -> list[str]:
 
 def _device(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
+    error = None
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as failure:  # another process has it for itself, or it is broken
+        free, total, error = None, properties.total_memory, str(failure).partition("\n")[0]
     major, minor = properties.major, properties.minor
     return {
         "name": properties.name,
         "uuid": str(getattr(properties, "uuid", "")) or None,
         "memory_bytes": total,
         "free_bytes": free,
+        "error": error,
         "capability": f"{major}.{minor}",
         "multiprocessors": properties.multi_processor_count,
         "is_supported": _is_supported(major, minor, torch.cuda.get_arch_list()),

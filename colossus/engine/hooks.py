@@ -31,7 +31,11 @@ class Hook:
         """Before each step's batch is read: time measured from here includes waiting for data."""
 
     def on_step_end(self, engine: Engine, result: StepResult) -> None:
-        """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values."""
+        """After each optimizer step; ``result.step`` counts from 1, its loss and norm are global values.
+
+        On an accelerator who reads them here waits for the step. `StepResult.send_to_host` starts their copy, and who
+        reads them in the next ``on_step_end`` waits for nothing (`colossus.monitor.late_results` is a queue for that).
+        """
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         """After an evaluation, which follows the ``on_step_end`` of the step it belongs to; or at the start of a run

@@ -12,6 +12,6 @@ def send_to(device: torch.device, x: Tensor) -> Tensor:
     From pinned memory: from other memory the host would wait until the device has come to the copy. torch keeps pinned
     memory until the copy is over.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or x.layout is not torch.strided:
         return x.to(device)
     return torch.empty_like(x, pin_memory=True).copy_(x).to(device, non_blocking=True)

@@ -110,8 +110,7 @@ class InputWrites:
         return True
 
     def _watch(self, found: list[tuple[str, Tensor]]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # also of an activation that is a view of an input
-            self._watched = [(words, x, x._version) for words, x in found if not x.is_inference()]
+        self._watched = [(words, x, x._version) for words, x in found if not x.is_inference()]
 
     def _watch_passed_on(self, stage: int, microbatch: int, value: Any, training: bool) -> None:
         # it was there before the value was sent

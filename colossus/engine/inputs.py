@@ -24,6 +24,7 @@ from colossus.data.batch import (
     split_microbatches,
 )
 from colossus.engine.batch_check import fingerprint
+from colossus.engine.host_copy import send_to
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.token_dim import TokenDim
@@ -133,7 +134,8 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
     """The samples and tokens of a data rank's batch that this rank's model takes, in the precision of the run.
 
     All samples, or in modes that split the batch the rank's shard of them; under sequence parallelism the rank's
-    tokens. Tensors of floating point are cast: data of float32 would not multiply with weights of float64.
+    tokens. Tensors of floating point are cast: data of float32 would not multiply with weights of float64. Tensors of
+    the host go to the rank's device, which nobody waits for.
 
     Args:
         pad: sequences that do not divide are padded.
@@ -147,10 +149,13 @@ def local_batch(batch: Any, context: ParallelContext, dtype: torch.dtype, *, pad
 
 
 def local_samples(batch: Any, context: ParallelContext, dtype: torch.dtype) -> Any:
-    """The samples of `local_batch`, with all tokens where these are split."""
+    """The samples of `local_batch`, with all tokens where these are split; on the device of the rank."""
     axes = batch_axes(context)
     if axes:
         batch = shard_of_batch(batch, context.index(axes), context.size(axes))
+    device = context.device
+    if device.type != "cpu":  # of a loop of one's own
+        batch = map_batch(lambda x: send_to(device, x) if x.device.type == "cpu" else x, batch)
     return map_batch(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
 

@@ -39,9 +39,9 @@ def _watch(give_up: Callable[[str], None], is_ending: Callable[[], bool], timeou
     while True:
         time.sleep(LOOK_SECONDS)
         found = None
-        with contextlib.suppress(RuntimeError):  # a group is being made or destroyed
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # a group is being made or destroyed
             found = flight_recorder.failed_group()
-        if found is None or is_ending():
+        if found is None:
             continue
         group, error = found
         if error != "TIMEOUT":

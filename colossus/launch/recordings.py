@@ -29,6 +29,7 @@ _BETWEEN = (
     f"{_PACKAGE}/tensor_parallel/",
     f"{_PACKAGE}/sequence_parallel/",
 )
+_OF_TORCH = re.compile(r"-packages/torch/|/torch/(distributed|autograd|nn|utils|_\w+)/|^<")
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,6 @@ def _site(frames: Iterable[Mapping[str, Any]]) -> str:
     """The innermost frame that says who wanted the collective."""
     for frame in frames:
         name = frame["filename"]
-        if not name.startswith(_BETWEEN) and not re.search(r"/torch/|^<", name):
+        if not name.startswith(_BETWEEN) and not _OF_TORCH.search(name):
             return f"{name.replace(_PACKAGE, 'colossus', 1)}:{frame['line']}"
     return ""

@@ -11,8 +11,10 @@ import pytest
 import torch
 from helpers.fake_cuda import HiddenWait, Waits, run_fake_ranks
 from helpers.fake_cuda.pretend import DEVICE, FakeStream
+from helpers.training import config_of
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+import colossus
 from colossus.data import Loaders, build_loaders
 from colossus.data.device_copy import DeviceCopy
 
@@ -228,6 +230,9 @@ def ready() -> Any:
 
 def body(rank: int) -> None:
     recorded: list[Any] = []
+    arrived: list[Any] = []
+    wait_event = FakeStream.wait_event
+    FakeStream.wait_event = lambda self, event: (arrived.append((self, event)), wait_event(self, event))[1]  # type: ignore
     record = torch.Tensor.record_stream
     torch.Tensor.record_stream = lambda self, stream: (recorded.append(stream), record(self, stream))[1]  # type: ignore
     data: dict[str, Any] = {
@@ -241,7 +246,7 @@ def body(rank: int) -> None:
     for name, each in data.items():
         made = loaders(each, DEVICE)
         batches: Any = made.validation if name == "validation" else made.train
-        recorded.clear()
+        recorded.clear(), arrived.clear()
         torch.Tensor.is_pinned = lambda self, name=name: name == "pinned"  # type: ignore[method-assign, assignment]
         with Waits():
             for number, batch in zip(range(3), batches, strict=False):
@@ -251,6 +256,8 @@ def body(rank: int) -> None:
                 assert torch.stack([x.sum() for x in tensors]).device == DEVICE
         here = torch.cuda.current_stream()
         assert recorded
+        assert len(arrived) == len({event for _, event in arrived}) == 3
+        assert all(stream is here for stream, _ in arrived)
         assert all(stream is here for stream in recorded), name
         assert isinstance(batches._copy._stream, FakeStream)
         assert batches._copy._stream is not here
@@ -269,3 +276,21 @@ def body(rank: int) -> None:
 
 def test_batches_come_to_a_device_and_nobody_waits() -> None:
     run_fake_ranks(1, body)
+
+
+def step_body(rank: int) -> None:
+    config = config_of(dict(data=2), 9, "fp32", device="cuda")
+    config["model"]["vocab_size"], config["data"] = 256, dict(type="PythonStdlib", max_bytes=20_000)
+    engine = colossus.initialize(config)
+    assert engine.loaders is not None
+    train = engine.loaders.train
+    engine.train_step(next(train))
+    with Waits():
+        for _ in range(2):
+            engine.train_step(next(train))
+    assert (train.step, train.source.step, train.state_dict()["step"]) == (3, 4, 3)
+    engine.close()
+
+
+def test_steps_read_and_train_without_a_wait() -> None:
+    run_fake_ranks(2, step_body)

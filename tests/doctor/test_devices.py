@@ -20,7 +20,7 @@ def four_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Simple
     """Four of one kind, which reach their neighbour only; the list may be changed."""
     kinds = [
         SimpleNamespace(
-            name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, uuid=f"u{number}", free=80 * GB
+            name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, total_memory=85 * GB, free=80 * GB
         )
         for number in range(4)
     ]
@@ -89,10 +89,18 @@ def test_devices_that_make_trouble(four_devices: list[SimpleNamespace], monkeypa
     four_devices[2].name = "NVIDIA A40"
     four_devices[3].major, four_devices[3].minor = 12, 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,9")
+
+    def memory(index: int) -> tuple[int, int]:
+        if index == 0:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
+        return four_devices[index].free, 85 * GB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     advice = advise_devices(examine_devices())
     assert advice == [
         "CUDA_VISIBLE_DEVICES=0,1,2,3,9 names 5 devices, and CUDA stops at the first that is not there",
         "devices differ (NVIDIA H100, NVIDIA A40): every step takes as long as the slowest takes",
+        "device 0 cannot be used: CUDA error: all CUDA-capable devices are busy or unavailable",
         "25.0 GB of device 1 are used by other processes: `nvidia-smi` names them",
         "device 3 has compute capability 12.0, for which this build of torch has no kernels (sm_80, sm_90, sm_100): "
         "install a build that has",

@@ -71,16 +71,16 @@ def test_what_cuda_visible_devices_does_is_said(value: str | None, found: int, w
     [
         (
             *(1, None, ["parallel.data=4"], {}),
-            "device: 4 processes on this machine, but 1 CUDA device here\n"
-            "  nearest plans that fit 1 process:\n    parallel.data=1\n"
+            "device: 4 processes on this machine, but 1 CUDA device here: --nproc 1 is the most, "
+            "and a plan of as many processes\n  nearest plans that fit 1 process:\n    parallel.data=1\n"
             "  or keep the plan with more machines (--nnodes 4), ranks that share a device (comm.backend='gloo')",
         ),
         (3, "0,1,2", ["parallel.data=4"], {}, "but 3 CUDA devices here (CUDA_VISIBLE_DEVICES=0,1,2 shows 3)"),
         (1, "0,", ["parallel.data=4"], {"dry_run": True}, "'' is not the number of a device, which hides all but one)"),
         (
             *(1, None, ["parallel.data=4"], {"nnodes": 2, "rdzv_endpoint": "host:29400"}),
-            "2 processes on each of 2 machines, but 1 CUDA device here\n  nearest plans that fit 2 processes:\n"
-            "    parallel.data=2",
+            "2 processes on each of 2 machines, but 1 CUDA device here: --nproc 1 is the most, and a plan of as many "
+            "processes\n  nearest plans that fit 2 processes:\n    parallel.data=2",
         ),
         (0, "-1", ["device=cuda"], {}, "torch finds no CUDA device here (CUDA_VISIBLE_DEVICES=-1 hides all devices"),
         (0, None, ["device=cuda"], {}, "`nvidia-smi` shows what the driver finds"),

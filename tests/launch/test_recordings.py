@@ -102,11 +102,23 @@ def test_groups_are_known_by_their_axes(tmp_path: Path) -> None:
     assert not any("send" in line for line in lines)
 
 
+class _Runs:
+    """What pickle would run on being read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 def test_a_recording_that_is_broken_or_runs_code_is_left_alone(tmp_path: Path) -> None:
+    bad = pickle.dumps({"entries": [_Runs(tmp_path / "was run")]})
     save(tmp_path, 0, entry(57, "started"))
-    for rank, content in ((1, b"\x80\x02"), (2, pickle.dumps(os.system)), (3, pickle.dumps({"entries": 3})), (4, b"")):
+    for rank, content in ((1, b"\x80\x02"), (2, bad), (3, pickle.dumps({"entries": 3})), (4, b"")):
         recordings.path_of(tmp_path, rank).write_bytes(content)
     assert list(recordings.read_all(tmp_path)) == [0]
+    assert not (tmp_path / "was run").exists()
     assert "nothing is recorded here of ranks 1, 2, 3" in recordings.who_is_missing(tmp_path, [], GRID)[0]
 
 

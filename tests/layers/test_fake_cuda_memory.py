@@ -20,7 +20,7 @@ from colossus.layers.deferred_wgrad import DeferredWgrad
 from colossus.layers.model_parallel import model_parallel_of
 
 ALL = {"none": Mode("1d", (1,)), **MODES}
-SOME = but(ALL.keys() - {"none", "1d_sequence", "3d_2x1x2"}, ALL)
+SOME = but(ALL.keys() - {"3d_2x1x2"}, ALL)
 
 
 class Mixed(nn.Module):

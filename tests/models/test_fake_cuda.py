@@ -58,8 +58,6 @@ def recomputed(**options: Any) -> dict[str, Any]:
 
 CASES: dict[str, Case] = {
     "GPT, selective on the host": alone(GPT, **recomputed(type="selective", offload=True)),
-    "WordsLM": alone(WORDS),
-    "Llama, 1d sequence": of("1d sequence", LLAMA),
     "ViT, 2.5d": of("2.5d", VIT),
     "GPT, 3d of 4 x 4 x 4, data 8": (512, dict(data=8, tensor=dict(mode="3d", size=64)), 128, CUBE, {}),
 }
@@ -79,6 +77,8 @@ MORE: dict[str, Case] = {
         for tensor in TENSOR
     },
     "GPT, full": alone(GPT, **recomputed(type="full")),
+    "Llama": alone(LLAMA),
+    "WordsLM": alone(WORDS),
     "ViT, mean": alone({**VIT, "pool": "mean"}),
     "2d of 16 x 16, data 2": (512, dict(data=2, tensor=dict(mode="2d", size=256)), 64, WIDE, {}),
     "2d of 2 x 8, data 32": (512, dict(data=32, tensor=dict(mode="2d", size=16, shape=[2, 8])), 128, WIDE, {}),

@@ -165,7 +165,7 @@ def test_products_of_all_axes_wait_for_nothing(name: str) -> None:
     assert run_fake_ranks(world, one, config(parallel, **more), ranks=ranks) == [[]] * size
 
 
-# -- mistakes of a user's own --------------------------------------------------------------------------------------------
+# -- mistakes of a user's own ------------------------------------------------------------------------------------------
 
 
 class Mistaken(nn.Module):

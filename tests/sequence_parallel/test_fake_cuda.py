@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fake_cuda import HiddenWait, Waits, batch_on_device, run_fake_ranks
+from helpers.long import but
 from helpers.training import batch_of, config_of
 from torch import Tensor, nn
 
@@ -26,15 +27,17 @@ MODES = ("ring", "ulysses", "hybrid")
 
 
 def attention(rank: int, mode: str) -> None:
-    """Forward and backward of one attention, in every variety."""
+    """Forward and backward of one attention: round a ring in every variety."""
     settings = config_of(dict(sequence=dict(size=WORLD, mode=mode)), 1, "fp32", model=dict(seq_len=16))
     config = load_config(settings, nproc=WORLD)
     context = ParallelContext.from_config(config, device="cuda:0")
     split, device = model_parallel_of(context).sequence, context.device
     assert split is not None
     groups = SequenceGroups(split.ring, split.ulysses)
-    dtypes = {torch.float32: 8, torch.bfloat16: 8, torch.float64: 5}  # for each kernel one
-    for (dtype, head_dim), causal, has_documents in product(dtypes.items(), (True, False), (True, False)):
+    head_dims = {torch.float32: 8, torch.bfloat16: 8, torch.float64: 5}  # for each kernel one
+    every = list(product(head_dims, (True, False), (True, False)))
+    for dtype, causal, has_documents in every if mode == "ring" else every[4:8:3]:
+        head_dim = head_dims[dtype]
         q, k, v = (
             torch.randn(3, heads, 6, head_dim, device=device, dtype=dtype, requires_grad=True) for heads in (8, 4, 4)
         )
@@ -109,7 +112,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", but(["ring"], PLANS))
 def test_documents_and_padding_wait_for_nothing(name: str) -> None:
     world, parallel = PLANS[name]
     assert run_fake_ranks(world, steps, parallel, ranks=(world - 1,)) == [[]]

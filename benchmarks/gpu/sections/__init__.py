@@ -7,7 +7,7 @@ from benchmarks.gpu.section import Section
 SECTIONS = (
     Section("device", "device", 5, "what the machine has, and whether it computes"),
     Section("layers", "layers", 25, "every layer in every dtype against the CPU in float64"),
-    Section("staging", "staging", 15, "what ranks that share the device exchange goes through the host, in order"),
+    Section("staging", "staging", 10, "what ranks that share the device exchange goes through the host, in order"),
     Section("modes", "modes", 60, "every layer in every tensor mode, ranks on one device, against one process"),
     Section("plans", "plans", 65, "training under every kind of plan, ranks on one device, against one process"),
     Section("strategies", "strategies", 20, "what replicas exchange, on one device, against the same run on the CPU"),
@@ -22,7 +22,8 @@ SECTIONS = (
     Section("checkpoints", "checkpoints", 25, "saved from page-locked memory while training goes on, loaded back"),
     Section("streams", "streams", 5, "memory that crosses streams is not given away early"),
     Section("memory", "memory", 10, "steps leave nothing behind, recomputation saves memory"),
+    Section("feeding", "feeding", 20, "steps with a loader beside steps whose batch is on the device"),
     Section("kernels", "kernels", 30, "the attention of a ring and fused AdamW beside torch's own"),
     Section("step", "step", 130, "a training step in one process beside bare torch: time, MFU, memory"),
-    Section("blocks", "blocks", 75, "the block of every tensor mode, ranks on one device, beside one process"),
+    Section("blocks", "blocks", 70, "the block of every tensor mode, ranks on one device, beside one process"),
 )

@@ -33,7 +33,7 @@ MIDDLE = Workload(hidden=768, layers=8, heads=12, tokens=512, batch=8, vocab=327
 #: whose step is over before a host that is slow has told the device about the next
 SMALL = Workload(hidden=256, layers=4, heads=4, tokens=64, batch=8, vocab=512)
 ON_CPU = Workload(hidden=64, layers=2, heads=4, tokens=32, batch=4, vocab=128)
-ROOMY = 36 << 30
+ROOMY = 60 << 30
 CHECKED_STEPS = 4
 #: a step of ours that takes longer than that over bare torch's on a GPU is a failure; compiled ones are only told
 SLOWEST = 1.25
