@@ -152,7 +152,11 @@ def on_device(rank: int) -> dict[str, Any]:
             case.run(1)
     found["waits"] = waits.found
     with patch.object(timing, "BLOCKS", (1, 1)), patch.object(timing, "MOST_CALLS", 1):
-        with patch.object(step, "workload_for", lambda device, variant: SMALL), patch.object(step, "check"):
+        with (
+            patch.object(step, "workload_for", lambda device, variant: SMALL),
+            patch.object(step, "check"),
+            patch.object(step, "SLOWEST", float("inf")),  # the times are those of fake tensors
+        ):
             found["figures"] = step._run(step.Variant("fp32"), CUDA, {}, 0.0)
         found["feeding"] = feeding._run(CUDA, feeding.of_tokens(False), 0, 0.0, judged=False)
         found["ring"] = kernels._attention(Attention("bf16", 2, 32), CUDA, 0.0)
@@ -197,6 +201,7 @@ def test_blocks_run_on_a_device() -> None:
 # -- as the runner runs them ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_a_block_sends_has_to_be_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {case.name: case for case in blocks.cases(CPU, 10.0)}
     figures = by_name["block 1d-2"].run()

@@ -141,6 +141,7 @@ def _through_the_host(context: ParallelContext) -> list[int]:
     return counts
 
 
+@pytest.mark.long
 def test_tensors_of_a_device_go_through_the_host_under_gloo() -> None:
     """Through shared memory and c10d, in place and functional, compiled."""
     assert min(map(min, run_ranks(2, _through_the_host, timeout=120))) > 150
