@@ -6,6 +6,10 @@ import pkgutil
 from importlib import import_module
 
 import torch
+
+if torch.cuda.device_count():  # the tests' process is forked, which CUDA and its thread of autograd do not survive
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
 from helpers import segments
 from helpers.drawn import DEV_EXAMPLES

@@ -1,13 +1,15 @@
 """A process that takes itself for one with CUDA devices, as far as fake tensors need it.
 
 Autograd asks the device guard of a device for streams, and which accelerator there is. A build of torch for CPU has
-neither for CUDA. The guard is one of torch's own for Python backends, put where that of CUDA belongs; the answer to "is
-CUDA built?" is changed in the table of virtual functions. Both are of this process alone, which ends with its test.
+neither for CUDA, and a build for CUDA has ones that need a driver. The guard is one of torch's own for Python backends,
+put where that of CUDA belongs; the answer to "is CUDA built?" is changed in the table of virtual functions. Both are of
+this process alone, which ends with its test.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import types
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from helpers.fake_cuda.waits import Waits, note_wait
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 #: the device of every rank, each on a machine of its own: autograd makes a thread for one device alone
@@ -26,15 +29,19 @@ _CUDA, _PRIVATE_USE_1 = 1, 20
 _IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT = 2, 3, 4
 _TABLE_SIZE = 64
 _kept: list[Any] = []
+_of_tests = os.getpid()
 
 
 def pretend() -> None:
     """From here on this process has CUDA devices, on which fake tensors can be and autograd can run."""
-    if torch.accelerator.current_accelerator() is None:
-        torch.ones((), requires_grad=True).backward()  # autograd counts devices once, and there are none yet
-        _set_guard()
-        _set_hooks()
-        _start_device_thread()
+    assert os.getpid() != _of_tests, "what is pretended cannot be taken back: only a forked process may"
+    registry = _guards()
+    registry[_CUDA] = None  # of a build for CUDA, which would count the devices that there are
+    torch.ones((), requires_grad=True).backward()  # autograd counts devices once, and there are none yet
+    _set_guard(registry)
+    _set_hooks()
+    _start_device_thread()
+    fake_tensor.init_gpu_context = lambda device: None
     found = torch.accelerator.current_accelerator()
     assert found is not None, "this torch is built otherwise than the one that the tests are pinned to"
     assert found.type == "cuda"
@@ -45,17 +52,20 @@ def _library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
 
 
-def _set_guard() -> None:
+def _guards() -> Any:
+    """The device guards of this process, by type of device."""
+    return (ctypes.c_void_p * (_PRIVATE_USE_1 + 1)).in_dll(
+        _library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
+    )
+
+
+def _set_guard(registry: Any) -> None:
     class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.CUDA
 
     guard = Guard()
     _kept.append(guard)
-    registry = (ctypes.c_void_p * (_PRIVATE_USE_1 + 1)).in_dll(
-        _library("libc10.so"), "_ZN3c104impl26device_guard_impl_registryE"
-    )
-    assert registry[_CUDA] is None
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     registry[_CUDA], registry[_PRIVATE_USE_1] = registry[_PRIVATE_USE_1], None
 
