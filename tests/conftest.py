@@ -5,6 +5,8 @@ import os
 import pkgutil
 from importlib import import_module
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU wherever they run: real devices are for scripts/test-gpu
+
 import torch
 import torch._dynamo  # own optimizers and checkpoints import it: here once, instead of on each forked rank
 from helpers import segments
