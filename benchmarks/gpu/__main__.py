@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/test-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"sections, in their order, with the seconds each has of 600:\n{sections}\n\n"
-        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is printed)\n\n"
+        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is shown)\n\n"
         "nothing can be installed: INSTALL=no PYTHON=python3 scripts/test-gpu takes that Python with its own torch,\n"
         f"{OLDEST_TORCH} or newer",
     )  # fmt: skip
