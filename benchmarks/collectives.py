@@ -23,6 +23,7 @@ from torch import distributed as dist
 from benchmarks import common
 from benchmarks.common import Series, Spread
 from benchmarks.ranks import RankGroup
+from colossus import torch_versions
 from colossus.comm import collectives, shared_memory
 from colossus.context.groups import AxisGroup
 
@@ -92,15 +93,15 @@ class Worker:
 
     def _gather_sum(self, x: Tensor) -> Tensor:
         gathered = x.new_empty(self.world * len(x))
-        dist.all_gather_single(gathered, x)
+        torch_versions.all_gather_single(gathered, x)
         return torch.sum(gathered.view(self.world, -1), 0, out=x)
 
     def _scatter_gather(self, x: Tensor) -> Tensor:
         rest = -len(x) % self.world
         padded = torch.nn.functional.pad(x, (0, rest)) if rest else x
         part = x.new_empty(len(padded) // self.world)
-        dist.reduce_scatter_single(part, padded)
-        dist.all_gather_single(padded, part)
+        torch_versions.reduce_scatter_single(part, padded)
+        torch_versions.all_gather_single(padded, part)
         return x.copy_(padded[: len(x)]) if rest else x
 
 

@@ -5,6 +5,8 @@ import os
 import pkgutil
 from importlib import import_module
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests are of the CPU wherever they run: real devices are for scripts/test-gpu
+
 import torch
 
 if torch.cuda.device_count():  # the tests' process is forked, which CUDA and its thread of autograd do not survive

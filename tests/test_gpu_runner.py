@@ -209,6 +209,27 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     with pytest.raises(SystemExit):
         program.main([])
     assert "has no pydantic: install them there" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(program.importlib.metadata, "version", lambda name: "2.9.1+cu128")
+    with pytest.raises(SystemExit) as ended:
+        program.main([])
+    assert ended.value.code == 2
+    assert "has no torch 2.11 or newer (its torch is 2.9.1+cu128)" in capsys.readouterr().err
+    for version in ("2.11.0+cu130", "2.13.0a0+git1", "3.0"):
+        monkeypatch.setattr(program.importlib.metadata, "version", lambda name, version=version: version)
+        assert program.missing_packages() == []
+    assert f'"torch>={program.OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_where_pip_fails_the_way_without_is_told(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho pip has no network >&2\nexit 1\n")
+    python.chmod(0o755)
+    given = {**os.environ, "VENV": str(tmp_path), "PYTHON": sys.executable}
+    done = subprocess.run([ROOT / "scripts" / "test-gpu"], env=given, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"INSTALL=no PYTHON={sys.executable} scripts/test-gpu" in done.stderr.splitlines()[-1]
 
 
 def test_the_table_of_sections() -> None:

@@ -48,6 +48,7 @@ LEAVES = {
     "registry": set(),
     "_lazy": set(),
     "machine": set(),
+    "torch_versions": set(),
     "random": set(),
     "nest": set(),
     "arithmetic": set(),

@@ -11,8 +11,10 @@ one row that says what happened; the sections behind it run. What cannot be run 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ from benchmarks.gpu.section import Row, choose
 from benchmarks.gpu.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
+OLDEST_TORCH = "2.11"  # as in pyproject.toml
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,7 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/test-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"sections, in their order, with the seconds each has of 600:\n{sections}\n\n"
-        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is printed)",
+        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is shown)\n\n"
+        "nothing can be installed: INSTALL=no PYTHON=python3 scripts/test-gpu takes that Python with its own torch,\n"
+        f"{OLDEST_TORCH} or newer",
     )  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="SECTION", default=[], help="these sections")
     parser.add_argument("--skip", nargs="+", metavar="SECTION", default=[], help="all but these sections")
@@ -48,9 +53,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def missing_packages() -> list[str]:
-    """What colossus and the sections import and this Python has not."""
+    """What colossus and the sections import and this Python has not, or not as new as they need it."""
     wanted = ("torch", "numpy", "pydantic", "rich", "safetensors")
-    return [name for name in wanted if importlib.util.find_spec(name) is None]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if "torch" not in missing and _numbers(found := importlib.metadata.version("torch")) < _numbers(OLDEST_TORCH):
+        missing.append(f"torch {OLDEST_TORCH} or newer (its torch is {found})")
+    return missing
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def find_devices() -> tuple[int, str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from colossus import torch_versions
 from colossus.arithmetic import either, nearest_multiples
 from colossus.comm import accounting, cost, host_staging, log, ring
 from colossus.comm.recorded import is_recorded
@@ -110,7 +111,7 @@ def all_gather(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
     gathered = flat.new_empty((n * flat.shape[0], *flat.shape[1:]))
     if _is_slow_on_gloo(gathered):
         return _gather_by_messages(flat, gathered, group, dim, entry)
-    work = dist.all_gather_single(gathered, flat, group=group.process_group, async_op=True)
+    work = torch_versions.all_gather_single(gathered, flat, group=group.process_group, async_op=True)
     return _work_pending(work, gathered, entry, lambda out: _unstack(out, n, dim))
 
 
@@ -142,7 +143,7 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int = 0) -> Pending:
         )
         return _work_pending(work, received, entry, lambda addends: addends.sum(0))
     own = x.new_empty(stacked.shape[1:])
-    work = dist.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
+    work = torch_versions.reduce_scatter_single(own, stacked.flatten(0, 1), group=group.process_group, async_op=True)
     return _work_pending(work, own, entry)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_autograd: Any = torch._C._autograd
-_top_hooks, _make_saved_tensor = _autograd._top_saved_tensors_default_hooks, _autograd._make_saved_tensor
+from colossus import torch_versions
+
+_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def is_hooked() -> bool:
@@ -23,11 +24,14 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
     (`torch.utils.checkpoint`) ends a recomputation as soon as the last tensor that backward needs is packed: to be over
     before a product and its collective that nothing needs any more, it must be packed before these. In a first pass
     this is ``ctx.save_for_backward`` and costs nothing; what is saved, and in what order, is the same in both.
+    Where torch cannot (2.11), a recomputation runs that rest, too.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1 or not is_hooked():
+    make = torch_versions.make_saved_tensor
+    is_first = torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1
+    if is_first or make is None or not is_hooked():
         ctx.save_for_backward(*tensors)
         return
-    ctx.saved_early = [None if tensor is None else _make_saved_tensor(tensor, is_output=False) for tensor in tensors]
+    ctx.saved_early = [None if tensor is None else make(tensor, is_output=False) for tensor in tensors]
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:

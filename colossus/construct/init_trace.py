@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colossus import torch_versions
 from colossus.construct.generators import GeneratorRef, TracedGenerators
 from colossus.construct.recorded_op import RecordedOp, TensorRef, as_ref
 from colossus.layout.parameter import ParameterSpec
@@ -249,7 +250,7 @@ def _keeps_its_shape(func: Any, inputs: list[Tensor], args: tuple[Any, ...], kwa
     Only where shapes and dtypes cannot be wrong: else the meta kernel raises, in the line of the constructor.
     """
     elementwise = torch.Tag.pointwise in func.tags or torch.Tag.nondeterministic_seeded in func.tags
-    if not elementwise or torch.Tag.inplace not in func.tags or not args[0].is_floating_point():
+    if not elementwise or not torch_versions.is_inplace(func) or not args[0].is_floating_point():
         return False
     shape = args[0].shape
     is_complex = any(isinstance(leaf, complex) for leaf in tree_leaves((args, kwargs)))

@@ -21,6 +21,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
 import colossus
+from colossus import torch_versions
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm import links
 from colossus.config import ConfigError, load_config
@@ -86,8 +87,11 @@ def watched(called: set[str], backend: str) -> None:
     def post_init(self: groups.AxisGroup) -> None:
         self.is_on_host = self.process_group is not None and backend == "gloo"
 
+    def owner(name: str) -> Any:
+        return torch_versions if hasattr(torch_versions, name) else dist
+
     def watch(name: str) -> Any:
-        real = getattr(dist, name)
+        real = getattr(owner(name), name)
 
         def call(*args: Any, **options: Any) -> Any:
             tensors = [getattr(x, "tensor", x) for x in tree_leaves((args, options))]
@@ -100,7 +104,7 @@ def watched(called: set[str], backend: str) -> None:
 
     groups.AxisGroup.__post_init__ = post_init  # type: ignore[method-assign]
     for name in (*COLLECTIVES, "batch_isend_irecv"):
-        setattr(dist, name, watch(name))
+        setattr(owner(name), name, watch(name))
     # not in `dist`, which asks of a batch's operations whether they are these functions
     links.dist = SimpleNamespace(isend=watch("isend"), irecv=watch("irecv"), Work=dist.Work)  # type: ignore[attr-defined]
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.section import Case, Figures, LeftOut
 from benchmarks.gpu.sections.plans import PLANS, check_plan
 from benchmarks.gpu.sections.streams import COUNT, CYCLES, numbers, write_over
 from benchmarks.gpu.trained import References
+from colossus import torch_versions
 from colossus.comm import objects
 from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
 
@@ -79,8 +80,8 @@ def _collectives(device: torch.device) -> Figures:
             dist.all_reduce(y, op, async_op=True).wait()
             _require(y, x, f"all_reduce {op}")
         calls: dict[str, Callable[..., Any]] = {
-            "all_gather_single": dist.all_gather_single,
-            "reduce_scatter_single": dist.reduce_scatter_single,
+            "all_gather_single": torch_versions.all_gather_single,
+            "reduce_scatter_single": torch_versions.reduce_scatter_single,
             "all_to_all_single": dist.all_to_all_single,
         }
         for name, call in calls.items():
@@ -166,7 +167,9 @@ def _kept(device: torch.device) -> Figures:
     dist.all_reduce(torch.zeros(1, device=device))  # communicators are made
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES)
-    works = [dist.all_gather_single(out, source, async_op=True) for out, source in zip(outs, sources, strict=True)]
+    works = [
+        torch_versions.all_gather_single(out, source, async_op=True) for out, source in zip(outs, sources, strict=True)
+    ]
     sources.clear()
     kept = write_over(device)
     for work in works:
