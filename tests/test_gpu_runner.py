@@ -107,6 +107,8 @@ def test_a_section_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("missing", "set-up", "failed"),
         ("y", "x", "passed"),
     ]
+    assert rows[0].detail == "KeyError: 'sizes'"
+    assert "No module named" in rows[1].detail
     assert "KeyError: 'sizes'" in (tmp_path / "planted.log").read_text()
     assert "no_such_module" in (tmp_path / "missing.log").read_text()
 
@@ -233,7 +235,7 @@ def test_where_pip_fails_the_way_without_is_told(tmp_path: Path) -> None:
 
 
 def test_the_table_of_sections() -> None:
-    assert sum(section.seconds for section in SECTIONS) <= 600
+    assert sum(section.seconds for section in SECTIONS) <= 560  # of 600: processes start, ranks import
     assert len({section.name for section in SECTIONS}) == len(SECTIONS)
     for section in SECTIONS:
         assert (ROOT / "benchmarks" / "gpu" / "sections" / f"{section.module}.py").exists()

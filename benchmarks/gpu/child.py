@@ -46,8 +46,9 @@ def start(section: Section, device: str, budget: float, skip: Collection[str], l
         os.close(read)
         _write_to(log)
         code = _run(section, torch.device(device), budget, skip, write, log)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        os.write(write, (json.dumps({"raised": in_a_line(error)}) + "\n").encode())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -112,7 +113,10 @@ def _row_of(section: Section, case: Case, log: Path) -> tuple[Row, bool]:
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether the device is lost to this process: every later call would fail for the same reason."""
+    """Whether the device is lost to this process: every later call would fail for the same reason. Where the error
+    holds the traceback of a rank it is another process's."""
+    if "Traceback (most recent call last)" in str(error):
+        return False
     return "CUDA error" in str(error) or isinstance(error, getattr(torch, "AcceleratorError", ()))
 
 

@@ -84,7 +84,7 @@ class Runner:
             if told.is_cut_off:
                 yield self._out_of_time(section, f"{name}, and what follows")
                 return
-            yield Row(section.name, name, "failed", told.waited, {}, told.end_in_words(), str(log))
+            yield Row(section.name, name, "failed", told.waited, {}, told.raised or told.end_in_words(), str(log))
             if told.begun is None:
                 return
             done.add(told.begun)
@@ -98,6 +98,7 @@ class _Told:
         postponed: the cases for which there was no time.
         is_complete: it was through with all cases.
         is_cut_off: the time of all sections was over.
+        raised: what it has raised outside of its cases.
         exit_code: when it has ended: negative is the number of a signal.
     """
 
@@ -107,6 +108,7 @@ class _Told:
         self.postponed: list[str] = []
         self.is_complete = False
         self.exit_code: int | None = None
+        self.raised: str | None = None
         self.since = time.monotonic()
         self.allowed = SET_UP_SECONDS
         self.waited = 0.0
@@ -138,6 +140,7 @@ class _Told:
 
     def _take(self, message: dict[str, Any]) -> Row | None:
         self.since = time.monotonic()
+        self.raised = message.get("raised", self.raised)
         if "begin" in message:
             self.begun, self.allowed = message["begin"], message["seconds"]
         elif "row" in message:

@@ -117,6 +117,11 @@ class ParallelContext:
 
     def _join(self, wanted: str, on_join: Callable[[AxisGroup], None] | None) -> None:
         backend = choose_backend(wanted, self.device.type)
+        if (
+            self.device.type == "cuda" and torch.cuda.is_available()
+        ):  # else a mesh takes that of the local rank's number
+            index = self.device.index
+            torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
         if not dist.is_initialized():
             if "MASTER_ADDR" not in os.environ:
                 raise ValueError(

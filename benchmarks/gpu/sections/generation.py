@@ -48,8 +48,11 @@ def _saved(rank: int, device: torch.device, folder: str, model: dict[str, Any]) 
 def _same_text(pool: RankPool, host: RankPool, source: Source, plan: str) -> Figures:
     world, overrides = PLANS[plan]
     shared = ["comm.backend=gloo"] if pool.device.type == "cuda" else []
-    by_rank = pool.run(world, _text, source, [*overrides, f"device={pool.device.type}", *shared])
-    (wanted,) = host.run(1, _text, source, ["device=cpu"])
+    exact = (
+        "train.precision=fp64"  # a token is drawn where probabilities add up to a number: no rounding may turn it over
+    )
+    by_rank = pool.run(world, _text, source, [*overrides, exact, f"device={pool.device.type}", *shared])
+    (wanted,) = host.run(1, _text, source, [exact, "device=cpu"])
     for rank, found in enumerate(by_rank):
         assert found == wanted, f"rank {rank} continues {PROMPTS} with {found}, one process on the CPU with {wanted}"
     return {"tokens": sum(len(tokens) for texts in wanted for tokens in texts)}

@@ -35,7 +35,8 @@ SMALL = Workload(hidden=256, layers=4, heads=4, tokens=64, batch=8, vocab=512)
 ON_CPU = Workload(hidden=64, layers=2, heads=4, tokens=32, batch=4, vocab=128)
 ROOMY = 60 << 30
 CHECKED_STEPS = 4
-#: a step of ours that takes longer than that over bare torch's on a GPU is a failure; compiled ones are only told
+#: a step of ours that takes longer than that over bare torch's on a GPU is a failure; compiled and small ones are
+#: only told
 SLOWEST = 1.25
 
 
@@ -64,10 +65,10 @@ VARIANTS = (
     Variant("fp32"),
     Variant("tf32", tf32=True),
     Variant("bf16", "bf16"),
-    Variant("fp32, small: the host's time", small=True),
-    Variant("bf16, small: the host's time", "bf16", small=True),
     Variant("bf16, compiled blocks", "bf16", compiled=True),
     Variant("tf32, compiled blocks", tf32=True, compiled=True),
+    Variant("fp32, small: the host's time", small=True),
+    Variant("bf16, small: the host's time", "bf16", small=True),
 )
 
 
@@ -153,7 +154,7 @@ def _run(variant: Variant, device: torch.device, states: dict[Workload, State], 
         "GiB of torch": _gib(plain_peak),
         "hidden x layers": f"{workload.hidden} x {workload.layers}",
     }
-    require_plausible(figures, judged=device.type == "cuda" and not variant.compiled)
+    require_plausible(figures, judged=device.type == "cuda" and not variant.compiled and not variant.small)
     return figures
 
 
