@@ -485,7 +485,10 @@ def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: st
     return checkpoint(block, y, context=context, kind=kind)
 
 
-@pytest.mark.parametrize(("world", "sequence_sharded"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("world", "sequence_sharded"),
+    [(2, True), *(pytest.param(*more, marks=pytest.mark.long) for more in ((2, False), (4, True)))],
+)
 def test_gradients_are_exact_under_recomputation(world: int, sequence_sharded: bool) -> None:
     """Selective checkpointing keeps what an operation returned: a collective must not write into it later."""
     wanted = run_ranks(world, _gradients, "none", sequence_sharded=sequence_sharded)

@@ -144,6 +144,7 @@ def test_a_complete_graph_is_all_reduce() -> None:
         np.testing.assert_allclose(run.z, reference.z, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sgp", "d-psgd", "adapted"])
 def test_the_mean_follows_all_reduce_where_curvature_is_the_same(name: str) -> None:
     mixed, reference = facts()[name], facts()["of quadratics"][0]

@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any] | None, Callable[[Named], torch.optim
 }
 
 #: what another plan tells as well
-LONG = ("1d_sharded", "2d", "zero1")
+LONG = ("1d_sharded", "2d", "3d_2x1x2", "zero1")
 PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "1d": (2, dict(tensor=2)),

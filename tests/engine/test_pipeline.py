@@ -123,8 +123,7 @@ def test_without_shared_memory(kind: str) -> None:
     "split",
     [
         [1, 2, 2, 3],
-        "memory",
-        *(pytest.param(x, marks=pytest.mark.long) for x in ("time", ["blocks.0", "blocks.4", "head"])),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("memory", "time", ["blocks.0", "blocks.4", "head"])),
     ],
 )
 def test_any_split_is_the_same_run(split: Any) -> None:

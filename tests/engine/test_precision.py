@@ -410,7 +410,7 @@ def bytes_of(counted: Counted, operation: str, axes: str, dtype: torch.dtype | N
 @pytest.mark.parametrize(
     ("mode", "gathers", "reductions"),
     [
-        (dict(mode="2d", size=4), ["row"], ["row"]),
+        pytest.param(dict(mode="2d", size=4), ["row"], ["row"], marks=pytest.mark.long),
         pytest.param(dict(mode="2d", size=4, coalesce=True), ["row"], ["row"], marks=pytest.mark.long),
         pytest.param(dict(mode="2.5d", size=8), ["row"], ["row"], marks=pytest.mark.long),
         (dict(mode="3d", size=4, shape=(2, 1, 2)), ["i"], ["i"]),

@@ -163,6 +163,7 @@ def _differences(rank: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_habits_around_steps_are_those_without_zero() -> None:
     for found in run_ranks(2, _differences, with_context=False):
         assert found == []

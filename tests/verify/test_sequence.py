@@ -93,7 +93,7 @@ def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     assert counts(out)["gradients"] == counts(out)["initial values"]
 
 
-@pytest.mark.parametrize("plan", ["padded", "ulysses_tensor"])
+@pytest.mark.parametrize("plan", but(("ulysses_tensor",), ("padded", "ulysses_tensor")))
 def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     length, words = PLANS[plan]
     net = NET.replace("MIDDLE", "nn.Sequential(nn.Linear(16, 16), nn.GELU())")
