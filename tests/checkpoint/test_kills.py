@@ -98,6 +98,7 @@ def _saves_all_the_time(root: Path, first: int) -> Callable[[ParallelContext, Ca
     return body
 
 
+@pytest.mark.long
 def test_ranks_are_killed_at_random_moments(in_memory: Path) -> None:
     """At 32 moments: one rank first, the other a little later, or all at once; the run goes on from what is there."""
     drawn = random.Random(14)

@@ -273,7 +273,6 @@ def representative() -> Iterator[Case]:
 REPRESENTATIVE = list(representative())
 #: beside these the others are more of the same: 2.5D is 2D on a share of the batch
 FEW = ("1d_sequence", "2d_2x3", "3d")
-BY_MODE = but([mode for mode in MODES if mode not in FEW], MODES)
 
 
 def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
@@ -335,7 +334,7 @@ multiples = st.integers(1, 4).map(lambda n: 12 * n)
 shapes = st.lists(st.tuples(multiples, multiples, multiples, st.integers(2, 4), st.booleans()), min_size=6, max_size=6)
 
 
-@pytest.mark.parametrize("mode", BY_MODE)
+@pytest.mark.parametrize("mode", but([mode for mode in MODES if mode not in FEW[:2]], MODES))
 @settings(max_examples=examples(2))  # a fork and six layers each; the first is of the smallest sizes
 @given(drawn=shapes)
 def test_drawn_shapes(mode: str, drawn: list[tuple[int, int, int, int, bool]]) -> None:
