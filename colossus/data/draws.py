@@ -118,13 +118,18 @@ class _Asked:
     def __enter__(self) -> _Asked:
         self._profile, self._of_numpy = sys.getprofile(), np.random.get_state
         np.random.get_state = self._numpy_asked  # what is compiled by Cython has no profile
-        sys.setprofile(self._note)
+        self._is_profiled = self._profile is not None and not callable(self._profile)
+        if self._is_profiled:  # by a profiler in C (cProfile), which cannot be put back: nothing is known then
+            self.found = True
+        else:
+            sys.setprofile(self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        sys.setprofile(self._profile)
+        if not self._is_profiled:
+            sys.setprofile(self._profile)
         np.random.get_state = self._of_numpy
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:

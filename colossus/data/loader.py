@@ -87,8 +87,10 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        due = self._due()
-        batch = due.get()
+        if self._next is None and not self._reads_ahead:
+            batch = self._read().get()
+        else:
+            batch = self._due().get()
         self._next = self._ahead() if self._reads_ahead else None
         self.num_untrained += 1
         return batch

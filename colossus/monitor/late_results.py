@@ -13,6 +13,8 @@ from colossus.engine.results import StepResult
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1e-3
+#: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
+PATIENCE = 5.0
 
 
 class LateResults(Generic[T]):

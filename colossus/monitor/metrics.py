@@ -20,12 +20,9 @@ from colossus.engine.engine import Engine
 from colossus.engine.fit import evaluation_due
 from colossus.engine.hooks import Hook
 from colossus.engine.results import EvalSummary, StepResult
-from colossus.monitor.late_results import LateResults
+from colossus.monitor.late_results import PATIENCE, LateResults
 from colossus.monitor.mfu import Utilisation
 from colossus.monitor.peak_memory import peak_memory
-
-#: seconds that a run which has failed waits for the numbers of a step, should its device be stuck
-_PATIENCE = 5.0
 
 
 class StepTimer:
@@ -245,7 +242,7 @@ class Metrics(Hook):
     def on_exception(self, engine: Engine, error: BaseException) -> None:
         self._counting.close()
         try:
-            self._write(patience=_PATIENCE)
+            self._write(patience=PATIENCE)
         except ValueError as second:  # what is wrong with a batch the ranks may have heard already
             if str(second) != str(error):
                 raise

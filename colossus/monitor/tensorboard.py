@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from colossus.engine.hooks import Hook
-from colossus.monitor.late_results import LateResults
+from colossus.monitor.late_results import PATIENCE, LateResults
 
 
 class TensorBoard(Hook):
@@ -39,8 +40,8 @@ class TensorBoard(Hook):
             late = self._results.add(result, engine.strategy.consensus())
             self._write(but=late)
 
-    def _write(self, *, but: int = 0) -> None:
-        for result, consensus in self._results.take(but=but):
+    def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
+        for result, consensus in self._results.take(but=but, patience=patience):
             whose = "train" if result.replica is None else f"train/replica_{result.replica}"
             for name in ("loss", "grad_norm", "tokens"):
                 self._writer.add_scalar(f"{whose}/{name}", getattr(result, name), result.step)
@@ -67,11 +68,11 @@ class TensorBoard(Hook):
         self._close()
 
     def on_exception(self, engine: Any, error: BaseException) -> None:
-        self._close()
+        self._close(patience=PATIENCE)
 
-    def _close(self) -> None:
+    def _close(self, *, patience: float = math.inf) -> None:
         if self._writer is not None:
             try:
-                self._write()
+                self._write(patience=patience)
             finally:
                 self._writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from colossus.data import Loaders, build_loaders
-from colossus.data.draws import PROBED
+from colossus.data.draws import KINDS, PROBED, watched
 from colossus.data.sampler import sample_indices
 from colossus.data.seed_sequences import seeds_of_places
 from colossus.data.seeded import item_seed
@@ -217,3 +218,12 @@ def test_seeds_of_many_places(seed: int, key: tuple[int, ...]) -> None:
     for start in (0, 5, 2**32 - 3):
         places = range(start, start + 6)
         assert seeds_of_places(seed, key, start, start + 6) == [derive_seeds(seed, (*key, p))[0] for p in places]
+
+
+def test_a_profiler_in_c_goes_on() -> None:
+    profiler, drawn = cProfile.Profile(), []
+    with profiler:
+        result, kinds = watched(lambda: drawn.append(1), 0)
+    assert (result, drawn) == (None, [1])
+    assert kinds <= set(KINDS)
+    assert profiler.getstats()

@@ -123,7 +123,7 @@ def test_ctrl_c_loses_nothing(tmp_path: Path) -> None:
 def test_a_device_that_hangs_is_not_waited_for_when_the_run_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colossus.monitor.metrics._PATIENCE", 0.2)
+    monkeypatch.setattr("colossus.monitor.metrics.PATIENCE", 0.2)
     path, engine = tmp_path / "metrics.jsonl", LateEngine(steps=9, fail_at=4)
     began = time.monotonic()
     with pytest.raises(ArithmeticError):
