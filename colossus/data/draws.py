@@ -2,14 +2,16 @@
 
 To seed all three takes longer than to read a small sample. So the first samples are read with all of them seeded, and
 with a look at what they did; afterwards only what was drawn from is seeded for each sample. The other generators stand
-still, and are looked at when a batch has been read: where one was drawn from after all, those samples are read again.
+still, and are looked at when a batch has been read: whether one was drawn from after all, or asked for its state.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -38,23 +40,31 @@ def _seeders() -> dict[str, Seeder]:
     return {TORCH: torch.default_generator.manual_seed, PYTHON: random.seed, NUMPY: _seed_numpy}
 
 
+@dataclass
+class Reading:
+    """Of samples that are read together.
+
+    Attributes:
+        seeders: what is to be called with the seed of each sample.
+        missed: at the end, the generators that should have been among them.
+    """
+
+    seeders: list[Seeder]
+    missed: set[str]
+
+
 class Draws:
-    """What is known of one piece of code. Its samples are to be read between `begin` and `learn`, or by `probed`."""
+    """What is known of one piece of code. Its samples are to be read by `probed`, or in `reading`."""
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
         #: samples that are still to be read by `probed`
         self.to_probe = PROBED
-        self._torch_still = b""
 
     @property
     def is_probing(self) -> bool:
         """Whether the next sample is to be read by `probed`."""
         return self.to_probe > 0 and len(self.kinds) < len(KINDS)
-
-    def seed_all(self) -> None:
-        """From here on seed all generators for each sample."""
-        self.kinds.update(KINDS)
 
     def probed(self, read: Callable[[], Any], seed: int, count: int = 1) -> Any:
         """What is read, one sample or ``count`` at once, with all generators seeded and a look at what they did."""
@@ -63,34 +73,40 @@ class Draws:
         self.kinds |= kinds
         return result
 
-    def begin(self) -> list[Seeder]:
-        """What is to be called with the seed of each sample. The generators are seeded anew."""
+    @contextmanager
+    def reading(self) -> Iterator[Reading]:
+        """Samples are read inside, the generators seeded anew. What is missed once is not missed the next time."""
         seeders = _seeders()
-        for kind in KINDS:
-            if kind not in self.kinds:
-                seeders[kind](_STILL)
-        if TORCH not in self.kinds:
-            self._torch_still = _torch_state()
-        return [seeders[kind] for kind in KINDS if kind in self.kinds]
-
-    def learn(self) -> bool:
-        """Whether a generator was drawn from that was not seeded since `begin`; it is from here on."""
+        reading = Reading([seeders[kind] for kind in KINDS if kind in self.kinds], set())
+        still = [kind for kind in KINDS if kind not in self.kinds]
+        if not still:
+            yield reading
+            return
+        for kind in still:
+            seeders[kind](_STILL)
+        of_torch = _torch_state() if TORCH in still else b""
+        with _Asked() as asked:
+            yield reading
         moved = {
-            TORCH: lambda: _torch_state() != self._torch_still,
+            TORCH: lambda: _torch_state() != of_torch,
             PYTHON: lambda: random.getrandbits(64) != _PYTHON_NEXT,
             NUMPY: lambda: np.random.bytes(8) != _NUMPY_NEXT,
         }
-        new = {kind for kind in KINDS if kind not in self.kinds and moved[kind]()}
-        self.kinds |= new
-        return bool(new)
+        reading.missed = {kind for kind in still if asked.found or moved[kind]()}
+        self.kinds |= reading.missed
 
 
-def watched(run: Callable[[], Any], seed: int) -> tuple[Any, set[str]]:
+def watched(run: Callable[[], Any], seed: int, *, closely: bool = True) -> tuple[Any, set[str]]:
     """What a function returns that starts from this seed, and the generators it drew from (or asked for their state,
-    as code does that seeds one of its own by it, or that puts the state back behind its draws)."""
+    as code does that seeds one of its own by it, or that puts the state back behind its draws).
+
+    Args:
+        closely: also with a look at every call, which takes time, and finds out who asks by another name than that in
+            the generator's module.
+    """
     GLOBAL_RNG.seed(seed)
     before = GLOBAL_RNG.get_state()
-    with _Asked() as asked:
+    with _Asked(closely=closely) as asked:
         result = run()
     return result, set(KINDS) if asked.found else _moved(before, GLOBAL_RNG.get_state())
 
@@ -110,36 +126,62 @@ def _moved(before: RngState, after: RngState) -> set[str]:
 
 
 class _Asked:
-    """Notes whether the state of a global generator is asked for while this is entered, by this thread."""
+    """Notes whether the state of a global generator is asked for while this is entered.
 
-    def __init__(self) -> None:
+    The functions of ``torch``, ``random`` and ``numpy.random`` that tell it are replaced by others that note it, too.
+
+    Args:
+        closely: look at every call of this thread besides. A profiler in C (cProfile), which could not be put back,
+            is left alone.
+    """
+
+    def __init__(self, *, closely: bool = False) -> None:
         self.found = False
+        self._closely = closely
 
     def __enter__(self) -> _Asked:
-        self._profile, self._of_numpy = sys.getprofile(), np.random.get_state
-        np.random.get_state = self._numpy_asked  # what is compiled by Cython has no profile
-        self._is_profiled = self._profile is not None and not callable(self._profile)
-        if self._is_profiled:  # by a profiler in C (cProfile), which cannot be put back: nothing is known then
-            self.found = True
-        else:
+        self._of_python, self._of_numpy = random.getstate, np.random.get_state
+        self._of_torch = torch.random.default_generator
+        random.getstate = self._noting(self._of_python)
+        np.random.get_state = self._noting(self._of_numpy)
+        torch.random.default_generator = _NotedGenerator(self)  # type: ignore[assignment]
+        self._profile = sys.getprofile()
+        self._closely = self._closely and (self._profile is None or callable(self._profile))
+        if self._closely:
             sys.setprofile(self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._is_profiled:
+        if self._closely:
             sys.setprofile(self._profile)
-        np.random.get_state = self._of_numpy
+        random.getstate, np.random.get_state = self._of_python, self._of_numpy
+        torch.random.default_generator = self._of_torch
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **options: Any) -> Any:
+            self.found = True
+            return function(*args, **options)
+
+        return noting
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _ASKING:
             of = function.__self__
             self.found = self.found or of is torch.default_generator or of is _python_generator()
 
-    def _numpy_asked(self, *args: Any, **options: Any) -> Any:
-        self.found = True
-        return self._of_numpy(*args, **options)
+
+class _NotedGenerator:
+    """torch's default generator as the functions of ``torch.random`` have it (``fork_rng`` among them)."""
+
+    def __init__(self, asked: _Asked) -> None:
+        self._asked = asked
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ASKING:
+            self._asked.found = True
+        return getattr(torch.default_generator, name)
 
 
 def _python_generator() -> Any:

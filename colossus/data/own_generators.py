@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,30 @@ def set_generator_states(loader: Any, states: dict[str, Any]) -> None:
     for name, generator in _generators(loader):
         if name in states:
             _set_state(generator, states[name])
+
+
+class OwnState:
+    """What a dataset holds at a moment, as far as its attributes and the generators among them tell; of one that is
+    wrapped (``Subset``), too."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._held, self._states = self._now()
+
+    def has_changed(self) -> bool:
+        """Whether an attribute is another object now, or a generator another state."""
+        held, states = self._now()
+        if states != self._states or held.keys() != self._held.keys():
+            return True
+        return any(held[key] is not self._held[key] for key in held)
+
+    def _now(self) -> tuple[dict[tuple[str, str], Any], bytes]:
+        parts = parts_of_loader(self._dataset)
+        held = {
+            (part, name): value for part in parts for name, value in getattr(parts[part], "__dict__", {}).items()
+        }
+        states = generator_states(self._dataset)
+        return held, pickle.dumps(states) if states else b""
 
 
 def _generators(loader: Any) -> Iterator[tuple[str, _Generator]]:

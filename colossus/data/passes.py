@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
-
-from colossus.data.draws import Draws
 from colossus.data.own_generators import generator_states, parts_of_loader, set_generator_states
 from colossus.data.seed_sequences import seeds_of_places
 from colossus.data.seeded import item_seed
-from colossus.nest import leaves
-from colossus.random import GLOBAL_RNG
+from colossus.random import GLOBAL_RNG, RngState
 
 log = logging.getLogger("colossus.data")
 
 _END = object()
+#: items that are passed over together
+_AT_ONCE = 4096
 ONE_PASS = (
     "is an iterator, which can be read once and not from the start again: "
     "give an iterable, such as a DataLoader or a class with __iter__"
@@ -61,11 +58,6 @@ class Passes:
         #: for certain; a user's iterator class may start over in its __iter__, which shows at the end of a pass
         self.is_one_pass = hasattr(iterable, "__next__") and type(iterable).__module__ in ("builtins", "itertools")
         self.ended = False
-        self._at_start: dict[str, Any] = {}
-        self._first_item: Any = None
-        self._draws = Draws()
-        if self._stateful is not None or hasattr(iterable, "__next__"):
-            self._draws.seed_all()  # what it draws later cannot be read again
 
     @property
     def keeps_own_state(self) -> bool:
@@ -86,81 +78,10 @@ class Passes:
             if not wrap:
                 raise EndOfPass
 
-    def take(self, count: int, *, wrap: bool = True, keep: bool = True) -> list[Any]:
-        """What ``count`` times `read` gives, or fewer items where the data ends. It leaves the global generators
-        anywhere.
-
-        What it does for many small items together: it seeds the generators that they draw from only (`Draws`). Where
-        items turn out to draw from another one, they are read again, with the pass up to there.
-
-        Args:
-            keep: False has None in the place of each item.
-        """
-        items: list[Any] = []
-        while len(items) < count and not self.ended:
-            items += self._take_of_pass(count - len(items), keep)
-            if len(items) < count:
-                self._end_pass()
-                if not wrap:
-                    break
-        return items
-
-    def _take_of_pass(self, count: int, keep: bool) -> list[Any]:
-        """Up to ``count`` items; fewer, when the pass has no more."""
-        items: list[Any] = []
-        while len(items) < count and (self._iterator is None or self._draws.is_probing):
-            item = self._draws.probed(self._next, item_seed(self._seed, self.epoch, self.offset))
-            if item is _END:
-                return items
-            if not self.offset:
-                self._first_item = item
-            self.offset += 1
-            items.append(item if keep else None)
-            if not self._draws.is_probing and self._has_moved():
-                self._draws.seed_all()
-        missing = count - len(items)
-        while missing:
-            rest = self._take_seeded(missing, keep)
-            if not self._draws.learn():
-                self.offset += len(rest)
-                return items + rest
-            self._read_again(self.offset)
-        return items
-
-    def _take_seeded(self, count: int, keep: bool) -> list[Any]:
-        iterator, seeders = self._iterator, self._draws.begin()
-        assert iterator is not None
-        if not seeders:
-            some = islice(iterator, count)
-            return list(some) if keep else [None for _ in some]
-        items = []
-        for seed in seeds_of_places(self._seed, (self.epoch,), self.offset, self.offset + count):
-            for seeder in seeders:
-                seeder(seed)
-            item = next(iterator, _END)
-            if item is _END:
-                break
-            items.append(item if keep else None)
-        return items
-
-    def _read_again(self, offset: int) -> None:
-        """From the start of this pass up to an item, since only now it is known what is to be seeded for each."""
-        log.warning(
-            "%s draws from %s, and did not for its first samples: reading the %d items of pass %d again, so that what "
-            "is drawn depends on the place of an item alone",
-            self.name, ", ".join(sorted(self._draws.kinds)), offset, self.epoch,
-        )  # fmt: skip
-        self._iterator, self.offset, self._states_to_set = None, 0, self._pass_states
-        first_item = self._first_item
-        self._take_of_pass(offset, keep=False)
-        if self.offset < offset or not _may_be_equal(self._first_item, first_item):
-            raise ValueError(
-                f"{self.name} draws random numbers from {', '.join(sorted(self._draws.kinds))} for the first time "
-                f"after {offset} items of pass {self.epoch}. To seed it for each item they are read again, but "
-                f"iterating {self.name} anew gave "
-                f"{'others' if self.offset == offset else f'{self.offset} items only'}. Let its __iter__ start over, "
-                f"or draw one number from that generator for the first item of each pass"
-            )
+    def skip(self, count: int) -> None:
+        """Read so many items, or `EndOfPass`."""
+        for _ in range(count):
+            self.read(wrap=False)
 
     def _next(self) -> Any:
         """The next item of this pass, or `_END`."""
@@ -174,17 +95,11 @@ class Passes:
         set_generator_states(self._iterable, self._states_to_set)
         self._states_to_set = {}
         self._pass_states = generator_states(self._iterable)
-        self._at_start = dict(_attributes(self._iterable))
         self._iterator = iter(self._iterable)
 
     def _length(self, item: Any) -> int:
         """How many items of the data this is."""
         return 1
-
-    def _has_moved(self) -> bool:
-        """Whether an attribute has changed since the pass began, as the place of data has that cannot start over."""
-        now = _attributes(self._iterable)
-        return now.keys() != self._at_start.keys() or any(now[key] is not self._at_start[key] for key in now)
 
     def rewind(self) -> None:
         """Back to the first item of the first pass."""
@@ -221,10 +136,7 @@ class Passes:
         self._states_to_set = state.get("generators", {})
         if state["offset"]:
             self._tell_reading_again(state)
-        with GLOBAL_RNG.preserved():
-            self.take(state["offset"], wrap=False, keep=False)
-        if (self.epoch, self.offset) != (state["epoch"], state["offset"]):
-            raise EndOfPass
+        self.skip(state["offset"])
 
     def _tell_reading_again(self, state: dict[str, Any]) -> None:
         log.warning(
@@ -252,19 +164,68 @@ def _has_state(candidate: Any) -> bool:
     return callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None))
 
 
-def _attributes(data: Any) -> dict[str, Any]:
-    return getattr(data, "__dict__", {})
 
+class SamplePasses(Passes):
+    """Many small items, which would take less time to read than to seed generators for.
 
-def _may_be_equal(item: Any, other: Any) -> bool:
-    """Whether two items are the same as far as tensors, arrays, numbers and strings tell it."""
-    pairs = zip_longest(leaves(item), leaves(other), fillvalue=("", None))
-    return all(type(x) is type(y) and _are_equal(x, y) for (_, x), (_, y) in pairs)
+    The global generators are seeded at the start of each pass and go on from item to item, as in one process that does
+    nothing else: all ranks read all items in order, and so draw the same. Only data that keeps its own place (a
+    ``state_dict``), and so can be entered anywhere, has them seeded for each item, by its place.
+    """
 
+    def __init__(self, iterable: Any, seed: int, *, name: str, stateful: Any = None) -> None:
+        super().__init__(iterable, seed, name=name, stateful=stateful)
+        #: of the global generators, behind the last item of this pass
+        self._rng: RngState | None = None
 
-def _are_equal(x: Any, y: Any) -> bool:
-    if isinstance(x, torch.Tensor):
-        return x.shape == y.shape and bool(((x == y) | (x != x) & (y != y)).all())
-    if isinstance(x, np.ndarray):
-        return np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
-    return x == y or x != x if isinstance(x, int | float | str | bytes) else True
+    def take(self, count: int, *, wrap: bool = True, keep: range | None = None) -> list[Any]:
+        """The next ``count`` items, or fewer where the data ends. Leaves the global generators anywhere.
+
+        Args:
+            wrap: go on with the next pass.
+            keep: places among the items; there is None in all other places. None keeps all.
+        """
+        items: list[Any] = []
+        keep = range(count) if keep is None else keep
+        while len(items) < count and not self.ended:
+            self._take_of_pass(items, count, keep)
+            if len(items) < count:
+                self._end_pass()
+                if not wrap:
+                    break
+        return items
+
+    def skip(self, count: int) -> None:
+        with GLOBAL_RNG.preserved():
+            for done in range(0, count, _AT_ONCE):
+                asked = min(_AT_ONCE, count - done)
+                if len(self.take(asked, wrap=False, keep=range(0))) < asked:
+                    raise EndOfPass
+
+    def _take_of_pass(self, items: list[Any], count: int, keep: range) -> None:
+        """Append to ``items`` until there are ``count``, or the pass has no more."""
+        before = len(items)
+        try:
+            for place, item in enumerate(islice(self._items(count - before), count - before), before):
+                items.append(item if place in keep else None)
+        finally:  # an error that is caught costs the items that were read with it
+            self.offset += len(items) - before
+            self._rng = GLOBAL_RNG.get_state()
+
+    def _items(self, count: int) -> Iterator[Any]:
+        """Those that follow, at least ``count``."""
+        if self._iterator is None:
+            GLOBAL_RNG.seed(item_seed(self._seed, self.epoch, self.offset))
+            self._begin()
+        elif self._rng is not None and not self.keeps_own_state:
+            GLOBAL_RNG.set_state(self._rng)
+        assert self._iterator is not None
+        return self._seeded(self._iterator, count) if self.keeps_own_state else self._iterator
+
+    def _seeded(self, iterator: Iterator[Any], count: int) -> Iterator[Any]:
+        for seed in seeds_of_places(self._seed, (self.epoch,), self.offset, self.offset + count):
+            GLOBAL_RNG.seed(seed)
+            item = next(iterator, _END)
+            if item is _END:
+                return
+            yield item

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, slice_batch
-from colossus.data.draws import Draws, Seeder, watched
+from colossus.data.draws import PROBED, Draws, Seeder, watched
+from colossus.data.own_generators import OwnState
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -26,6 +27,9 @@ class SeededSamples:
     Only generators that are drawn from are seeded (`Draws`). A dataset that fetches many at once (``__getitems__``:
     torch's `Subset` has it) does so unless it draws: then one fetch cannot give each sample numbers of its own, and
     they are fetched one by one.
+
+    Samples that draw from a generator for the first time later are read a second time, which a dataset that counts in
+    a list, say, gets to see.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -47,15 +51,15 @@ class SeededSamples:
             for index, seed in zip(indices[: self._draws.to_probe], seeds(), strict=False):
                 samples.append(self._draws.probed(partial(fetch, index), seed))
         first = len(samples)
-        while first < len(indices):
-            seeders = self._draws.begin()
+        if first == len(indices):
+            return samples
+
+        def rest(seeders: list[Seeder]) -> list[Any]:
             if seeders:
-                rest = _seeded(fetch, indices[first:], seeds()[first:], seeders)
-            else:
-                rest = list(map(fetch, indices[first:]))
-            if not self._draws.learn():
-                return samples + rest
-        return samples
+                return _seeded(fetch, indices[first:], seeds()[first:], seeders)
+            return list(map(fetch, indices[first:]))
+
+        return samples + self._read_known(rest)
 
     def _read_many(
         self, fetch_all: Callable[[list[int]], list[Any]], indices: list[int], seeds: Callable[[], list[int]]
@@ -64,14 +68,34 @@ class SeededSamples:
             samples = self._draws.probed(lambda: fetch_all(indices), seeds()[0], len(indices))
             if not self._draws.kinds:
                 return list(samples)
-        while True:
-            seeders = self._draws.begin()
+
+        def read(seeders: list[Seeder]) -> list[Any]:
             if seeders:
-                samples = _seeded(lambda index: fetch_all([index])[0], indices, seeds(), seeders)
-            else:
-                samples = fetch_all(indices)
-            if not self._draws.learn():
-                return list(samples)
+                return _seeded(lambda index: fetch_all([index])[0], indices, seeds(), seeders)
+            return list(fetch_all(indices))
+
+        return self._read_known(read)
+
+    def _read_known(self, read: Callable[[list[Seeder]], list[Any]]) -> list[Any]:
+        """Samples read with what they draw from seeded for each: again, where one drew from another generator for the
+        first time. Those of a dataset that has changed meanwhile are kept as they are."""
+        while True:
+            own_state = OwnState(self._dataset)
+            with self._draws.reading() as reading:
+                samples = read(reading.seeders)
+            if not reading.missed:
+                return samples
+            is_kept = own_state.has_changed()
+            log.warning(
+                "%s draws from %s (or asks for their states), and did not for its first samples: %s",
+                type(self._dataset).__name__, ", ".join(sorted(reading.missed)),
+                f"what these {len(samples)} samples drew does not depend on their place alone, as it does from here "
+                f"on: to read them again would change its own state twice" if is_kept
+                else f"the {len(samples)} samples just read are read again, so that what each draws depends on its "
+                f"place alone",
+            )  # fmt: skip
+            if is_kept:
+                return samples
 
 
 def _seeded(fetch: Callable[[int], Any], indices: list[int], seeds: list[int], seeders: list[Seeder]) -> list[Any]:
@@ -98,6 +122,7 @@ class ShardCollate:
         #: torch's own draws nothing
         self.may_draw = collate_fn is not None and is_shard
         self._draws = False
+        self._to_probe = PROBED
 
     def __call__(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         """The batch of this data rank.
@@ -115,7 +140,8 @@ class ShardCollate:
                 if not self.may_draw:
                     GLOBAL_RNG.seed(seed)
                     return self._collate(samples)
-                batch, kinds = watched(lambda: self._collate(samples), seed)
+                batch, kinds = watched(lambda: self._collate(samples), seed, closely=self._to_probe > 0)
+                self._to_probe -= 1
                 self._draws = bool(kinds)
                 return batch
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from colossus.data.batch import Batch, batch_size_of, slice_batch
-from colossus.data.passes import EndOfPass, Passes
+from colossus.data.passes import EndOfPass, Passes, SamplePasses
 from colossus.data.seeded import CollateFn, ShardCollate
 from colossus.data.sources import BatchShard, Source
 from colossus.random import GLOBAL_RNG, derive_seeds
@@ -53,24 +53,31 @@ class StreamSource(Source):
         self.step = state["step"]
 
 
-class SampleStream(StreamSource):
-    """An IterableDataset: takes ``global_batch_size`` samples for each step, collates those of this data rank.
+class CollatedStream(StreamSource):
+    """What streams of single samples share: they take ``global_batch_size`` for each step, and collate those of this
+    data rank.
 
     A batch that the end of a pass leaves incomplete is filled from the next pass; in validation it is the last one.
     """
 
-    def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        shard: BatchShard,
-        *,
-        collate_fn: CollateFn | None = None,
-        passes: Passes | None = None,
-    ) -> None:
-        if passes is None:
-            passes = Passes(dataset, shard.seed, name=type(dataset).__name__, stateful=dataset)
+    def __init__(self, passes: Passes, shard: BatchShard, collate_fn: CollateFn | None) -> None:
         super().__init__(passes, shard)
         self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """The batch of this data rank from those of the global batch. Leaves the global generators anywhere."""
+        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
+        return self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
+
+
+class SampleStream(CollatedStream):
+    """An IterableDataset that this process reads."""
+
+    def __init__(
+        self, dataset: IterableDataset[Any], shard: BatchShard, *, collate_fn: CollateFn | None = None
+    ) -> None:
+        self._samples = SamplePasses(dataset, shard.seed, name=type(dataset).__name__, stateful=dataset)
+        super().__init__(self._samples, shard, collate_fn)
 
     def read(self) -> Batch:
         if self._is_over:
@@ -88,21 +95,9 @@ class SampleStream(StreamSource):
     def samples(self, first: int, last: int, *, wrap: bool) -> list[Any]:
         """Those from place ``first`` to ``last`` of the global batch, with None for what other data ranks collate."""
         if self._collate.may_draw or not self.shard.endless:
-            return self.passes.take(last - first, wrap=wrap)
-        start, stop = self.shard.start, self.shard.start + self.shard.size
-        samples: list[Any] = []
-        for low, high, is_own in ((0, start, False), (start, stop, True), (stop, last, False)):
-            count = min(high, last) - max(low, first)
-            taken = self.passes.take(count, wrap=wrap, keep=is_own) if count > 0 else []
-            samples += taken
-            if len(taken) < count:
-                break
-        return samples
-
-    def collated(self, samples: list[Any]) -> Batch:
-        """The batch of this data rank from those of the global batch. Leaves the global generators anywhere."""
-        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
-        return self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
+            return self._samples.take(last - first, wrap=wrap)
+        own = range(self.shard.start - first, self.shard.start + self.shard.size - first)
+        return self._samples.take(last - first, wrap=wrap, keep=own)
 
 
 class BatchStream(StreamSource):

@@ -11,7 +11,7 @@ from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass, Passes
 from colossus.data.seeded import CollateFn, item_seed
 from colossus.data.sources import BatchShard
-from colossus.data.streams import SampleStream
+from colossus.data.streams import CollatedStream, SampleStream
 from colossus.data.worker_loader import WorkerLoader
 from colossus.random import GLOBAL_RNG
 
@@ -48,13 +48,13 @@ class _PassInWorker(IterableDataset[_Piece]):
         reader = SampleStream(self._dataset, self._shard, collate_fn=self._collate_fn)
         passes, whole = reader.passes, self._shard.global_batch_size
         passes.epoch, reader.step = self.epoch, self.step
-        if self.skipped:
-            found = len(passes.take(self.skipped, wrap=False, keep=False))
-            if found < self.skipped:
-                raise ValueError(
-                    f"{passes.name} has {found} samples in pass {self.epoch}, but the run that goes on had read "
-                    f"{self.skipped} of them: the data is not the same any more"
-                )
+        try:
+            passes.skip(self.skipped)
+        except EndOfPass:
+            raise ValueError(
+                f"{passes.name} has less than {self.skipped} samples in pass {self.epoch}, but the run that goes on "
+                f"had read so many: the data is not the same any more"
+            ) from None
         if self.begun:
             samples = reader.samples(self.begun, whole, wrap=False)
             yield _Piece(len(samples), None, samples)
@@ -92,15 +92,15 @@ class _WorkerPasses(Passes):
         return item.size
 
 
-class WorkerSampleStream(SampleStream):
-    """A `SampleStream` whose samples a worker reads and collates, ahead of the step that needs them."""
+class WorkerSampleStream(CollatedStream):
+    """An IterableDataset that a worker reads and collates, ahead of the step that needs it."""
 
     def __init__(
         self, dataset: IterableDataset[Any], shard: BatchShard, *, collate_fn: CollateFn | None = None
     ) -> None:
         data = _PassInWorker(dataset, shard, collate_fn)
         self._pieces = _WorkerPasses(data, shard.seed, name=type(dataset).__name__)
-        super().__init__(dataset, shard, collate_fn=collate_fn, passes=self._pieces)
+        super().__init__(self._pieces, shard, collate_fn)
 
     def read(self) -> Batch:
         if self._is_over:
@@ -136,7 +136,7 @@ def sample_stream(
     *,
     collate_fn: CollateFn | None = None,
     num_workers: int = 0,
-) -> SampleStream:
+) -> CollatedStream:
     """The source that reads an IterableDataset.
 
     Raises:

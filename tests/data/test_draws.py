@@ -1,11 +1,14 @@
-"""Samples read fast are those that are read one by one with all generators seeded, whatever they draw, and when."""
+"""Samples read fast are those that are read one by one with all generators seeded, whatever they draw, and when; a
+stream's are those that one process reads after it has seeded them."""
 
 from __future__ import annotations
 
 import cProfile
 import logging
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from colossus.data import Loaders, build_loaders
 from colossus.data.draws import KINDS, PROBED, watched
+from colossus.data.passes import EndOfPass, SamplePasses
 from colossus.data.sampler import sample_indices
 from colossus.data.seed_sequences import seeds_of_places
 from colossus.data.seeded import item_seed
@@ -32,6 +36,22 @@ def forked() -> float:
 
 def gaussian() -> float:
     return float(np.random.randn())  # numpy makes two at once, and keeps one
+
+
+def kept_numpy() -> float:
+    state = np.random.get_state()
+    try:
+        return gaussian()
+    finally:
+        np.random.set_state(state)
+
+
+def kept_python() -> float:
+    state = random.getstate()
+    try:
+        return random.random()
+    finally:
+        random.setstate(state)
 
 
 #: what a sample draws, by its number
@@ -52,6 +72,10 @@ WAYS: dict[str, Callable[[int], float]] = {
     "a generator seeded by torch's": lambda index: np.random.default_rng(torch.initial_seed()).random(),
     "a generator seeded by numpy's": lambda index: np.random.default_rng(np.random.get_state()[1][:4]).random(),
     "what puts the state back": lambda index: forked(),
+    "late, what puts the state back": lambda index: forked() if index > LATE else 0.0,
+    "late, torch's seed": lambda index: np.random.default_rng(torch.initial_seed()).random() if index > LATE else 0.0,
+    "late, numpy's state put back": lambda index: kept_numpy() if index > LATE else 0.0,
+    "late, python's state put back": lambda index: kept_python() if index > LATE else 0.0,
     "its own seed": lambda index: np.random.seed(index) or gaussian(),  # type: ignore[func-returns-value]
 }
 
@@ -120,13 +144,16 @@ def map_batch(way: str, step: int) -> Tensor:
     return torch.stack(rows)
 
 
+@cache
+def stream_pass(way: str, epoch: int) -> list[Tensor]:
+    """What one process reads that seeds all generators before it."""
+    with GLOBAL_RNG.preserved(item_seed(SEED, epoch, 0)):
+        return list(Stream(way))
+
+
 def stream_batch(way: str, step: int) -> Tensor:
-    """Each sample with all generators seeded by its place in its pass."""
-    rows = []
-    for place in range(step * BATCH, (step + 1) * BATCH):
-        GLOBAL_RNG.seed(item_seed(SEED, *divmod(place, SAMPLES)))
-        rows.append(Samples(way)[place % SAMPLES])
-    return torch.stack(rows)
+    places = range(step * BATCH, (step + 1) * BATCH)
+    return torch.stack([stream_pass(way, place // SAMPLES)[place % SAMPLES] for place in places])
 
 
 @pytest.mark.parametrize("rank", [None, 1])
@@ -167,31 +194,108 @@ def test_workers(way: str) -> None:
         assert torch.equal(next(stream), stream_batch(way, step)[8:16])
 
 
-def test_reading_again_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    train = loaders(Stream("late python")).train
-    with caplog.at_level(logging.WARNING):
-        next(train)
-        assert not caplog.records
-        next(train)
-    words = "Stream draws from random, and did not for its first samples: reading the 32 items of pass 0 again"
-    assert words in caplog.text
+class Counting(Samples):
+    """Has a state of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(way)
+        self.count = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.count += 1
+        return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(("numbers", "found"), [(range(SAMPLES), "others"), (range(50), "2 items only")])
-def test_a_stream_that_draws_late_and_cannot_start_over(numbers: range, found: str) -> None:
-    data = Once("late torch")
-    data.numbers[0] = iter(numbers)
+@pytest.mark.parametrize("kind", [Samples, Counting])
+def test_a_draw_that_comes_late_is_told(
+    kind: type[Samples], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = int(sample_indices(SEED, 1, SAMPLES, BATCH)[LATE - BATCH])
+    monkeypatch.setitem(WAYS, "one", lambda index: random.random() if index == late else 0.0)
+    data = kind("one")
     train = loaders(data).train
-    next(train)
-    words = rf"Once draws random numbers from torch for the first time after 32 items of pass 0.* anew gave {found}"
-    with pytest.raises(ValueError, match=words):
+    for step in range(9):
         next(train)
+    assert len(caplog.records) == 1
+    assert f"{kind.__name__} draws from random (or asks for" in caplog.text
+    if isinstance(data, Counting):
+        assert data.count == 9 * BATCH  # each sample once
+        assert "to read them again would change its own state twice" in caplog.text
+    else:
+        assert "samples just read are read again" in caplog.text
 
 
-def test_a_stream_that_cannot_start_over_and_draws_from_the_first_sample() -> None:
-    train = loaders(Once("numpy")).train
+@pytest.mark.parametrize("own", ["attribute", "nested"])
+def test_generators_of_its_own_are_read_once(own: str) -> None:
+    """Of a stream that draws from a global generator late."""
+
+    class Own(Stream):
+        def __init__(self) -> None:
+            super().__init__("late torch")
+            generator = random.Random(0)
+            self.generators = generator if own == "attribute" else [generator]
+
+        def __iter__(self) -> Iterator[Tensor]:
+            generator = self.generators if own == "attribute" else self.generators[0]
+            for sample in super().__iter__():
+                yield sample + generator.random()
+
+    expected = random.Random(0)
+    first, second = loaders(Own()).train, loaders(Own()).train
+    batches = [next(first) for _ in range(4)]
+    for step, batch in enumerate(batches):
+        added = torch.tensor([expected.random() for _ in range(BATCH)], dtype=torch.float64)
+        assert torch.equal(batch, stream_batch("late torch", step) + added[:, None])
+    second.load_state_dict(first.state_dict() | {"step": 2, "passes": {"epoch": 0, "offset": 2 * BATCH}})
+    assert torch.equal(next(second), batches[2])
+
+
+def test_a_stream_that_cannot_start_over_and_draws_late() -> None:
+    train = loaders(Once("late numpy")).train
     for step in range(SAMPLES // BATCH):
-        assert torch.equal(next(train), stream_batch("numpy", step))
+        assert torch.equal(next(train), stream_batch("late numpy", step))
+
+
+def test_an_error_in_the_middle_of_a_batch_leaves_the_place_behind_what_was_read() -> None:
+    class Failing(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        place = 0
+
+        def __next__(self) -> int:
+            self.place += 1
+            if self.place == 2 * BATCH + 6:
+                raise OSError("a shard is missing")
+            return self.place
+
+    train = loaders(Failing()).train
+    next(train), next(train)
+    with pytest.raises(OSError, match="a shard"):
+        next(train)
+    assert train.state_dict()["passes"]["offset"] == 2 * BATCH + 5
+    assert next(train)[0] == 2 * BATCH + 7
+
+
+def test_passing_over_a_million_items_keeps_none_of_them() -> None:
+    passes = SamplePasses(IterableNumbers(1_000_000), SEED, name="numbers")
+    tracemalloc.start()
+    try:
+        passes.skip(900_000)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert passes.take(1) == [900_000]
+    with pytest.raises(EndOfPass):
+        passes.skip(100_000)
+
+
+class IterableNumbers(IterableDataset[int]):
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.stop)
 
 
 @pytest.mark.parametrize("kind", [Samples, Stream])
@@ -227,3 +331,6 @@ def test_a_profiler_in_c_goes_on() -> None:
     assert (result, drawn) == (None, [1])
     assert kinds <= set(KINDS)
     assert profiler.getstats()
+    with profiler:
+        assert watched(random.random, 0)[1] == {"random"}
+        assert watched(torch.initial_seed, 0)[1] == set(KINDS)
