@@ -4,7 +4,6 @@ stream's are those that one process reads after it has seeded them."""
 from __future__ import annotations
 
 import cProfile
-import logging
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -26,7 +25,11 @@ from colossus.data.seeded import item_seed
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 SEED, BATCH, SAMPLES = 3, 24, 101  # odd on purpose: batches straddle passes
-LATE = PROBED + 9
+_ORDER = np.concatenate([sample_indices(SEED, step, SAMPLES, BATCH) for step in range(9)])
+_OF_RANK_1 = _ORDER.reshape(9, 3, BATCH // 3)[:, 1].reshape(-1)
+#: samples that neither the only data rank nor the second of three reads among the first
+LATE = frozenset(range(SAMPLES)) - {*_ORDER[: PROBED + 9].tolist(), *_OF_RANK_1[: PROBED + 9].tolist()}
+LATE_2, LATE_3 = sorted(LATE)[::5], sorted(LATE)[::7]
 
 
 def forked() -> float:
@@ -61,21 +64,25 @@ WAYS: dict[str, Callable[[int], float]] = {
     "python": lambda index: random.random(),
     "numpy": lambda index: gaussian(),
     "all, one after the other": lambda index: [torch.rand(()).item, random.random, gaussian][index % 3](),
-    "late torch": lambda index: float(torch.rand(())) if index > LATE else 0.0,
-    "late python": lambda index: random.gauss(0, 1) if index > LATE else 0.0,
-    "late numpy": lambda index: gaussian() if index % 50 == 49 else 0.0,
-    "late 624 words": lambda index: np.random.bytes(4 * 624)[5] if index > LATE else 0.0,
-    "python, late numpy": lambda index: random.random() + (gaussian() if index > LATE else 0.0),
+    "late torch": lambda index: float(torch.rand(())) if index in LATE else 0.0,
+    "late python": lambda index: random.gauss(0, 1) if index in LATE else 0.0,
+    "late numpy": lambda index: gaussian() if index == max(LATE) else 0.0,
+    "late 624 words": lambda index: np.random.bytes(4 * 624)[5] if index in LATE else 0.0,
+    "python, late numpy": lambda index: random.random() + (gaussian() if index in LATE else 0.0),
     "one by one, late": lambda index: sum(
-        [random.random() if index > 40 else 0, gaussian() if index > 60 else 0, torch.rand(()).item() * (index > 80)]
+        [
+            random.random() if index in LATE else 0,
+            gaussian() if index in LATE_2 else 0,
+            torch.rand(()).item() * (index in LATE_3),
+        ]
     ),
     "a generator seeded by torch's": lambda index: np.random.default_rng(torch.initial_seed()).random(),
     "a generator seeded by numpy's": lambda index: np.random.default_rng(np.random.get_state()[1][:4]).random(),
     "what puts the state back": lambda index: forked(),
-    "late, what puts the state back": lambda index: forked() if index > LATE else 0.0,
-    "late, torch's seed": lambda index: np.random.default_rng(torch.initial_seed()).random() if index > LATE else 0.0,
-    "late, numpy's state put back": lambda index: kept_numpy() if index > LATE else 0.0,
-    "late, python's state put back": lambda index: kept_python() if index > LATE else 0.0,
+    "late, what puts the state back": lambda index: forked() if index in LATE else 0.0,
+    "late, torch's seed": lambda index: np.random.default_rng(torch.initial_seed()).random() if index in LATE else 0.0,
+    "late, numpy's state put back": lambda index: kept_numpy() if index in LATE else 0.0,
+    "late, python's state put back": lambda index: kept_python() if index in LATE else 0.0,
     "its own seed": lambda index: np.random.seed(index) or gaussian(),  # type: ignore[func-returns-value]
 }
 
@@ -210,11 +217,12 @@ class Counting(Samples):
 def test_a_draw_that_comes_late_is_told(
     kind: type[Samples], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    late = int(sample_indices(SEED, 1, SAMPLES, BATCH)[LATE - BATCH])
+    late = int(_ORDER[PROBED + 9])
+    assert late in LATE
     monkeypatch.setitem(WAYS, "one", lambda index: random.random() if index == late else 0.0)
     data = kind("one")
     train = loaders(data).train
-    for step in range(9):
+    for _ in range(9):
         next(train)
     assert len(caplog.records) == 1
     assert f"{kind.__name__} draws from random (or asks for" in caplog.text
