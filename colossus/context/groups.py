@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeGuard
@@ -53,55 +51,6 @@ class AxisGroup:
         return "x".join(self.axes) if self.axes else "self"
 
 
-#: by address and port of the launcher: its store, and numbers for the worlds made from it
-_stores: dict[tuple[str | None, str | None], tuple[dist.Store, Iterator[int]]] = {}
-
-
-def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The launcher's store under a prefix that no earlier world of this process has written to.
-
-    Without it a world made after another reads the addresses of the destroyed one ("Connection refused").
-    """
-    master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if master not in _stores:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
-        _stores[master] = store, itertools.count()
-    store, worlds = _stores[master]
-    return dist.PrefixStore(f"colossus/world{next(worlds)}", store)
-
-
-def agree_on_context(rank: int, axes: str, timeout: timedelta) -> int:
-    """How many contexts the ranks of this world have made, this one included: the same on all of them.
-
-    Their groups and values are named by it. A count of this process would depend on what else it has made.
-
-    Args:
-        axes: of the new context, in words.
-
-    Raises:
-        ValueError: when rank 0 makes another context, or none.
-    """
-    assert dist.group.WORLD is not None
-    store = store_of(dist.group.WORLD)
-    number = store.add(f"contexts/{rank}", 1)
-    key = f"context{number}/axes"
-    if rank == 0:
-        store.set(key, axes)
-        return number
-    mine = f"rank {rank} makes its context {number} with axes {axes}"
-    try:
-        store.wait([key], timeout)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{mine}, but rank 0 has not made one within {timeout.total_seconds():g} s: all ranks make the same "
-            f"contexts in the same order, also where only some of them use one"
-        ) from error
-    theirs = store.get(key).decode()
-    if theirs != axes:
-        raise ValueError(f"{mine}, but rank 0 made its with {theirs}: all ranks make the same contexts")
-    return number
-
-
 def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """A process group whose members are in the order of ``ranks``. All of them must call, and nobody else.
 
@@ -122,22 +71,6 @@ def new_process_group(ranks: Sequence[int], index: int, name: str, timeout: time
     assert isinstance(group, dist.ProcessGroup)
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
-
-
-def choose_backend(wanted: str, device_type: str) -> str:
-    """What joins ranks that compute on ``device_type``.
-
-    Args:
-        wanted: ``comm.backend``.
-
-    Raises:
-        ValueError: nccl is asked for, and there is no CUDA device.
-    """
-    if wanted == "nccl" and device_type != "cuda":
-        raise ValueError(
-            f"comm.backend = 'nccl' joins CUDA devices, but ranks compute on {device_type} here; use 'auto' or 'gloo'"
-        )
-    return ("nccl" if device_type == "cuda" else "gloo") if wanted == "auto" else wanted
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

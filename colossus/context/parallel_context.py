@@ -15,21 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from colossus.arithmetic import factors
 from colossus.context.grid import Axes, Place, RankGrid, build_grid
-from colossus.context.groups import (
-    AxisGroup,
-    agree_on_context,
-    choose_backend,
-    fresh_store,
-    new_process_group,
-    set_timeout,
-    store_of,
-)
+from colossus.context.groups import AxisGroup, new_process_group, set_timeout, store_of
 from colossus.context.layer_options import LayerOptions
-from colossus.context.own_device import require_own_device
 from colossus.context.precision import Precision
 from colossus.context.rng_streams import RngStreams
+from colossus.context.world import BACKENDS, agree_on_context, join_world
 
-_BACKENDS = dist.Backend.GLOO, dist.Backend.NCCL
 _stack: list[ParallelContext] = []
 _joined: list[weakref.ref[ParallelContext]] = []
 
@@ -116,51 +107,23 @@ class ParallelContext:
         )
 
     def _join(self, wanted: str, on_join: Callable[[AxisGroup], None] | None) -> None:
-        backend = choose_backend(wanted, self.device.type)
-        if (
-            self.device.type == "cuda" and torch.cuda.is_available()
-        ):  # else a mesh takes that of the local rank's number
-            index = self.device.index
-            torch.cuda.set_device(torch.cuda.current_device() if index is None else index)
-        if not dist.is_initialized():
-            if "MASTER_ADDR" not in os.environ:
-                raise ValueError(
-                    f"this plan needs {self.grid.world_size} processes, but this one was started alone: start it "
-                    f"with `colossus launch`, torchrun or srun"
-                )
-            size = self.grid.world_size
-            store = fresh_store(self.rank, size, self.timeout)
-            if backend == "nccl":
-                require_own_device(store, self.rank, self.device)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=self.timeout)
-            self._owns_world = True
-        if dist.get_world_size() != self.grid.world_size:
-            sizes = factors(self.grid.sizes)
-            raise ValueError(f"{sizes} = {self.grid.world_size}, but {dist.get_world_size()} processes are running")
-        joined_by = dist.get_backend()
-        if wanted != "auto" and joined_by in _BACKENDS and joined_by != wanted:
-            raise ValueError(
-                f"comm.backend = {wanted!r}, but the process group that exists already is of {joined_by}: make it with "
-                f"torch.distributed.init_process_group({wanted!r}), or leave comm.backend at 'auto'"
-            )
-        if dist.get_rank() != self.rank:
-            raise ValueError(f"the context was given rank {self.rank}, the process group says {dist.get_rank()}")
-        if not self._owns_world:  # before anything is made of it
-            assert dist.group.WORLD is not None
-            set_timeout(dist.group.WORLD, self.timeout)
+        self._owns_world = join_world(self.grid, self.rank, self.device, wanted, self.timeout)
+        world = dist.group.WORLD
+        assert world is not None
         if on_join is not None:
             try:
-                on_join(AxisGroup(("world",), tuple(range(self.world_size)), self.rank, dist.group.WORLD))
+                on_join(AxisGroup(("world",), self.ranks, self.rank, world))
             except BaseException:
                 self.close()
                 raise
-        if joined_by in _BACKENDS:
+        backend = dist.get_backend()
+        if backend in BACKENDS:
             self._number = agree_on_context(self.rank, _sizes(self.grid), self.timeout)
         shape = tuple(self.grid.sizes.values())
         self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=self.grid.names)
         for group in self._axis_groups():  # a mesh gives its groups torch's 30 minutes
             set_timeout(group, self.timeout)
-        if joined_by == dist.Backend.GLOO:
+        if backend == dist.Backend.GLOO:
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
 
     # -- axes ---------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from colossus import machine
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.config import Config, ConfigError
 from colossus.config.sizes import world_size
-from colossus.context.groups import choose_backend
 from colossus.context.local_ranks import LocalRanks, RanksFailed
+from colossus.context.world import choose_backend
 from colossus.inference.decoding import Decoding, DecodingFailed
 from colossus.inference.sampling_options import Sampling
 from colossus.inference.source import Source

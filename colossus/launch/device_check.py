@@ -19,7 +19,7 @@ def is_on_cuda(config: Config) -> bool:
 
 def describe_device(config: Config, local_ranks: int) -> str:
     """``cuda (4 of 8 devices), backend nccl`` or ``cpu, backend gloo``."""
-    from colossus.context.groups import choose_backend
+    from colossus.context.world import choose_backend
 
     if not is_on_cuda(config):
         return f"cpu, backend {choose_backend(config.comm.backend, 'cpu')}"

@@ -27,6 +27,7 @@ from colossus.comm import links
 from colossus.config import ConfigError, load_config
 from colossus.context import groups
 from colossus.context.parallel_context import ParallelContext
+from colossus.context.world import choose_backend
 from colossus.engine.initialize import pick_device
 from colossus.launch.device_check import check_device
 
@@ -166,10 +167,10 @@ def test_nccl_without_a_cuda_device_is_refused_before_a_process_starts(monkeypat
         config("cpu", "mpi")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_device(config("auto", "nccl"))
-    assert groups.choose_backend("auto", "cuda") == "nccl"
-    assert groups.choose_backend("gloo", "cuda") == groups.choose_backend("auto", "cpu") == "gloo"
+    assert choose_backend("auto", "cuda") == "nccl"
+    assert choose_backend("gloo", "cuda") == choose_backend("auto", "cpu") == "gloo"
     with pytest.raises(ValueError, match=r"ranks compute on cpu"):
-        groups.choose_backend("nccl", "cpu")
+        choose_backend("nccl", "cpu")
 
 
 def joined_by_another(rank: int) -> str:
