@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
+from colossus.engine.host_read import HostRead
 from colossus.engine.parts import ModelParts
 from colossus.engine.sparse.table import Table
 from colossus.engine.strategies.options.server import ServerOptions
@@ -21,7 +22,7 @@ from colossus.engine.strategies.server_patience import Patience
 from colossus.engine.strategies.server_pull import Pull
 from colossus.engine.strategies.server_report import ServerReport
 from colossus.engine.strategies.server_rows import ServerRows
-from colossus.engine.strategies.server_shards import Gradient, ServerShard, SharedShards, server_shards
+from colossus.engine.strategies.server_shards import Gradient, ServerShard, SharedShards, gradients_of, server_shards
 from colossus.server.handles import Handle
 
 
@@ -169,7 +170,7 @@ class ServerParameters:
         return self._start_pull([shard for shard in self.shards if tables or shard.name not in self._by_rows])
 
     def _start_pull(self, shards: Sequence[ServerShard]) -> Pull:
-        values = [torch.empty_like(shard.local(), device="cpu") for shard in shards]
+        values = [shard.host_memory() for shard in shards]
         into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
         return self._coming(self._servers.pull(into), shards, values, into)
 
@@ -185,7 +186,7 @@ class ServerParameters:
         shards = [shard for shard in self.shards if shard.name in self._by_rows]
         if shards and self.is_placed:
             for shard, value in self._start_pull(shards).own():
-                shard.local().copy_(value)
+                shard.local().copy_(value, non_blocking=True)
 
     def _pull_rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows [n, ..] of a tensor, of ascending distinct ids [n]."""
@@ -201,7 +202,7 @@ class ServerParameters:
         replica."""
         found = {id(param): param.detach().clone() for param in self._params}
         for shard, value in pull.wait():
-            shard.local(found[id(shard.param)]).copy_(value)
+            shard.local(found[id(shard.param)]).copy_(value, non_blocking=True)
         return [found[id(param)] for param in self._params]
 
     # -- synchronous steps ------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class ServerParameters:
     def accumulate(self, number: int) -> None:
         """Give this replica's sums of gradients, of step ``number``."""
         self._applied.wait()
-        gradients = {shard.name: shard.gradient() for shard in self._first}
+        gradients = gradients_of(self._first)
         self._numbers.pushed(gradients.values())
         self._given = self._servers.accumulate(number, gradients)
 
@@ -228,10 +229,7 @@ class ServerParameters:
         after that, and what it makes of the values, but for the tables of which steps pull rows."""
         assert self._optimizer is not None
         shards = [shard for shard in self.shards if shard.name not in self._by_rows]
-        values = [
-            shard.local() if shard.local().device.type == "cpu" else torch.empty_like(shard.local(), device="cpu")
-            for shard in shards
-        ]
+        values = [shard.local() if shard.local().device.type == "cpu" else shard.host_memory() for shard in shards]
         into = {shard.name: value for shard, value in zip(shards, values, strict=True) if shard.is_first}
         factors = {"scale": 0.0 if scale is None else scale, "clip_value": clip_value}
         options_of = self._optimizer.options_of(self._first, **factors)
@@ -245,13 +243,14 @@ class ServerParameters:
     def push_gradients(self) -> None:
         """To the optimizer at the servers, divided and clipped as they are."""
         assert self._optimizer is not None
-        gradients = {shard.name: shard.gradient() for shard in self._first}
+        gradients = gradients_of(self._first)
         self._push(gradients, "gradient", self._optimizer.options_of(self._first))
 
     def add(self, values: Sequence[Tensor]) -> None:
         """To the values at the servers, of each parameter."""
         value_of = {id(param): value for param, value in zip(self._params, values, strict=True)}
-        self._push({shard.name: shard.local(value_of[id(shard.param)]) for shard in self._first}, "add", {})
+        coming = {shard.name: HostRead(shard.local(value_of[id(shard.param)])) for shard in self._first}
+        self._push({name: value.wait() for name, value in coming.items()}, "add", {})
 
     def _push(self, values: Mapping[str, Gradient], rule: str, options_of: Mapping[str, Mapping[str, Any]]) -> None:
         self.wait_for_pushes()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from colossus.comm import collectives
 from colossus.comm.objects import all_gather_object
+from colossus.engine.host_read import HostRead
 from colossus.engine.parts import ModelParts
 from colossus.layout.layout import Box
 from colossus.layout.parameter import logical_parameters, spec_of
@@ -44,14 +45,26 @@ class ServerShard:
             source = self.param.detach() if buffer is None else buffer
             return source if self.rows is None else source[self.rows[0] : self.rows[1]]
 
-    def gradient(self) -> Gradient:
-        """Of the box, on the host; None where it has none."""
+    def start_gradient(self) -> Callable[[], Gradient]:
+        """Let the gradient of the box travel to the host: what waits for it. None where there is none."""
         gradient = self.param.grad
         if gradient is None:
-            return None
+            return lambda: None
         if gradient.is_sparse:
-            return RowGradient(gradient._indices()[0].cpu(), gradient._values().cpu())
-        return self.local(gradient).cpu()
+            ids, rows = HostRead(gradient._indices()[0]), HostRead(gradient._values())
+            return lambda: RowGradient(ids.wait(), rows.wait())
+        return HostRead(self.local(gradient)).wait
+
+    def host_memory(self) -> Tensor:
+        """For values of the box on the host; page-locked where they go on to a device."""
+        local = self.local()
+        return torch.empty_like(local, device="cpu", pin_memory=local.device.type != "cpu")
+
+
+def gradients_of(shards: Sequence[ServerShard]) -> dict[str, Gradient]:
+    """On the host, by name. All are on their way before the first is waited for."""
+    coming = {shard.name: shard.start_gradient() for shard in shards}
+    return {name: wait() for name, wait in coming.items()}
 
 
 @dataclass(frozen=True)
