@@ -325,28 +325,32 @@ TRAIN = dict(log_every=2, grad_norm_by_group=True, on_nonfinite="skip")
 
 
 class Watch(Hook):
-    """Which steps wait for the device, with what their hooks do."""
+    """Which steps wait for the device, with what their hooks do; and how old the numbers are that they read."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits, self.of_step = waits, {}  # type: ignore[var-annotated]
+        self.ages: dict[int, list[int]] = {}
 
     def on_step_start(self, engine: Any) -> None:
         self.close(engine)
         Waits.begin_step()
 
     def close(self, engine: Any) -> None:
+        if engine.completed_steps:
+            self.ages[engine.completed_steps] = [age for age, _ in self.waits.bounds]
+            self.waits.bounds.clear()
         if self.waits.found:
             self.of_step[engine.completed_steps] = list(self.waits.found)
             self.waits.found.clear()
 
 
-def steps_that_wait(rank: int, folder: Path) -> dict[str, dict[int, list[str]]]:
+def steps_that_wait(rank: int, folder: Path) -> dict[str, Any]:
     writer = ModuleType("torch.utils.tensorboard")
     writer.SummaryWriter = lambda *args, **options: SimpleNamespace(  # type: ignore[attr-defined]
         add_scalar=lambda name, value, step: float(value), flush=lambda: None, close=lambda: None
     )
     sys.modules[writer.__name__] = writer
-    found = {}
+    found: dict[str, Any] = {}
     hooks = {
         "metrics, tensorboard": lambda: [Metrics(folder / "metrics.jsonl"), TensorBoard()],
         "live": lambda: [LiveDisplay(folder, io.StringIO())],
@@ -363,6 +367,7 @@ def steps_that_wait(rank: int, folder: Path) -> dict[str, dict[int, list[str]]]:
         found[name] = {
             step: lines for step, lines in watch.of_step.items() if step > 1
         }  # which makes the optimizer's state
+        found[f"ages, {name}"] = watch.ages
     return found
 
 
@@ -372,6 +377,10 @@ def test_the_logging_rank_waits_for_its_device_at_logging_steps_only(tmp_path: P
     assert set(found["plain"]) == {2, 4}
     assert all("Event.synchronize" in line and "host_read.py" in line for line in found["plain"][2])
     assert len(rows_of(tmp_path / "metrics.jsonl")) == 5
+    # the step itself reads three numbers of the step before: finite, stop, and under fp16 whether there were tokens;
+    # a row one more, which is read once for all hooks; a line has read what it shows in its own step
+    assert found["ages, metrics, tensorboard"] == found["ages, live"] == {1: [], **dict.fromkeys((2, 3, 4), [1] * 4)}
+    assert found["ages, plain"] == {1: [], 2: [1] * 3, 3: [1] * 3, 4: [1] * 4}
 
 
 def reads(rank: int) -> tuple[list[str], list[str], list[Any]]:
