@@ -12,7 +12,7 @@ class HostRead:
     """A tensor on its way to the host, behind what its device was told to do before, and before what it is told since.
 
     Whoever reads it waits for its arrival alone: with the numbers of the step before, where the device has a step to
-    do, nobody waits long, and the device never. A tensor of the CPU is there at once.
+    do, nobody waits long, and the device never. A tensor of the CPU is there at once. Several threads may read it.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -27,11 +27,13 @@ class HostRead:
     @property
     def is_there(self) -> bool:
         """Whether nobody would wait for it."""
-        return self._arrived is None or bool(self._arrived.query())
+        arrived = self._arrived
+        return arrived is None or bool(arrived.query())
 
     def wait(self) -> Tensor:
         """The tensor on the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        arrived = self._arrived
+        if arrived is not None:
+            arrived.synchronize()
             self._arrived = None
         return self._host

@@ -88,6 +88,10 @@ class StepResult:
         """Whether nobody waits who reads the numbers."""
         return self._read is not None or (self._reading is not None and self._reading.is_there)
 
+    def wait(self) -> None:
+        """Until the numbers are there, `send_to_host` or not."""
+        self._all_numbers()
+
     def _all_numbers(self) -> list[float]:
         if self._read is None:
             self.send_to_host()

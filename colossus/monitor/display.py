@@ -125,12 +125,14 @@ class Display(Hook):
         return False
 
     def _take(self, *, but: int = 0) -> None:
-        for result, seconds in self._results.take(but=but):
-            own = result.replica_tokens
-            self.tokens += result.tokens if own is None else own
-            self.seconds += seconds
-            self.speed_of = "" if own is None else f" (replica {self._replica})"
-            self.result = result
+        self._results.take(self._count, but=but)
+
+    def _count(self, result: StepResult, seconds: float) -> None:
+        own = result.replica_tokens
+        self.tokens += result.tokens if own is None else own
+        self.seconds += seconds
+        self.speed_of = "" if own is None else f" (replica {self._replica})"
+        self.result = result
 
     def on_eval_end(self, engine: Engine, summary: EvalSummary) -> None:
         self.validation = {"loss": summary.loss, **summary.metrics}

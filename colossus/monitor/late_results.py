@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from colossus.engine.results import StepResult
@@ -22,10 +22,17 @@ class LateResults(Generic[T]):
 
     On the CPU a result is there when its step is over. On an accelerator its numbers travel while the next step runs,
     and it is taken after that one. Whoever uses this takes what is left at the end.
+
+    Several threads may take at once. Each result goes to one of them, and in order: a result leaves the queue and is
+    written under a lock, and its numbers are waited for before that, outside of the lock. So a thread that waits holds
+    up nobody, and nothing is out of the queue that is not written.
     """
 
     def __init__(self) -> None:
         self._coming: deque[tuple[StepResult, T]] = deque()
+        # a signal handler may take, too, in the thread that holds it
+        self._lock = threading.RLock()
+        self._is_writing = False
 
     def add(self, result: StepResult, belongings: T) -> int:
         """Let the numbers of a step travel.
@@ -39,24 +46,43 @@ class LateResults(Generic[T]):
 
     @property
     def last(self) -> T | None:
-        """What belongs to the last one that was not taken."""
-        return self._coming[-1][1] if self._coming else None
+        """What belongs to the last one; None: all are written."""
+        with self._lock:
+            return self._coming[-1][1] if self._coming else None
 
-    def take(self, *, but: int = 0, patience: float = math.inf) -> Iterator[tuple[StepResult, T]]:
-        """Take them in order. May be called from another thread.
+    def take(self, write: Callable[[StepResult, T], None], *, but: int = 0, patience: float = math.inf) -> None:
+        """Take them in order, each once. May be called from any thread, and from a signal handler.
 
         Args:
+            write: what is done with each, by one thread at a time; its numbers are there. What it raises is raised
+                here; the next call goes on behind that result.
             but: the last so many stay.
             patience: seconds to wait for each one's numbers; from the first on that do not come all stay.
         """
-        while len(self._coming) > but:
-            with suppress(IndexError):  # another thread has taken it
-                if patience != math.inf and not _comes_in(self._coming[0][0], patience):
+        while (head := self._head(but)) is not None:
+            if not _comes_in(head[0], patience):
+                return
+            with self._lock:
+                if self._is_writing:  # this is a signal handler, which has interrupted a write of its own thread
                     return
-                yield self._coming.popleft()
+                if not self._coming or self._coming[0] is not head:  # another thread has taken it
+                    continue
+                self._is_writing = True
+                try:
+                    write(*self._coming.popleft())
+                finally:
+                    self._is_writing = False
+
+    def _head(self, but: int) -> tuple[StepResult, T] | None:
+        with self._lock:
+            return self._coming[0] if len(self._coming) > but else None
 
 
 def _comes_in(result: StepResult, seconds: float) -> bool:
+    """Wait for the numbers of a step, without end or for some seconds. Returns whether they are there."""
+    if seconds == math.inf:
+        result.wait()
+        return True
     end = time.monotonic() + seconds
     while not result.is_there:
         if time.monotonic() >= end:

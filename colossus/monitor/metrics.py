@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -95,7 +94,7 @@ class _Row:
     more: dict[str, Any] = field(default_factory=dict)
 
     def with_numbers(self, result: StepResult, train: Train, utilisation: Utilisation) -> dict[str, Any]:
-        """The whole row. Waits for the numbers of its step, if they are not there yet."""
+        """The whole row, of numbers that are there."""
         row = {
             "step": result.step,
             "loss": result.loss,
@@ -164,7 +163,6 @@ class Metrics(Hook):
         self._rows: LateResults[_Row] = LateResults()
         self._train: Train | None = None
         self._timer = StepTimer()
-        self._lock = threading.Lock()
         self._counts = False
         self._counting = ExitStack()
         self._moved: accounting.Counter | None = None
@@ -252,12 +250,13 @@ class Metrics(Hook):
         self._write(patience=0.0)
 
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
-        for result, row in self._rows.take(but=but, patience=patience):
-            assert self._train is not None
-            line = (json.dumps(row.with_numbers(result, self._train, self._utilisation)) + "\n").encode()
-            with self._lock:
-                if self._file is not None:
-                    self._append(line, self._file)
+        self._rows.take(self._write_row, but=but, patience=patience)
+
+    def _write_row(self, result: StepResult, row: _Row) -> None:
+        assert self._train is not None
+        line = (json.dumps(row.with_numbers(result, self._train, self._utilisation)) + "\n").encode()
+        if self._file is not None:
+            self._append(line, self._file)
 
     def _append(self, line: bytes, file: int) -> None:
         """One unbuffered write: whatever happens next, the line is in the file. Training goes on without it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colossus.engine.hooks import Hook
+from colossus.engine.results import StepResult
 from colossus.monitor.late_results import PATIENCE, LateResults
 
 
@@ -41,16 +42,18 @@ class TensorBoard(Hook):
             self._write(but=late)
 
     def _write(self, *, but: int = 0, patience: float = math.inf) -> None:
-        for result, consensus in self._results.take(but=but, patience=patience):
-            whose = "train" if result.replica is None else f"train/replica_{result.replica}"
-            for name in ("loss", "grad_norm", "tokens"):
-                self._writer.add_scalar(f"{whose}/{name}", getattr(result, name), result.step)
-            for name, number in {"lr": result.lr, **consensus}.items():
-                self._writer.add_scalar(f"train/{name}", number, result.step)
-            if result.loss_scale is not None:
-                self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
-            for name, norm in result.grad_norms.items():
-                self._writer.add_scalar(f"{whose}/grad_norm/{name}", norm, result.step)
+        self._results.take(self._write_step, but=but, patience=patience)
+
+    def _write_step(self, result: StepResult, consensus: dict[str, float]) -> None:
+        whose = "train" if result.replica is None else f"train/replica_{result.replica}"
+        for name in ("loss", "grad_norm", "tokens"):
+            self._writer.add_scalar(f"{whose}/{name}", getattr(result, name), result.step)
+        for name, number in {"lr": result.lr, **consensus}.items():
+            self._writer.add_scalar(f"train/{name}", number, result.step)
+        if result.loss_scale is not None:
+            self._writer.add_scalar("train/loss_scale", result.loss_scale, result.step)
+        for name, norm in result.grad_norms.items():
+            self._writer.add_scalar(f"{whose}/grad_norm/{name}", norm, result.step)
 
     def on_eval_end(self, engine: Any, summary: Any) -> None:
         if self._writer is not None:

@@ -97,6 +97,53 @@ def test_no_step_waits(kind: str) -> None:
         assert {name: steps[1:] for name, steps in found.items()} == {name: [[]] * 2 for name in cases}
 
 
+# -- how far the host may be ahead ----------------------------------------------------------------------------------
+
+STOPS, FINITE, BATCHES = "optimizer_step.py", "gradient_watch.py", "batch_check.py"
+COUNT = "loss_scale.py"
+#: world, case, and whose numbers of the step before a step reads
+BOUNDED: dict[str, tuple[int, Case, list[str]]] = {
+    "one process": (1, ({}, "fp32", {}), [FINITE, STOPS]),
+    "data, zero 2, microbatches": (
+        4,
+        (dict(data=4, zero=2), "bf16", dict(schedule=dict(microbatches=2))),
+        [FINITE, STOPS],
+    ),
+    "tensor: ranks share a batch": (2, (dict(tensor=2), "fp32", {}), [BATCHES, FINITE, STOPS]),
+    "pipeline": (
+        2,
+        (dict(pipeline=2), "fp32", dict(schedule=dict(microbatches=2), model=dict(num_layers=2))),
+        [BATCHES, FINITE, STOPS],
+    ),
+    # until a step has had tokens, which fake tensors never tell
+    "fp16": (1, ({}, "fp16", {}), [FINITE, STOPS, COUNT]),
+}
+
+
+def bounds(rank: int, case: Case) -> list[list[tuple[int, str]]]:
+    """Of each step: what it reads of steps before, as (how many before, file)."""
+    plan, precision, more = case
+    engine = colossus.initialize(config_of(plan, 9, precision, device="cuda", **{**ONE_BLOCK, **more}))
+    share = BATCH // engine.context.size("data")
+    batch = batch_on_device({key: x[:share] for key, x in batch_of(0).items()})
+    found = []
+    for _ in range(4):
+        Waits.begin_step()
+        with Waits(allowed=True) as waits:
+            engine.train_step(batch)
+        found.append([(age, line.partition(".py")[0].rpartition("/")[2] + ".py") for age, line in waits.bounds])
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_each_step_reads_numbers_of_the_step_before_and_of_no_other(name: str) -> None:
+    """So the host is at most one step ahead: what it waits for comes from the sums of the step before."""
+    world, case, files = BOUNDED[name]
+    (found,) = run_fake_ranks(world, bounds, case)
+    assert found == [[], *[[(1, file) for file in files]] * 3]
+
+
 # -- steps that wait ----------------------------------------------------------------------------------------------
 
 ADAGRAD = dict(optimizer=dict(type="Adagrad"))

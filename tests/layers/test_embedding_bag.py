@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossus
 from colossus import layers
@@ -95,6 +96,38 @@ def test_padding_in_a_table_with_wide_sums(mode: str) -> None:
     assert torch.equal(found, want.bfloat16())
     assert ours.weight.grad.dtype == torch.float32
     torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a result of an operator, a tensor or several."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, tuple) else (out,):
+            if isinstance(one, Tensor):
+                self.num_bytes = max(self.num_bytes, one.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("padding", [None, 3, 6])
+@pytest.mark.parametrize("num_ids", [0, 600])
+def test_a_narrow_table_is_widened_by_distinct_rows(padding: int | None, num_ids: int) -> None:
+    """Of 600 ids 5 are distinct: what is gathered wide are 5 rows, and no row for each id."""
+    dim = 1024
+    bag = layers.EmbeddingBag(ROWS, dim, mode="sum", padding_idx=padding, dtype=torch.bfloat16)
+    bag.weight.data = torch.arange(ROWS * dim).view(ROWS, dim).remainder(11).sub(5).bfloat16()  # sums are exact
+    bag.weight.grad_dtype = torch.float32
+    ids = (torch.arange(num_ids) % 5).view(2, -1)
+    with Largest() as seen:
+        y = bag(ids)
+        y.float().sum().backward()
+    assert seen.num_bytes == ROWS * dim * 4  # the gradient itself
+    of_each = torch.tensor([num_ids / 5 * (row < 5 and row != padding) for row in range(ROWS)])
+    assert torch.equal(bag.weight.grad, of_each.unsqueeze(1).expand(ROWS, dim))
+    want = (bag.weight.detach().float() * of_each.unsqueeze(1)).sum(0) / 2
+    assert torch.equal(y, want.bfloat16().expand(2, dim))
 
 
 IDS, OFFSETS = torch.tensor([0, 1, 2]), torch.tensor([0, 2])

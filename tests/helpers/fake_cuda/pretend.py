@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers.fake_cuda.waits import Waits, note_wait
+from helpers.fake_cuda.waits import Waits, note_event, note_wait
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
@@ -126,7 +126,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event that has happened. To wait for one of the step that runs is noted as a wait (`Waits.begin_step`)."""
+    """An event that has happened. To wait for one of the step that runs is noted as a wait, of an earlier one as what
+    bounds the host (`Waits.begin_step`)."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.is_recorded = False
@@ -143,8 +144,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         assert self.is_recorded, "an event is waited for that was not recorded"
-        if self._step is not None and self._step == Waits.step:
-            note_wait("Event.synchronize")
+        note_event(self._step)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         return 1.0

@@ -129,6 +129,7 @@ class Waits:
 
     Attributes:
         found: one line for each wait: the operation, and the line of the package that called it.
+        bounds: of each event of an earlier step that was waited for, how many steps ago it was recorded, and the line.
         allowed: False raises `HiddenWait` at the first.
     """
 
@@ -144,6 +145,7 @@ class Waits:
     def __init__(self, *, allowed: bool = False) -> None:
         self.allowed = allowed
         self.found: list[str] = []
+        self.bounds: list[tuple[int, str]] = []
 
     def __enter__(self) -> Waits:
         self._stack.append(self)
@@ -153,14 +155,32 @@ class Waits:
         self._stack.remove(self)
 
     def note(self, what: str) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/colossus/" in frame.filename]
-        place = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the package"
-        self.found.append(f"{what} at {place}")
+        self.found.append(f"{what} at {_place()}")
         if not self.allowed:
             raise HiddenWait(self.found[-1])
+
+
+def _place(*but: str) -> str:
+    """The line of the package that runs, outside of some files."""
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if "/colossus/" in frame.filename and not frame.filename.endswith(but)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the package"
 
 
 def note_wait(what: str) -> None:
     """Something waits for a device."""
     if Waits._stack:
         Waits._stack[-1].note(what)
+
+
+def note_event(step: int | None) -> None:
+    """An event is waited for that was recorded in a step; None: before anybody told when a step begins."""
+    if step is None or Waits.step is None:
+        return
+    if step == Waits.step:
+        note_wait("Event.synchronize")
+    elif Waits._stack:
+        Waits._stack[-1].bounds.append((Waits.step - step, _place("late_value.py", "host_read.py")))

@@ -87,6 +87,7 @@ class FakeEngine:
             replica_tokens=None,
             send_to_host=lambda: False,
             is_there=True,
+            wait=lambda: None,
         )
 
     def withdraw_stop(self) -> None:
