@@ -211,6 +211,9 @@ class StallDetector:
     What moves is an answer or a line of output (the caller notes those), or processor time of the processes and of
     their children: more than 2 % of one core, since processes that wait for each other wake up now and then. Where the
     system does not tell processor times (no /proc) only the former count.
+
+    Between two looks a quarter of the patience counts at most (or 0.6 s, where that is more): in a longer time the
+    looking process stood still itself, as all do on a machine that was suspended.
     """
 
     def __init__(self, pids: Sequence[int], patience: float) -> None:
@@ -218,14 +221,17 @@ class StallDetector:
         self.note_progress()
 
     def note_progress(self) -> None:
-        self._since, self._used = time.monotonic(), processor_seconds(self._pids)
+        self._silent, self._looked, self._used = 0.0, time.monotonic(), processor_seconds(self._pids)
 
     def is_stalled(self) -> bool:
-        if time.monotonic() - self._since < self._patience / 4:
+        now = time.monotonic()
+        self._silent += min(now - self._looked, max(self._patience / 4, 0.6))
+        self._looked = now
+        if self._silent < self._patience / 4:
             return False
         if processor_seconds(self._pids) - self._used > 0.02 * self._patience:
             self.note_progress()
-        return time.monotonic() - self._since > self._patience
+        return self._silent > self._patience
 
 
 def processor_seconds(pids: Sequence[int]) -> float:

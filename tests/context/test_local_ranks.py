@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from colossus.context.local_ranks import LocalRanks, RanksFailed, processor_seconds, run_local_ranks
+from colossus.context.local_ranks import LocalRanks, RanksFailed, StallDetector, processor_seconds, run_local_ranks
 
 
 def test_ranks_are_joined_and_answer_in_order() -> None:
@@ -49,14 +49,27 @@ def test_the_first_traceback_is_shown_and_codes_are_kept() -> None:
 
 
 @pytest.mark.skipif(not processor_seconds([os.getpid()]), reason="needs /proc")
+def test_time_in_which_nobody_looked_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stall = StallDetector([], 8.0)
+    now += 1000.0  # the machine was suspended
+    assert not stall.is_stalled()
+    for _ in range(12):
+        now += 0.5
+        assert not stall.is_stalled()
+    now += 0.5
+    assert stall.is_stalled()
+
+
 def test_a_rank_that_works_is_slow_and_one_that_does_not_is_hung() -> None:
     def works(rank: int) -> int:
-        until = time.process_time() + 1.6
+        until = time.process_time() + 2.1
         while time.process_time() < until:
             pass
         return rank
 
-    assert run_local_ranks(2, works, patience=1.0) == [0, 1]
+    assert run_local_ranks(2, works, patience=1.5) == [0, 1]
     with pytest.raises(RanksFailed) as caught:
         run_local_ranks(2, lambda rank: time.sleep(60 * rank), patience=1.0)
     assert caught.value.silent == [1]
