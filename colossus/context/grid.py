@@ -65,7 +65,7 @@ class RankGrid:
 
     def size(self, axes: Axes) -> int:
         """Number of ranks of a group over these axes."""
-        return math.prod(self.sizes[axis] for axis in self.axes(axes))
+        return math.prod([self.sizes[axis] for axis in self.axes(axes)])  # a list: a compiler traces no generator
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinate of ``rank`` on every atomic axis, outermost first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -74,7 +73,7 @@ class Route:
         local_rows = tuple(rows)
         for move in moves:
             group = context.group(move.axes)
-            n = math.prod(context.grid.sizes[axis] for axis in move.axes)
+            n = context.size(move.axes)
             if move.forward != "identity":
                 forward.append(BoundMove(move.forward, group, move.dim, move.to_dim, local_rows))
             if move.backward != "identity":

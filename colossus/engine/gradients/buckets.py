@@ -38,7 +38,10 @@ class Bucket:
     """A flat buffer of the gradients of some parameters, and behind them one flag each: whether any rank used it.
 
     A parameter that no rank used keeps ``grad = None``, so that the optimizer skips it as it would in one process. The
-    flags are summed with the gradients, without a collective of their own.
+    flags are summed with the gradients, without a collective of their own. A rank that used all its parameters does not
+    read them. Another one has to, and waits for its device: zeros for a gradient would decay the weight, the moments
+    and the count of steps of a parameter that nobody used, and optimizers can be told on the device to leave out a
+    step, but no single parameter.
 
     Args:
         params: whose gradients have one dtype.

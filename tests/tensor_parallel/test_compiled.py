@@ -1,0 +1,47 @@
+"""`torch.compile` of layers that nothing has run before: what a layer works out at its first call is traced."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.every_layer import HEADS, HIDDEN, WIDE, hidden
+from helpers.long import long
+from helpers.modes import MODES, own
+from torch import Tensor, nn
+
+from colossus import layers
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import ParallelContext
+
+
+def block() -> nn.Module:
+    """With several outputs of one matmul, a column/row pair, rotary angles, and norms of features that are split."""
+    return layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, mlp="swiglu", rotary=True)
+
+
+def first_compiled(context: ParallelContext) -> tuple[list[str], list[float]]:
+    """Groups that a compilation has made, and how far its results are from those of the same block uncompiled."""
+    model = build(block, context, dtype=torch.float64)
+    torch.manual_seed(0)
+    x = own(context, hidden("cpu").double())
+    known = set(map(str, context._groups.values()))
+    results: list[list[Tensor]] = []
+    for run in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.sin().sum().backward()
+        assert leaf.grad is not None
+        grads = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        results.append([y.detach(), leaf.grad, *grads])
+    made = set(map(str, context._groups.values())) - known
+    assert len(results[0]) == len(results[1]) == 2 + len([*model.parameters()])
+    assert all(one.abs().sum() > 0 for one in results[1])
+    return sorted(made), [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["2d", *long(*(name for name in MODES if name != "2d"))])
+def test_the_first_call_of_a_layer_compiles_into_one_graph(mode: str) -> None:
+    for made, gaps in MODES[mode].run(first_compiled, timeout=180):
+        assert made == []
+        assert max(gaps) < 1e-12
