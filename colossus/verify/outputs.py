@@ -13,6 +13,9 @@ from colossus.verify.difference import Difference, difference_of_fingerprints
 from colossus.verify.findings import Finding
 from colossus.verify.records import Call, Output, RankStep
 
+#: of the largest difference: what comes to this is as large, but for rounding
+_SAME_SIZE = 1 - 1e-6
+
 
 def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Finding]:
     """Each module's output, per sample on every rank that has it, in the order of the calls of one process."""
@@ -27,8 +30,10 @@ def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Find
                 finding = _output(name, step, rank, step.outputs[titled[name]], reference, expected, place)
                 found[rank] = replace(finding, stage=titled[name].stage)
         if found:
-            worst = max(found.values(), key=lambda finding: finding.difference.relative)
             by_rank = {rank: finding.difference.relative for rank, finding in found.items()}
+            # the first of those that differ by as much but for rounding
+            least = _SAME_SIZE * max(math.inf if math.isnan(relative) else relative for relative in by_rank.values())
+            worst = next(finding for rank, finding in found.items() if not by_rank[rank] < least)
             findings.append(replace(worst, by_rank=by_rank))
     return findings
 
