@@ -98,7 +98,18 @@ def run_of(plan: str, precision: str, steps: int) -> list[Trace]:
 #: of a few plans; in float64, which sees more, nearly all of them run
 IN_FP32 = ("data2_tensor2", "tensor2_sharded")
 #: other sizes of what runs anyway
-SIZED = ("data4", "tensor2", "tensor4_sharded", "data4_tensor2", "data2_tensor4_sharded")
+SIZED = (
+    *(
+        "data4",
+        "tensor2",
+        "tensor4",
+        "tensor4_sharded",
+        "data4_tensor2",
+        "data2_tensor2_sharded",
+        "data2_tensor4_sharded",
+    ),
+    *("data2_2d", "pipeline2_2d"),
+)
 
 
 def plans_and_precisions() -> Iterator[Any]:
@@ -124,8 +135,8 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
 CHOSEN = {
     "data2_tensor2": tuple(name for name in VARIANTS if name not in ("selective_checkpoint", "coalesce", "panels")),
     "tensor2_sharded": ("llama_like", "selective_checkpoint", "coalesce", "panels"),
-    "2d": ("llama_like", "weights_step_selective", "panels"),
-    "3d_2x1x2": ("weights_step_selective", "coalesce"),
+    "2d": ("llama_like", "panels"),
+    "3d_2x1x2": ("coalesce",),
 }
 
 

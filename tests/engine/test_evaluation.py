@@ -99,7 +99,7 @@ def alone() -> float:
     return float(loss)
 
 
-@pytest.mark.parametrize("name", but(("data3", "2d_data", "3d_pipeline"), PLANS))
+@pytest.mark.parametrize("name", but(("data6", "2d_data", "2.5d", "3d_pipeline"), PLANS))
 def test_every_plan_evaluates_every_sample_once(name: str, alone: float) -> None:
     world, parallel, microbatches = PLANS[name]
     kinds = list(KINDS) if name in ("data3", "data6") else ["dataset"]

@@ -82,7 +82,7 @@ def outside(trace: Trace, reference: Trace, precision: str) -> list[float]:
 def in_every_plan() -> Iterator[Any]:
     for precision in BOUNDS:
         for plan in PLANS:
-            is_long = plan in LONG or (precision == "fp16" and plan not in ("data", "3d"))
+            is_long = plan in LONG or (precision == "fp16" and plan != "data") or plan == "2d"
             yield pytest.param(precision, plan, marks=pytest.mark.long if is_long else ())
 
 

@@ -59,7 +59,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": dict(type="SGD", lr=0.02, momentum=0.9, weight_decay=0.01),
 }
 #: in the default suite: each stage under some plan of each kind, for each optimizer
-DEFAULT = {("1d", 2), ("1d", 3), ("coalesced", 1), ("1f1b", 2), ("zb-v", 3), ("sequence", 3), ("hsdp", 2)}
+DEFAULT = {("1d", 2), ("1d", 3), ("coalesced", 1), ("zb-v", 3), ("sequence", 3), ("hsdp", 2)}
 
 
 def settings(

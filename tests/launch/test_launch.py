@@ -230,10 +230,14 @@ def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     assert {record.kind for record in failure.read_all(tmp_path / "run")} == {"stuck"}
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
 @pytest.mark.parametrize(
-    ("trouble", "message"),
-    [("leave", "ended with exit code 0 before its training was through"), ("exit", "raised SystemExit")],
+    ("trouble", "message", "ranks"),
+    [
+        ("leave", "ended with exit code 0 before its training was through", 2),
+        ("exit", "raised SystemExit", 1),
+        pytest.param("leave", "ended with exit code 0 before its training was through", 1, marks=pytest.mark.long),
+        pytest.param("exit", "raised SystemExit", 2, marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_leaves_early_without_an_error_is_named(
     tmp_path: Path, trouble: str, message: str, ranks: int

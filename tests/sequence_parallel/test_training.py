@@ -72,7 +72,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 #: these run with -m long; 3D runs with documents below
-REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d step", "3d")
+REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d", "2d step", "3d")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
@@ -84,7 +84,7 @@ def test_every_plan_follows_the_one_process_run(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ring 4", *(pytest.param(name, marks=pytest.mark.long) for name in ("pipeline", "data", "1d", "2d"))]
+    "name", [pytest.param(name, marks=pytest.mark.long) for name in ("ring 4", "pipeline", "data", "1d", "2d")]
 )
 def test_twenty_steps_in_single_precision(name: str) -> None:
     world, parallel, more = PLANS[name]
@@ -211,7 +211,7 @@ def _read_alone() -> list[Any]:
 @pytest.mark.parametrize(
     ("world", "parallel", "chosen"),
     [(2, dict(sequence=ring(2)), (0, 1, 2, 3)), (2, dict(sequence=ulysses(2)), (0, 1, 2, 3)),
-     (4, dict(sequence=dict(size=4, mode="hybrid")), (1, 3)),
+     pytest.param(4, dict(sequence=dict(size=4, mode="hybrid")), (1, 3), marks=pytest.mark.long),
      (4, dict(sequence=ring(2), tensor=dict(mode="3d", shape=(2, 1, 1))), (0, 2)),
      (4, dict(tensor=dict(mode="2d", size=4)), (1, 3))],
     ids=["ring", "ulysses", "hybrid", "3d", "2d alone"],

@@ -46,7 +46,15 @@ RUNS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "3d_1x2x2_2_of_1": (4, dict(tensor=dict(mode="3d", shape=(1, 2, 2))), 1, LLAMA),
 }
 #: much like others
-FOR_LONG = ("1d_6_of_2", "1d_sharded_2_of_1", "pipeline2_1d_3_of_1", "2d_2_of_1", "2.5d_2_of_1", "3d_2_of_1")
+FOR_LONG = (
+    "1d_6_of_2",
+    "1d_sharded_2_of_1",
+    "pipeline2_1d_3_of_1",
+    "2d_2_of_1",
+    "2.5d_2_of_1",
+    "3d_2_of_1",
+    "3d_1x2x2_2_of_1",
+)
 
 
 def _config(parallel: dict[str, Any], kv_heads: int, options: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.launching import finish, start
-from helpers.long import but
+from helpers.long import but, long
 from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.cli.main import main
@@ -122,7 +122,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", but(("data2_tensor2", "full"), PLANS))
+@pytest.mark.parametrize("plan", but(("data2_tensor2", "full", "2.5d", "3d", "selective"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
     assert (code, err) == (0, ""), out
@@ -146,14 +146,14 @@ def test_a_vit_whose_tokens_are_padded_agrees(verify: Verify) -> None:
     assert counts(out)["outputs of modules"] == 9, "as of a GPT, and the class token"
 
 
-@pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])
+@pytest.mark.parametrize("plan", ["data2_tensor2", *long("2d")])
 def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(NET, *PLANS[plan], "--steps", "2", middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")
     assert (code, err) == (0, ""), out
     assert counts(out)["outputs of modules"] == 7 * 2
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize("kind", [*long("full"), "selective"])
 def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kind: str) -> None:
     text = """
     class Again(nn.Module):
@@ -173,7 +173,7 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kin
     assert counts(out)["outputs of modules"] == 8
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "sign"])
+@pytest.mark.parametrize("optimizer", ["AdamW", *long("sign")])
 def test_noise_that_an_optimizer_makes_large_is_left_out(verify: Verify, optimizer: str) -> None:
     """A step of full size in the direction of rounding noise: the key biases of the two runs are far apart."""
     sign = """
