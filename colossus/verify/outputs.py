@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from colossus.verify.difference import Difference, difference_of_fingerprints
+from colossus.verify.difference import AS_FAR, Difference, difference_of_fingerprints
 from colossus.verify.findings import Finding
 from colossus.verify.records import Call, Output, RankStep
 
@@ -27,9 +27,10 @@ def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Find
                 finding = _output(name, step, rank, step.outputs[titled[name]], reference, expected, place)
                 found[rank] = replace(finding, stage=titled[name].stage)
         if found:
-            worst = max(found.values(), key=lambda finding: finding.difference.relative)
             by_rank = {rank: finding.difference.relative for rank, finding in found.items()}
-            findings.append(replace(worst, by_rank=by_rank))
+            largest = max(by_rank.values())
+            worst = next(rank for rank, relative in by_rank.items() if relative >= AS_FAR * largest)
+            findings.append(replace(found[worst], by_rank=by_rank))
     return findings
 
 
