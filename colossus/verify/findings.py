@@ -18,7 +18,7 @@ class Finding:
         message: what is wrong, when it is not a number that differs.
         copy_of: for a copy, what it is a copy of (``gradient``).
         other_rank: for a copy, the rank whose value it should have.
-        by_rank: for an output, the relative difference on each rank that has it; ``rank`` is the first with the largest.
+        by_rank: for an output, the relative difference on each rank that has it; ``rank`` has the largest (the first).
         stage: for an output, the pipeline stage that computed it.
     """
 
