@@ -16,6 +16,10 @@ SMALL, NOISE = 1e-6, 1e-9
 """An element of a gradient below `SMALL` of its parameter's root mean square, or below `NOISE` of that of all
 gradients, may be rounding for the most part."""
 
+AS_FAR = 1 - 1e-3
+"""Of places whose differences are this close the first is named: rounding, which is not the same each time, would
+choose among them."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -69,8 +73,14 @@ def difference_of_numbers(plan: float, reference: float) -> Difference:
     )
 
 
+def first_of_the_largest(relative: Tensor) -> int:
+    """The place in [n] of the first of the largest differences (`AS_FAR`); what is not a number is larger than all."""
+    relative = relative.nan_to_num(nan=math.inf, posinf=math.inf)
+    return int((relative >= AS_FAR * relative.max()).int().argmax())
+
+
 def difference_of_fingerprints(plan: Tensor, reference: Tensor) -> tuple[Difference, int]:
-    """Compare two `row_fingerprints`, [rows, 2]: the difference of the worst row, and the number of that row.
+    """Compare two `row_fingerprints`, [rows, 2]: the difference of the worst row (`AS_FAR`), and that row's number.
 
     A row is compared on the scale of its own norm, but at least of `FLOOR` times the largest row's. A fingerprint does
     not know which element differs: ``index`` is empty, and ``plan`` and ``reference`` are the norms of the row.
@@ -79,7 +89,7 @@ def difference_of_fingerprints(plan: Tensor, reference: Tensor) -> tuple[Differe
     norms = reference[:, 0]
     scale = norms.clamp(min=FLOOR * norms.max().item())
     relative = torch.where(difference == 0, 0.0, difference / scale)
-    row = int(relative.argmax())
+    row = first_of_the_largest(relative)
     return Difference(
         relative[row].item(), difference[row].item(), (), plan[row, 0].item(), reference[row, 0].item()
     ), row

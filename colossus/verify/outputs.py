@@ -9,12 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from colossus.verify.difference import Difference, difference_of_fingerprints
+from colossus.verify.difference import Difference, difference_of_fingerprints, first_of_the_largest
 from colossus.verify.findings import Finding
 from colossus.verify.records import Call, Output, RankStep
-
-#: of the largest difference: what comes to this is as large, but for rounding
-_SAME_SIZE = 1 - 1e-6
 
 
 def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Finding]:
@@ -31,9 +28,7 @@ def compare_outputs(ranks: Sequence[RankStep], reference: RankStep) -> list[Find
                 found[rank] = replace(finding, stage=titled[name].stage)
         if found:
             by_rank = {rank: finding.difference.relative for rank, finding in found.items()}
-            # the first of those that differ by as much but for rounding
-            least = _SAME_SIZE * max(math.inf if math.isnan(relative) else relative for relative in by_rank.values())
-            worst = next(finding for rank, finding in found.items() if not by_rank[rank] < least)
+            worst = found[list(found)[first_of_the_largest(torch.tensor([*by_rank.values()], dtype=torch.float64))]]
             findings.append(replace(worst, by_rank=by_rank))
     return findings
 
