@@ -122,12 +122,10 @@ def test_a_budget_that_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     first, second = section_of(text, monkeypatch, "first"), section_of(text, monkeypatch, "second")
     rows = rows_of(first, second, folder=tmp_path, budget=0.8)
-    assert [(row.section, row.name, row.result) for row in rows] == [
-        ("first", "a", "passed"),
-        ("second", "a, and what follows", "left out"),
-        ("first", "b", "left out"),
-        ("first", "c", "left out"),
-    ]
+    found = [(row.section, row.name, row.result) for row in rows]
+    slow = ("second", "all", "left out")  # where the machine took long to start the first
+    assert found.pop(1) in (("second", "a, and what follows", "left out"), slow)
+    assert found == [("first", "a", "passed"), ("first", "b", "left out"), ("first", "c", "left out")]
     assert all(row.detail == "no time in 0.8 s; give more with --budget" for row in rows[1:])
 
 

@@ -125,7 +125,7 @@ class ParallelContext:
             set_timeout(group, self.timeout)
         if backend == dist.Backend.GLOO:
             dist.barrier()  # a rank that ends early must not end one that is still connecting to it
-        for name in self.grid.axes("tensor"):  # the mesh has them: no compiler should trace how they are made
+        for name in self.grid.public.get("tensor", ()):  # the mesh has them: no compiler should trace how they are made
             self.group(name)
 
     # -- axes ---------------------------------------------------------------------------------------------
