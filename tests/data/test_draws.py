@@ -4,7 +4,6 @@ stream's are those that one process reads after it has seeded them."""
 from __future__ import annotations
 
 import cProfile
-import logging
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -172,6 +171,7 @@ def test_what_a_sample_draws_depends_on_its_place_only(way: str, rank: int | Non
             assert torch.equal(next(train), expected(way, step)[own]), (kind.__name__, step)
 
 
+@pytest.mark.rest("1-nothing")
 @pytest.mark.parametrize("way", ["nothing", "late numpy", "one by one, late"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_goes_on_in_the_middle_of_a_pass(way: str, workers: int) -> None:

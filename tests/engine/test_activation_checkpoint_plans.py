@@ -66,6 +66,7 @@ def repeated(context: ParallelContext) -> Traffic:
     return total
 
 
+@pytest.mark.rest("1d-False")
 @pytest.mark.parametrize("panels", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", pytest.param("2.5d_depth2", marks=pytest.mark.long), "3d"])
 def test_a_block_repeats_no_collective_that_nothing_needs(mode: str, panels: bool) -> None:

@@ -50,6 +50,7 @@ def exact_twin(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     return twin, x, out
 
 
+@pytest.mark.rest("1d-True", "1d_sequence-True", "2.5d_depth2-True", "2d-False", "3d-True")
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2.5d_depth2", "3d"])
 def test_products_are_taken_in_bfloat16_and_gradients_are_not(mode: str, panels: bool) -> None:

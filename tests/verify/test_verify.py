@@ -122,6 +122,7 @@ PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.rest("selective", "microbatches")
 @pytest.mark.parametrize("plan", but(("data2_tensor2", "full"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
@@ -146,6 +147,7 @@ def test_a_vit_whose_tokens_are_padded_agrees(verify: Verify) -> None:
     assert counts(out)["outputs of modules"] == 9, "as of a GPT, and the class token"
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])
 def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(NET, *PLANS[plan], "--steps", "2", middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")
@@ -173,6 +175,7 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kin
     assert counts(out)["outputs of modules"] == 8
 
 
+@pytest.mark.rest("AdamW")
 @pytest.mark.parametrize("optimizer", ["AdamW", "sign"])
 def test_noise_that_an_optimizer_makes_large_is_left_out(verify: Verify, optimizer: str) -> None:
     """A step of full size in the direction of rounding noise: the key biases of the two runs are far apart."""
@@ -432,6 +435,7 @@ STAGED = {
 }
 
 
+@pytest.mark.rest("1f1b")
 @pytest.mark.parametrize("plan", STAGED)
 def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
     """All of it is compared, each thing once: what is on one rank only, too."""
