@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from helpers.long import mark_the_rest
+
+    some = config.getoption("lf", False) or any("::" in word for word in config.args)
+    mark_the_rest(items, complete=not some)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if runs_tests(session.config):
         from helpers import forked_from

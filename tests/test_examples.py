@@ -217,6 +217,7 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
+@pytest.mark.rest("1d", "2.5d")
 @pytest.mark.parametrize("plan", ["alone", *PLANS])
 def test_patch_embedding_is_the_convolution(plan: str) -> None:
     world, tensor = PLANS.get(plan, (1, {}))

@@ -186,6 +186,7 @@ PAIRS = [("zero", "zero"), ("data", "2d"), ("zero", "tensor")]
 MORE = [("tensor", "tensor"), ("data", "data"), ("2d", "2d"), ("tensor", "zero"), ("2d", "tensor"), ("zero", "2d")]
 
 
+@pytest.mark.rest("zero-tensor")
 @pytest.mark.parametrize(("then", "now"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)])
 def test_a_load_reads_what_it_needs(saved: Saved, then: str, now: str) -> None:
     """Under the same plan each rank's own bytes. Under another at most the chunks that its boxes meet, each once. And

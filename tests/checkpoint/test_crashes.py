@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers.checkpointing import latest_step, one_process, save, step_in
 from helpers.disk import DIED, DIED_WRITING, RecordedDisk, dying_before
+from helpers.long import long
 
 from colossus.checkpoint import durable, folder, tensor_file, writer
 from colossus.checkpoint.writer import CheckpointWriter
@@ -51,11 +52,12 @@ def killed_before(number: int, root: Path, *, half_written: bool) -> tuple[int, 
     return code, completed[-1] if completed else 0
 
 
-def test_a_process_may_die_before_any_call(in_memory: Path) -> None:
+@pytest.mark.parametrize("apart", [2, *long(1)])
+def test_a_process_may_die_before_any_call(in_memory: Path, apart: int) -> None:
     """And the run that comes after it goes on, and leaves nothing of it."""
-    number, code = 0, DIED
+    number, code = 1 - apart, DIED
     while code != 0:
-        number += 1
+        number += apart
         for half_written in (False, True):
             root = in_memory / f"{number}-{half_written}" / "checkpoints"
             code, completed = killed_before(number, root, half_written=half_written)

@@ -63,6 +63,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 # No torch
 
 
+@pytest.mark.rest("arguments1-0", "arguments6-2", "arguments8-2", "arguments9-2")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [

@@ -102,6 +102,7 @@ def _check_pairs(context: ParallelContext, recorded: bool) -> int:
     return checks
 
 
+@pytest.mark.rest("3 in place", "2 functional")
 @pytest.mark.parametrize(
     ("world", "recorded"),
     [(2, False), (3, False), (4, False), (2, True), (3, True)],
@@ -120,6 +121,7 @@ def _by_messages(context: ParallelContext) -> int:
     return _check_pairs(context, False)
 
 
+@pytest.mark.rest("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_large_tensors_go_by_messages_on_gloo(world: int) -> None:
     assert min(run_ranks(world, _by_messages)) > 150
@@ -248,6 +250,7 @@ def _same_bits(context: ParallelContext) -> None:
             assert ((got.double() - exact).abs() <= bound * n * 2.0**-24).all()
 
 
+@pytest.mark.rest("2")
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_sum_is_the_same_on_all_ranks(world: int) -> None:
     """Bit for bit, at every size: replicas that drift apart by one bit drift apart for good."""

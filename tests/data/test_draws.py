@@ -179,6 +179,7 @@ def test_what_a_sample_draws_depends_on_its_place_only(way: str, rank: int | Non
             assert torch.equal(next(train), expected(way, step)[own]), (kind.__name__, step)
 
 
+@pytest.mark.rest("1-nothing")
 @pytest.mark.parametrize("way", ["nothing", "late numpy", "one by one, late"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_goes_on_in_the_middle_of_a_pass(way: str, workers: int) -> None:

@@ -76,6 +76,7 @@ def test_small_permutations_are_all_reached_about_equally_often() -> None:
     assert 850 < min(counts.values()) < max(counts.values()) < 1150  # 1000 expected, standard deviation 29
 
 
+@pytest.mark.rest("97")
 @pytest.mark.parametrize("n", [10, 97, 1000])
 def test_places_are_uniform_and_neighbours_unrelated(n: int) -> None:
     epochs = 3000

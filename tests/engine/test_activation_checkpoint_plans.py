@@ -66,6 +66,7 @@ def repeated(context: ParallelContext) -> Traffic:
     return total
 
 
+@pytest.mark.rest("1d-False")
 @pytest.mark.parametrize("panels", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "mode", ["1d", "1d_sequence", "2d", *(pytest.param(name, marks=pytest.mark.long) for name in ("2.5d_depth2", "3d"))]

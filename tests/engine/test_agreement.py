@@ -72,6 +72,7 @@ def _step(rank: int, parallel: dict[str, Any], factory: Any, seeds: list[int], g
         return "no error"
 
 
+@pytest.mark.rest("parallel2-Pair-seeds2-(ranks 0, 1; ranks 2, 3)")
 @pytest.mark.parametrize(
     ("parallel", "factory", "seeds", "named"),
     [

@@ -50,17 +50,9 @@ def exact_twin(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
     return twin, x, out
 
 
-MODES_HERE = ("1d", "1d_sequence", "2d", "2.5d_depth2", "3d")
-
-
-@pytest.mark.parametrize(
-    ("mode", "panels"),
-    [
-        *((mode, False) for mode in MODES_HERE),
-        ("2d", True),
-        *(pytest.param(mode, True, marks=pytest.mark.long) for mode in MODES_HERE if mode != "2d"),
-    ],
-)
+@pytest.mark.rest("1d-True", "1d_sequence-True", "2.5d_depth2-True", "2d-False", "3d-True")
+@pytest.mark.parametrize("panels", [False, True])
+@pytest.mark.parametrize("mode", ["1d", "1d_sequence", "2d", "2.5d_depth2", "3d"])
 def test_products_are_taken_in_bfloat16_and_gradients_are_not(mode: str, panels: bool) -> None:
     twin, whole, expected = exact_twin(torch.float32)
     for mine, wide in zip(twin.parameters(), exact_twin(torch.float64)[0].parameters(), strict=True):

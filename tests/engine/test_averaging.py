@@ -236,6 +236,7 @@ def assert_recurrence(plan: str, names: list[str]) -> None:
                 assert trace.losses[:2] == pytest.approx(wanted.losses[:2], rel=1e-10)
 
 
+@pytest.mark.rest("1d")
 @pytest.mark.parametrize("plan", but(("1f1b",), PLANS))
 def test_rounds_are_those_of_plain_torch(plan: str) -> None:
     assert_recurrence(plan, BY_DEFAULT[plan])

@@ -62,6 +62,7 @@ def _step(rank: int, kind: str, bad: int, among: tuple[int, ...] = (1,)) -> tupl
     return kind_of, text, engine.train_step(good).loss
 
 
+@pytest.mark.rest("torch's--1", "bag--1", "torch's bag--1", "head-23")
 @pytest.mark.parametrize("bad", [ROWS, -1])
 @pytest.mark.parametrize("kind", ["ours", "torch's", "bag", "torch's bag", "head"])
 def test_a_bad_id_is_told_on_all_ranks(kind: str, bad: int) -> None:

@@ -57,7 +57,7 @@ SEVERAL: dict[str, Case] = {
 }
 #: with ``-m long`` only
 LATER = {
-    *("fp32", "fp64", "data", "zero 2, groups", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
+    *("fp32", "fp64", "SGD", "data", "zero 2, groups", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
     *("zero 2 x tensor, coalesced", "slowmo", "zero 3 x tensor, coalesced"),
 }
 

@@ -134,6 +134,15 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.rest(
+    "tensor-Written-no_grad",
+    "tensor-Passing-no_grad",
+    "data-Written-no_grad",
+    "data-Passing-no_grad",
+    "pipeline-Written-no_grad",
+    "pipeline-Passing-no_grad",
+    "zb-v-Passing-no_grad",
+)
 @pytest.mark.parametrize("mode", [None, torch.no_grad])
 @pytest.mark.parametrize("model", [Written, Passing])
 @pytest.mark.parametrize("name", ["alone", "tensor", "data", "pipeline", "zb-v"])

@@ -198,6 +198,7 @@ def _scaled(rank: int, config: dict[str, Any], is_scaled: bool) -> Any:
     return train(rank, config, 3)
 
 
+@pytest.mark.rest("1f1b")
 @pytest.mark.parametrize(
     ("world", "parallel", "kind"),
     [

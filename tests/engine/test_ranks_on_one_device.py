@@ -53,7 +53,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 #: of the plans, those that are run by default
-SHORT = ("2d, panels", "zero 3", "zero 1, ring", "pipeline", "selective")
+SHORT = ("2d, panels", "zero 3", "zero 1, ring", "pipeline")
 
 
 def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:

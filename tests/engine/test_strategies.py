@@ -139,6 +139,7 @@ def local_steps(every: int) -> tuple[list[float], list[float], list[Plain]]:
     return losses, norms, replicas
 
 
+@pytest.mark.rest("1d")
 @plans
 def test_local_steps_with_averages(plan: str) -> None:
     """Averaged after steps 2 and 4 of 5: at the end replicas differ, and each is what plain torch makes of it."""
@@ -176,6 +177,7 @@ def delayed() -> tuple[list[float], list[float], Plain]:
     return losses, norms, replica
 
 
+@pytest.mark.rest("1d")
 @plans
 def test_gradients_of_the_step_before(plan: str) -> None:
     losses, norms, replica = delayed()
@@ -199,6 +201,7 @@ EXACT_ONES = {"own optimizer": dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), "sha
 SHARDED = ("data",)
 
 
+@pytest.mark.rest("own optimizer-1f1b", "own optimizer-zb-v")
 @pytest.mark.parametrize(
     ("strategy", "plan"),
     [
@@ -306,6 +309,7 @@ def _odd_run(rank: int, parallel: dict[str, Any], scope: str) -> tuple[Any, ...]
     return seen, evaluated, gradients, state, held, gathered
 
 
+@pytest.mark.rest("3-microbatch")
 @pytest.mark.parametrize(
     ("stage", "scope"), [(1, "matmul"), (2, "step"), (3, "matmul"), (3, "microbatch"), (3, "step")]
 )

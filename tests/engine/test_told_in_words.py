@@ -201,6 +201,7 @@ def _counted(rank: int, count: Any, evaluates: bool) -> None:
     engine.eval_step(batch) if evaluates else engine.train_step(batch)
 
 
+@pytest.mark.rest("negative-True", "negative tensor-False", "nan-False", "nan tensor-True", "inf-True")
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_that_is_no_count(name: str, evaluates: bool) -> None:

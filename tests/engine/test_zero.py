@@ -96,6 +96,7 @@ def assert_is_one_process(plan: str, stage: int, precision: str, steps: int, opt
             assert_same_numbers(trace, reference)
 
 
+@pytest.mark.rest("1d-2", "1f1b-2")
 @pytest.mark.parametrize(
     ("plan", "stage"),
     [
@@ -565,6 +566,7 @@ def _most_whole(rank: int, parallel: dict[str, Any], model: type[nn.Module], **t
     return losses, gathers, most
 
 
+@pytest.mark.rest("Attended-none-2")
 @pytest.mark.parametrize(
     ("model", "recompute", "whole"), [(Attended, "none", 2), (Attended, "full", 2), (Handed, "none", 3)]
 )

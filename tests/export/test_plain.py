@@ -114,6 +114,7 @@ def require(names: Sequence[str], plan: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.rest("data 2 zero 3")
 @pytest.mark.parametrize("plan", ["data 2 zero 3", "3d 4 (2,1,2)", "pipeline 2 zb-h1"])
 def test_models_of_users(plan: str) -> None:
     require(SOME[::2] if plan.startswith("3d") else SOME, plan)

@@ -11,10 +11,13 @@ from helpers.faults import Case
 REPRESENTATIVE = [
     Case("exit0", "constructor", "2 nodes"),
     Case("hang", "constructor", "data 2"),
-    Case("term", "constructor", "data 2"),
     Case("kill", "backward", "tensor 2"),
     Case("disk", "between steps", "data 2"),
     Case("int-group", "evaluation", "tensor 2"),
+]
+#: likewise, but seen by other tests of launches too
+FURTHER = [
+    Case("term", "constructor", "data 2"),
     Case("sysexit", "data", "data 2"),
     Case("kill-launcher", "close", "data 2"),
 ]
@@ -41,7 +44,9 @@ def test_a_fault_ends_as_it_should(case: Case, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [case for case in dict.fromkeys(ROTATED) if case not in REPRESENTATIVE], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in dict.fromkeys([*FURTHER, *ROTATED]) if case not in REPRESENTATIVE], ids=str
+)
 def test_any_fault_at_any_moment_ends_as_it_should(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 

@@ -83,6 +83,7 @@ class Late(nn.Module):
         return x
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("plan", ["1d_sequence", "2d", "3d_2x1x2", *long("data2_1d", "3d")])
 def test_a_layer_first_used_in_a_later_step(plan: str) -> None:
     same_run(plan, Late)
@@ -133,6 +134,7 @@ class Style(nn.Module):
         return x * self.norm(self.proj(self.style)) + self.ids(torch.tensor(2))
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
 def test_layers_on_one_sample(plan: str) -> None:
     same_run(plan, Style)
@@ -171,6 +173,7 @@ class Biased(nn.Module):
         return x
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
 def test_a_learned_bias_of_attention(plan: str) -> None:
     same_run(plan, Biased, steps=2)

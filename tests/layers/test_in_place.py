@@ -83,6 +83,7 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
 ]
 
 
+@pytest.mark.rest("1d-True", "1d_sequence-False", "3d_2x1x2-True", "2d-False")
 @pytest.mark.parametrize("panels", [False, True])
 @pytest.mark.parametrize("name", ["1d", "1d_sequence", "2d", "3d_2x1x2", *long("3d")])
 def test_outputs_changed_in_place(name: str, panels: bool) -> None:

@@ -103,6 +103,7 @@ class Pair(nn.Module):
         return self.down(F.gelu(h) * 2.0 + h)
 
 
+@pytest.mark.rest("2-False", "2-True")
 @pytest.mark.parametrize("sharded", SHARDED)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_linear_alone_and_in_pairs(ranks: int, sharded: bool) -> None:
@@ -135,6 +136,7 @@ def test_a_layer_used_twice_and_a_frozen_one() -> None:
     check(2, [case(partial(UsedTwice, layers.Linear), partial(UsedTwice, nn.Linear), numbers(3, 5, 8))])
 
 
+@pytest.mark.rest("16-1", "16-4", "13-1", "13-2", "5-2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("vocabulary", [16, 13, 5])
 def test_embedding(ranks: int, vocabulary: int) -> None:
@@ -178,6 +180,7 @@ def test_attention_and_block_of_grouped_heads(ranks: int, sharded: bool) -> None
     )
 
 
+@pytest.mark.rest("12-1", "12-4", "13-1", "13-2", "5-2")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("vocabulary", [12, 13, 5])
 def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> None:

@@ -77,6 +77,7 @@ class Clipped(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.rest("step-<lambda>1", "microbatch-<lambda>0", "microbatch-Clipped")
 @pytest.mark.parametrize("factory", [lambda: Teacher("mean"), lambda: Teacher("assignment"), Clipped])
 @pytest.mark.parametrize("weights", ["step", "microbatch"])
 def test_a_weight_that_changes_within_a_step(weights: str, factory: Callable[[], nn.Module]) -> None:
@@ -102,6 +103,7 @@ class Hooked(nn.Module):
         return gradient.clamp(-0.5, 0.5) + 0.01
 
 
+@pytest.mark.rest("1-options0", "1-options2", "3-options1")
 @pytest.mark.parametrize(
     "options", [dict(weights="microbatch", coalesce=True), dict(coalesce=True), dict(weights="step")]
 )

@@ -66,6 +66,7 @@ def differences(context: ParallelContext) -> list[str]:
     return found
 
 
+@pytest.mark.rest("Mode(name='1d', shape=(1,), data=1, sequence_sharded=False)")
 @pytest.mark.parametrize("mode", [Mode("1d", (1,)), Mode("1d", (2,), sequence_sharded=True), MODES["2d"]], ids=str)
 def test_llama_is_expressible(mode: Mode) -> None:
     for found in mode.run(differences):

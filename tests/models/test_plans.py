@@ -136,14 +136,18 @@ def compare(cases: dict[tuple[str, str], Plan], precision: str, steps: int, **mo
 FEW: dict[str, tuple[tuple[str, str], ...]] = {
     "2 ranks": (("vit", "1d sharded 2"), ("vit mean", "1d sharded 2")),
     "4 ranks": (
-        ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("llama tied", "data 2 x 1d sharded 2"), ("llama", "zero 3"),
-        ("llama tied", "interleaved"), ("vit", "zb-v"),
+        ("vit", "2d"), ("vit mean", "3d 2x1x2"), ("vit", "zb-h1"), ("vit", "zb-v"),
+        ("llama tied", "data 2 x 1d sharded 2"), ("llama", "3d 2x1x2"), ("llama", "zero 3"),
+    ),
+    "more on 4 ranks": (
+        ("vit", "1d sharded 4"), ("vit", "1f1b of all blocks"), ("vit", "zero 2"), ("llama", "1d 4"),
+        ("llama tied", "interleaved"),
     ),
     "6 ranks": (("vit", "2d 2x3"), ("llama", "2d 2x3")),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("group", but(("6 ranks",), FEW))
+@pytest.mark.parametrize("group", but(("more on 4 ranks", "6 ranks"), FEW))
 def test_both_follow_one_process(group: str) -> None:
     compare({case: PLANS[case[1]] for case in FEW[group]}, "fp64", STEPS)
 

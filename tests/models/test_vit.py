@@ -91,6 +91,7 @@ def changed(model: Any, kind: str) -> Any:
     return model
 
 
+@pytest.mark.rest("1d_sequence")
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d_2x3", "3d_2x1x2"])
 def test_it_is_plain_torch_whatever_a_user_changes(mode: str) -> None:
     for found in MODES[mode].run(differences):
@@ -174,6 +175,7 @@ def test_padded_tokens_under_recomputation_and_dropout() -> None:
             assert_same_run(trace, reference, loss=1e-12, norm=1e-12, parameter=1e-10)
 
 
+@pytest.mark.rest("fp16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(precision: str) -> None:
     plans: dict[str, Any] = {

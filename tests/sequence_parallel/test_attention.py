@@ -166,11 +166,13 @@ SHAPES = [
 ]
 
 
+@pytest.mark.rest("4-1", "1-4")
 @pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (1, 1)])
 def test_exact_in_float64(ring_ranks: int, ulysses_ranks: int) -> None:
     run_exact(SHAPES, ring_ranks, ulysses_ranks)
 
 
+@pytest.mark.rest("2-4")
 @pytest.mark.parametrize(
     ("ring_ranks", "ulysses_ranks"),
     [(4, 2), (2, 4), *(pytest.param(*ranks, marks=pytest.mark.long) for ranks in ((8, 1), (1, 8)))],
@@ -179,6 +181,7 @@ def test_exact_on_eight_ranks(ring_ranks: int, ulysses_ranks: int) -> None:
     run_exact([replace(case, kv_heads=8, heads=16) for case in SHAPES[::3]], ring_ranks, ulysses_ranks)
 
 
+@pytest.mark.rest("2-2")
 @pytest.mark.parametrize(("ring_ranks", "ulysses_ranks"), [(4, 1), (1, 4), (2, 2)])
 def test_close_in_less_precision(ring_ranks: int, ulysses_ranks: int) -> None:
     cases = [replace(case, dtype=dtype, local=16) for dtype in (torch.float32, torch.bfloat16) for case in SHAPES[::2]]
@@ -243,6 +246,7 @@ def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], til
     _exact(context, cases)
 
 
+@pytest.mark.rest("3-1-2")
 @pytest.mark.parametrize(("ring_ranks", "ulysses_ranks", "tile"), [(2, 1, 2048), (3, 1, 2), (2, 2, 3), (1, 2, 5)])
 def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: int) -> None:
     ranks = ring_ranks * ulysses_ranks
@@ -363,6 +367,7 @@ def _nothing_paused() -> Iterator[None]:
     yield
 
 
+@pytest.mark.rest("selective-False-3")
 @pytest.mark.parametrize(
     ("kind", "keep_ring", "backward"), [("full", False, 3), ("selective", False, 3), ("selective", True, 2)]
 )

@@ -75,6 +75,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d", "2d step", "3d")
 
 
+@pytest.mark.rest("1d", "2d")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
 def test_every_plan_follows_the_one_process_run(name: str) -> None:
     world, parallel, more = PLANS[name]
@@ -108,6 +109,7 @@ FEW = {
 }
 
 
+@pytest.mark.rest("ring 4-grouped")
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
@@ -208,6 +210,7 @@ def _read_alone() -> list[Any]:
     return run_ranks(1, _read_all, {}, READINGS, with_context=False)[0]
 
 
+@pytest.mark.rest("hybrid", "2d alone")
 @pytest.mark.parametrize(
     ("world", "parallel", "chosen"),
     [(2, dict(sequence=ring(2)), (0, 1, 2, 3)), (2, dict(sequence=ulysses(2)), (0, 1, 2, 3)),

@@ -62,6 +62,7 @@ def _config(parallel: dict[str, Any], kv_heads: int, options: dict[str, Any], **
     return config_of(parallel, STEPS, "fp64", model=model, schedule=dict(microbatches=2), **more)
 
 
+@pytest.mark.rest("data2_1d_2_of_1_step")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in FOR_LONG else ()) for name in RUNS],

@@ -312,6 +312,7 @@ SOME = [case for case in ALL if "bias True" in case.title or case.title.startswi
 POLICIES = [("keep", "matmul"), ("again", "microbatch"), ("again", "step"), ("keep", "step")]
 
 
+@pytest.mark.rest("2d")
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d_2x1x2", *long("3d")])
 def test_policies_of_what_was_gathered(mode: str) -> None:
     prepare(SOME, [torch.float64])
@@ -441,6 +442,7 @@ def deferred(context: ParallelContext) -> list[str]:
     return found
 
 
+@pytest.mark.rest("3d_1x2x3-matmul", "1d-microbatch")
 @pytest.mark.parametrize("scope", ["matmul", "microbatch", "step"])
 @pytest.mark.parametrize("mode", ["1d", "3d_1x2x3"])
 def test_weight_gradients_later_and_once_per_step(mode: str, scope: str) -> None:

@@ -84,6 +84,7 @@ def text_of(model: str, length: int) -> str:
 
 
 # the model below runs padded and with tensor ranks
+@pytest.mark.rest("hybrid")
 @pytest.mark.parametrize("plan", but(("padded", "ulysses_tensor"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     length, words = PLANS[plan]
@@ -112,6 +113,7 @@ MIXING = {
 }  # fmt: skip
 
 
+@pytest.mark.rest("a class token", "positions")
 @pytest.mark.parametrize("name", MIXING)
 def test_a_module_that_mixes_tokens_is_named(verify: Verify, name: str) -> None:
     expression, length, words, place = MIXING[name]

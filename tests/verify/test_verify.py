@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.launching import finish, start
-from helpers.long import but, long
+from helpers.long import but
 from helpers.verified import Verify, config_file, counts, leftovers
 
 from colossus.cli.main import main
@@ -122,7 +122,8 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", but(("data2_tensor2", "full", "2.5d", "3d", "selective"), PLANS))
+@pytest.mark.rest("selective", "microbatches")
+@pytest.mark.parametrize("plan", but(("data2_tensor2", "full"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
     assert (code, err) == (0, ""), out
@@ -146,14 +147,15 @@ def test_a_vit_whose_tokens_are_padded_agrees(verify: Verify) -> None:
     assert counts(out)["outputs of modules"] == 9, "as of a GPT, and the class token"
 
 
-@pytest.mark.parametrize("plan", ["data2_tensor2", *long("2d")])
+@pytest.mark.rest("2d")
+@pytest.mark.parametrize("plan", ["data2_tensor2", "2d"])
 def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(NET, *PLANS[plan], "--steps", "2", middle="nn.Sequential(nn.Linear(16, 16), nn.Tanh())")
     assert (code, err) == (0, ""), out
     assert counts(out)["outputs of modules"] == 7 * 2
 
 
-@pytest.mark.parametrize("kind", [*long("full"), "selective"])
+@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kind: str) -> None:
     text = """
     class Again(nn.Module):
@@ -173,7 +175,8 @@ def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kin
     assert counts(out)["outputs of modules"] == 8
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", *long("sign")])
+@pytest.mark.rest("AdamW")
+@pytest.mark.parametrize("optimizer", ["AdamW", "sign"])
 def test_noise_that_an_optimizer_makes_large_is_left_out(verify: Verify, optimizer: str) -> None:
     """A step of full size in the direction of rounding noise: the key biases of the two runs are far apart."""
     sign = """
@@ -432,6 +435,7 @@ STAGED = {
 }
 
 
+@pytest.mark.rest("1f1b")
 @pytest.mark.parametrize("plan", STAGED)
 def test_a_gpt_in_stages_agrees(verify: Verify, plan: str) -> None:
     """All of it is compared, each thing once: what is on one rank only, too."""
@@ -459,7 +463,7 @@ SIZED = """
     [
         (
             [*PIPELINE, "parallel.data=2"],
-            "rank 2 (pipeline 1, data 0), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
+            "rank 3 (pipeline 1, data 1), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
         ),
         (["parallel.pipeline=2", "schedule.type=zb-v"], "rank 0 (pipeline 0), stage 3 (of 0 to 3)"),
     ],
