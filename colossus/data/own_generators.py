@@ -59,9 +59,7 @@ class OwnState:
 
     def _now(self) -> tuple[dict[tuple[str, str], Any], bytes]:
         parts = parts_of_loader(self._dataset)
-        held = {
-            (part, name): value for part in parts for name, value in getattr(parts[part], "__dict__", {}).items()
-        }
+        held = {(part, name): value for part in parts for name, value in getattr(parts[part], "__dict__", {}).items()}
         states = generator_states(self._dataset)
         return held, pickle.dumps(states) if states else b""
 

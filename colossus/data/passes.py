@@ -164,7 +164,6 @@ def _has_state(candidate: Any) -> bool:
     return callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None))
 
 
-
 class SamplePasses(Passes):
     """Many small items, which would take less time to read than to seed generators for.
 

@@ -4,7 +4,6 @@ stream's are those that one process reads after it has seeded them."""
 from __future__ import annotations
 
 import cProfile
-import logging
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
