@@ -105,7 +105,7 @@ class Attention(Layer):
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        token_dim = require_sequences(x, self.title)
+        token_dim = require_sequences(x, self)
         shard, source, output_layout = unwrap(x, self.parallel)
         documents = None if documents is None else local(documents)
         y = self.apply_local(shard, source, output_layout, mask, documents)

@@ -76,7 +76,7 @@ class TransformerBlock(Layer):
             checkpoint_module(self, activation_checkpoint, self.context)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        token_dim = require_sequences(x, self.title)
+        token_dim = require_sequences(x, self)
         shard, activation, output_layout = unwrap(x, self.parallel)
         documents = None if documents is None else local(documents)
         shard = self.apply_local(shard, activation, mask, documents)

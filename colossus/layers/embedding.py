@@ -251,7 +251,7 @@ class PositionEmbedding(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_sequences(x, self.title)
+        token_dim = require_sequences(x, self)
         shard, activation, output_layout = unwrap(x, self.parallel)
         y = self.apply_local(shard, activation)
         return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)

@@ -83,7 +83,7 @@ class LMHead(Layer):
             return F.linear(x, self.weight, self.bias)
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
-        token_dim = require_features_last(x, self.title)
+        token_dim = require_features_last(x, self)
         local, source, output_layout = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
         routes = self._routes.get((source, local.dim()))

@@ -144,7 +144,7 @@ class Linear(Layer):
             return self._outputs(F.linear(x, self.weight, self.bias))
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
-        token_dim = require_features_last(x, self.title)
+        token_dim = require_features_last(x, self)
         local, source, output_layout = unwrap(x, self.parallel)
         target = self.parallel.regions.inner if self.split == "column" else output_layout
         y = self.apply_local(local, source, target)

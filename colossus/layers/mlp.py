@@ -27,7 +27,7 @@ class _ColumnRowPair(Layer):
     down: Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_features_last(x, self.title)
+        token_dim = require_features_last(x, self)
         local, source, output_layout = unwrap(x, self.parallel)
         y = self.apply_local(local, source, output_layout)
         return wrap(y, output_layout, output_layout, self.parallel, token_dim=token_dim)

@@ -49,7 +49,7 @@ class _Norm(Layer):
         return self.make_parameter({"": shape}, Layout.whole(len(shape)), init or Constant(value), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_features_last(x, self.title, len(self.normalized_shape))
+        token_dim = require_features_last(x, self, len(self.normalized_shape))
         local, activation, output_layout = unwrap(x, self.parallel)
         y = self.apply_local(local, activation)
         return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -107,27 +107,36 @@ def _mark(x: Any, at: TokenDim, num_ranks: int) -> Any:
     return x
 
 
-def require_features_last(x: Tensor, title: str, count: int = 1) -> TokenDim | None:
+class Titled(Protocol):
+    """A layer. Its title is asked for where an error names it: a compiler that traces a forward which reads it makes a
+    graph for each name, and none for the layers beyond its limit of 8."""
+
+    @property
+    def title(self) -> str: ...
+
+
+def require_features_last(x: Tensor, layer: Titled | str, count: int = 1) -> TokenDim | None:
     """`tokens_of` x for a layer that takes features in the last ``count`` dims: no tokens.
 
     Args:
-        title: how an error names the layer.
+        layer: or how an error names it.
     """
     token_dim = tokens_of(x)
     if token_dim is not None and token_dim.dim >= len(_shape(x)) - count:
-        _refuse_place(x, token_dim, title, f"features in the last {count} dims" if count > 1 else "features last")
+        _refuse_place(x, token_dim, layer, f"features in the last {count} dims" if count > 1 else "features last")
     return token_dim
 
 
-def require_sequences(x: Tensor, title: str) -> TokenDim | None:
+def require_sequences(x: Tensor, layer: Titled | str) -> TokenDim | None:
     """`tokens_of` x for a layer that takes [batch, tokens, features]."""
     token_dim = tokens_of(x)
     if token_dim is not None and token_dim != TokenDim(len(_shape(x)) - 2):
-        _refuse_place(x, token_dim, title, "[batch, tokens, features]")
+        _refuse_place(x, token_dim, layer, "[batch, tokens, features]")
     return token_dim
 
 
-def _refuse_place(x: Tensor, token_dim: TokenDim, title: str, takes: str) -> None:
+def _refuse_place(x: Tensor, token_dim: TokenDim, layer: Titled | str, takes: str) -> None:
+    title = layer if isinstance(layer, str) else layer.title
     flattened = ", flattened with others" if token_dim[1:] != (1, 1) else ""
     raise refusal(
         f"{title} takes {takes}, but its input of local shape {tuple(_shape(x))} has tokens in dim "

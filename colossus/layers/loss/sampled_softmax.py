@@ -91,7 +91,7 @@ class SampledSoftmax(Layer):
         self.decide_gradients(self.bias, self.parallel.regions.user)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        require_features_last(x, self.title)
+        require_features_last(x, self)
         labels = local(labels).long()
         x, source, _ = unwrap(x, self.parallel)
         x = move(x, source, self.looked_up, self.context)
