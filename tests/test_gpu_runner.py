@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed pac
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
 from benchmarks.gpu import child, report  # noqa: E402
+from benchmarks.gpu.ranks import Inherited, RankPool  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
 from benchmarks.gpu.sections import SECTIONS  # noqa: E402
@@ -176,6 +179,50 @@ def test_errors_of_ranks_in_a_line() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
     assert "raise AssertionError" in child.in_a_line(caught.value)  # the line, where nothing is said
+
+
+class Held:
+    """What ranks hold; where it is closed a file says so."""
+
+    def __init__(self, name: str, folder: Path, rank: int) -> None:
+        self.name, self.said = name, folder / f"{name} {rank} closed"
+
+    def about(self, value: list[int]) -> tuple[str, int, int]:
+        return self.name, os.getpid(), sum(value)
+
+    def close(self) -> None:
+        self.said.touch()
+
+
+def test_ranks_build_one_case_after_the_other(tmp_path: Path) -> None:
+    first, second = partial(Held, "first", tmp_path), partial(Held, "second", tmp_path)
+    pool = RankPool(torch.device("cpu"))
+    pool.inherited["numbers"] = [1, 2, 3]
+
+    def about() -> tuple[set[str], list[int]]:
+        found = pool.ask("about", Inherited("numbers"))
+        assert all(total == 6 for *_, total in found)
+        return {name for name, *_ in found}, [process for _, process, _ in found]
+
+    try:
+        pool.hold(2, first)
+        names, processes = about()
+        assert names == {"first"}
+        pool.hold(2, first)
+        assert not [*tmp_path.iterdir()]  # it is the one that is there
+        pool.hold(2, second)
+        assert about() == ({"second"}, processes)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["first 0 closed", "first 1 closed"]
+        with pytest.raises(RanksFailed, match="KeyError: 'letters'"):
+            pool.ask("about", Inherited("letters"))
+        with pytest.raises(RuntimeError, match="no ranks hold anything that could be asked for 'about'"):
+            pool.ask("about", [])
+        pool.hold(2, second)
+        names, others = about()
+        assert names == {"second"}
+        assert not {*others} & {*processes}
+    finally:
+        pool.close()
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
