@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import child, report  # noqa: E402
+from benchmarks.gpu import child, report, signals  # noqa: E402
 from benchmarks.gpu.ranks import Inherited, RankPool  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
@@ -223,6 +225,45 @@ def test_ranks_build_one_case_after_the_other(tmp_path: Path) -> None:
         assert not {*others} & {*processes}
     finally:
         pool.close()
+
+
+def test_what_was_done_is_written_whatever_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu.json"
+    ended_by = []
+    for error in (None, signal.SIGTERM, signal.SIGINT, OSError("the pipe is gone")):
+        closed = False
+
+        def made(error: Any = error) -> Generator[Row]:
+            nonlocal closed
+            try:
+                assert json.loads(file.read_text())["rows"] == []  # there from the first moment on
+                yield Row("plans", "late", "passed")
+                yield Row("layers", "one", "failed", detail="1 is not 2")
+                if isinstance(error, int):
+                    os.kill(os.getpid(), error)
+                elif error is not None:
+                    raise error
+            finally:
+                closed = True
+
+        usual = signal.getsignal(signal.SIGTERM)
+        with signals.as_errors():
+            if isinstance(error, OSError):
+                with pytest.raises(OSError, match="the pipe"):
+                    program.collect(made(), file, {"device": "cpu"})
+            else:
+                rows, code = program.collect(made(), file, {"device": "cpu"})
+                assert (len(rows), code) == (2, 0 if error is None else 128 + error)
+        assert closed
+        assert signal.getsignal(signal.SIGTERM) is usual
+        found = json.loads(file.read_text())
+        assert [row["name"] for row in found["rows"]] == ["late", "one"]
+        ended_by.append(found["ended by"])
+        said = capsys.readouterr().out
+        assert "1 passed, 1 failed, 0 left out" in said
+        assert said.index("layers") < said.index("plans")
+        file.unlink()
+    assert ended_by == [None, "SIGTERM", "SIGINT", "OSError: the pipe is gone"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
