@@ -141,6 +141,10 @@ class AttentionCase:
         self.step()
         return memory.allocated_peak(self.step)
 
+    def close(self) -> None:
+        """Its groups are destroyed; others may be made then."""
+        self.context.close()
+
 
 def _scores(q: Tensor, k: Tensor, causal: bool) -> int:
     """Entries of the score matrix that a causal or a whole block computes, over all heads."""

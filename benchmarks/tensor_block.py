@@ -113,6 +113,9 @@ class Run:
     def owed(self) -> Owed:
         return Owed()
 
+    def close(self) -> None:
+        """Leave the other ranks."""
+
     def shards(self) -> list[Tensor]:
         """The stored shards of the parameters."""
         return [local_part(param.detach()) for param in self.module.parameters()]
@@ -166,6 +169,9 @@ class ColossusRun(Run):
             n = self.context.size(gradient_sum_axes(param, self.context))
             sent[param.dim() == 1] += cost.sent("all_reduce", n, param.nbytes)
         return Owed(*sent)
+
+    def close(self) -> None:
+        self.context.close()
 
 
 class DTensorRun(Run):

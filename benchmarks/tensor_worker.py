@@ -82,16 +82,24 @@ class Worker:
     def peak(self) -> int | None:
         """Bytes at the peak of a step: parameters, their gradients, x, its gradient and dy, and what the step adds.
 
-        Slots of shared memory are left out: they are as large for any block. None where the system does not tell. On a
-        CUDA device they are counted by its allocator.
+        Slots of shared memory are left out: they are as large for any block. None where the system does not tell. What
+        a step adds is counted by the allocator on a CUDA device.
         """
-        if self.device.type == "cuda":
-            with PeakOnDevice(self.device) as peak:
-                for _ in range(2):
-                    self.run.step()
-            return peak.bytes
-        found = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
-        if found is None:
-            return None
+        added = self._added_on_device() if self.device.type == "cuda" else self._added_on_host()
         run = self.run
-        return 2 * sum(shard.nbytes for shard in run.shards()) + 3 * run.dy.nbytes + found.peak - found.held
+        return None if added is None else 2 * sum(shard.nbytes for shard in run.shards()) + 3 * run.dy.nbytes + added
+
+    def _added_on_device(self) -> int | None:
+        self.run.step()  # gradients are there from here on, as after every step
+        with PeakOnDevice(self.device) as peak:
+            self.run.step()
+        return peak.bytes
+
+    def _added_on_host(self) -> int | None:
+        found = memory.measure(lambda: self.run)  # type: ignore[arg-type,return-value]  # its step gives no loss
+        return None if found is None else found.peak - found.held
+
+    def close(self) -> None:
+        """Its groups are destroyed; others may be made then."""
+        if "run" in vars(self):
+            self.run.close()

@@ -34,18 +34,23 @@ def seconds_per_call(run: Callable[[], object], device: torch.device, calls: int
 
 
 def compare(runners: Mapping[str, Callable[[], object]], device: torch.device, seconds: float) -> Series:
-    """Seconds of one call of each, in blocks in which all take turns.
+    """Seconds of one call of each, as `take_turns`."""
+    return take_turns({name: partial(seconds_per_call, run, device) for name, run in runners.items()}, seconds)
+
+
+def take_turns(timed: Mapping[str, Callable[[int], float]], seconds: float) -> Series:
+    """Seconds of one call of each, in blocks in which all take turns, each for about as long.
 
     Args:
+        timed: makes that many calls behind one that is not timed, and returns the seconds of one.
         seconds: for all; at least three blocks are taken, whatever they need.
     """
-    slowest = max(seconds_per_call(run, device, 1) for run in runners.values())
-    calls = max(1, min(MOST_CALLS, int(BLOCK_SECONDS / slowest)))
+    once = {name: time_of(1) for name, time_of in timed.items()}
+    calls = {name: max(1, min(MOST_CALLS, int(BLOCK_SECONDS / taken))) for name, taken in once.items()}
+    of_a_block = sum(taken * (calls[name] + 1) for name, taken in once.items())
     fewest, most = BLOCKS
-    blocks = max(fewest, min(most, int(seconds / (slowest * (calls + 1) * len(runners)))))
-    return common.alternate(
-        {name: partial(seconds_per_call, run, device, calls) for name, run in runners.items()}, blocks
-    )
+    blocks = max(fewest, min(most, int(seconds / of_a_block)))
+    return common.alternate({name: partial(time_of, calls[name]) for name, time_of in timed.items()}, blocks)
 
 
 class PeakOnDevice:

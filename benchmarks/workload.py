@@ -48,9 +48,18 @@ class Workload:
         )  # fmt: skip
         return options.flops_per_token() * self.batch * self.tokens
 
-    def state(self) -> State:
-        """Initial weights: logical name -> full tensor [out, in], the query, key and value apart."""
-        generator = torch.Generator().manual_seed(self.seed)
+    def state(self, device: torch.device | str = "cpu") -> State:
+        """Initial weights: logical name -> full tensor [out, in], the query, key and value apart.
+
+        Args:
+            device: that draws and keeps them; on a GPU the numbers are others.
+        """
+        generator = torch.Generator(device)
+        generator.manual_seed(self.seed)
+        with torch.device(device):
+            return self._drawn(generator)
+
+    def _drawn(self, generator: torch.Generator) -> State:
         h = self.hidden
 
         def normal(*shape: int, std: float = 0.02) -> Tensor:

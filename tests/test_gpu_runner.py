@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
 from benchmarks.gpu import __main__ as program  # noqa: E402
-from benchmarks.gpu import child, report  # noqa: E402
+from benchmarks.gpu import child, report, signals  # noqa: E402
+from benchmarks.gpu.ranks import Inherited, RankPool  # noqa: E402
 from benchmarks.gpu.runner import Runner  # noqa: E402
 from benchmarks.gpu.section import Row, Section  # noqa: E402
 from benchmarks.gpu.sections import SECTIONS  # noqa: E402
@@ -174,6 +179,89 @@ def test_errors_of_ranks_in_a_line() -> None:
     with pytest.raises(AssertionError) as caught:
         raise AssertionError
     assert "raise AssertionError" in child.in_a_line(caught.value)  # the line, where nothing is said
+
+
+class Held:
+    """What ranks hold; where it is closed a file says so."""
+
+    def __init__(self, name: str, folder: Path, rank: int) -> None:
+        self.name, self.said = name, folder / f"{name} {rank} closed"
+
+    def about(self, value: list[int]) -> tuple[str, int, int]:
+        return self.name, os.getpid(), sum(value)
+
+    def close(self) -> None:
+        self.said.touch()
+
+
+def test_ranks_build_one_case_after_the_other(tmp_path: Path) -> None:
+    first, second = partial(Held, "first", tmp_path), partial(Held, "second", tmp_path)
+    pool = RankPool(torch.device("cpu"))
+    pool.inherited["numbers"] = [1, 2, 3]
+
+    def about() -> tuple[set[str], list[int]]:
+        found = pool.ask("about", Inherited("numbers"))
+        assert all(total == 6 for *_, total in found)
+        return {name for name, *_ in found}, [process for _, process, _ in found]
+
+    try:
+        pool.hold(2, first)
+        names, processes = about()
+        assert names == {"first"}
+        pool.hold(2, first)
+        assert not [*tmp_path.iterdir()]  # it is the one that is there
+        pool.hold(2, second)
+        assert about() == ({"second"}, processes)
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["first 0 closed", "first 1 closed"]
+        with pytest.raises(RanksFailed, match="KeyError: 'letters'"):
+            pool.ask("about", Inherited("letters"))
+        with pytest.raises(RuntimeError, match="no ranks hold anything that could be asked for 'about'"):
+            pool.ask("about", [])
+        pool.hold(2, second)
+        names, others = about()
+        assert names == {"second"}
+        assert not {*others} & {*processes}
+    finally:
+        pool.close()
+
+
+def test_what_was_done_is_written_whatever_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gpu.json"
+    ended_by = []
+    for error in (None, signal.SIGTERM, signal.SIGINT, OSError("the pipe is gone")):
+        closed = False
+
+        def made(error: Any = error) -> Generator[Row]:
+            nonlocal closed
+            try:
+                assert json.loads(file.read_text())["rows"] == []  # there from the first moment on
+                yield Row("plans", "late", "passed")
+                yield Row("layers", "one", "failed", detail="1 is not 2")
+                if isinstance(error, int):
+                    os.kill(os.getpid(), error)
+                elif error is not None:
+                    raise error
+            finally:
+                closed = True
+
+        usual = signal.getsignal(signal.SIGTERM)
+        with signals.as_errors():
+            if isinstance(error, OSError):
+                with pytest.raises(OSError, match="the pipe"):
+                    program.collect(made(), file, {"device": "cpu"})
+            else:
+                rows, code = program.collect(made(), file, {"device": "cpu"})
+                assert (len(rows), code) == (2, 0 if error is None else 128 + error)
+        assert closed
+        assert signal.getsignal(signal.SIGTERM) is usual
+        found = json.loads(file.read_text())
+        assert [row["name"] for row in found["rows"]] == ["late", "one"]
+        ended_by.append(found["ended by"])
+        said = capsys.readouterr().out
+        assert "1 passed, 1 failed, 0 left out" in said
+        assert said.index("layers") < said.index("plans")
+        file.unlink()
+    assert ended_by == [None, "SIGTERM", "SIGINT", "OSError: the pipe is gone"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from benchmarks.sequence_cases import AttentionCase  # noqa: E402
 from benchmarks.tensor_cases import CASES, PLAIN  # noqa: E402
 from benchmarks.tensor_worker import Worker  # noqa: E402
 from benchmarks.workload import Workload  # noqa: E402
+from colossus.context.local_ranks import LocalRanks, RanksFailed  # noqa: E402
 from colossus.sequence_parallel import ring  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -124,6 +126,25 @@ def test_what_a_device_cannot_do_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert left_out(CUDA) == {name for name, variant in by_name.items() if variant.compiled}
 
 
+def test_large_weights_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all variants of a size, and never by colossus, which would draw them one by one on the host."""
+    drawn: list[Workload] = []
+    real = Workload.state
+    monkeypatch.setattr(Workload, "state", lambda self, device: drawn.append(self) or real(self, device))
+    monkeypatch.setattr("colossus.construct.init.Normal.__call__", lambda *given: pytest.fail("drawn by colossus"))
+    monkeypatch.setattr(timing, "BLOCKS", (1, 1))
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    monkeypatch.setattr(step, "CHECKED_STEPS", 2)
+    states: dict[Workload, Any] = {}
+    for variant in step.VARIANTS:
+        if variant.name in ("fp32", "bf16"):
+            step._run(variant, CPU, states, 0.0)
+    assert drawn == [step.ON_CPU] == [*states]
+    other = replace(step.ON_CPU, seed=1)
+    step.weights_of(other, CPU, states)
+    assert [*states] == [other]  # what is not wanted any more is given up
+
+
 def test_times_are_of_as_many_calls_as_fit() -> None:
     counts = dict.fromkeys("ab", 0)
 
@@ -178,12 +199,15 @@ def blocks_on_device(rank: int, names: list[str]) -> list[tuple[int, bool]]:
     for name in names:
         worker = Worker(CASES[name], replace(SMALL, batch=4, heads=4), False, rank)
         assert worker.block(1) > 0
+        assert (worker.peak() or 0) > 0
         tensors = [*worker.run.module.parameters(), worker.run.x, worker.run.x.grad]
         out.append((worker.run.x.numel(), all(x is not None and x.device == CUDA for x in tensors)))
+        worker.close()
     for mode in ("ring", "ulysses"):
         attention = AttentionCase(replace(SHAPE, device="cuda:0"), mode, rank, 4)
         assert attention.block(1) > 0
         assert len(attention.result()) == 4
+        attention.close()
     return out
 
 
@@ -203,18 +227,32 @@ def test_blocks_run_on_a_device() -> None:
 
 @pytest.mark.long
 def test_what_a_block_sends_has_to_be_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {case.name: case for case in blocks.cases(CPU, 10.0)}
-    figures = by_name["block 1d-2"].run()
-    assert figures is not None
-    assert figures["off by"] < 1e-5
-    assert figures["MB sent"] == pytest.approx(4 * 4 * blocks.ON_CPU.batch * 16 * 64 / 1e6)  # 4 all-reduces of x
-    figures = by_name["attention ring 2"].run()
-    assert figures is not None
-    assert figures["time / one process"] > 0
-    real = blocks.block_traffic
-    monkeypatch.setattr(blocks, "block_traffic", lambda case, workload: real(case, workload, 2))
-    with pytest.raises(RuntimeError, match=r"1d-2: rank 0 sent .* MB in 4 calls, but the formula says .* in 8"):
-        by_name["block 1d-2"].run()
+    """All by the same ranks, which build one case after the other."""
+    started: list[int] = []
+    real_start = LocalRanks.__init__
+    monkeypatch.setattr(
+        LocalRanks, "__init__", lambda self, world, *more, **options: (
+            started.append(world), real_start(self, world, *more, **options)
+        )[1],
+    )  # fmt: skip
+    with closing(blocks.Stage(CPU, blocks.ON_CPU, 0.0)) as stage:
+        figures = blocks._block(stage, "1d-2")
+        assert figures is not None
+        assert figures["off by"] < 1e-5
+        assert figures["MB sent"] == pytest.approx(4 * 4 * 8 * 16 * 64 / 1e6)  # 4 all-reduces of x
+        figures = blocks._attention(stage, "ring", 2)
+        assert figures is not None
+        assert figures["time / one process"] > 0
+        with monkeypatch.context() as wrong:
+            real = blocks.block_traffic
+            wrong.setattr(blocks, "block_traffic", lambda case, workload: real(case, workload, 2))
+            with pytest.raises(RuntimeError, match=r"1d-2: rank 0 sent .* MB in 4 calls, but the formula says .* in 8"):
+                blocks._block(stage, "1d-2")
+        assert started == [1, 2]
+        with pytest.raises(RanksFailed, match="no_such_method"):
+            stage.ranks.ask("no_such_method")
+        assert blocks._block(stage, "1d-sequence-2") is not None
+        assert started == [1, 2, 2]
 
 
 def test_a_loader_that_is_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,18 +269,8 @@ def test_a_loader_that_is_waited_for_fails(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.long
 def test_all_sections_of_speed_run_without_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--device",
-        "cpu",
-        "--only",
-        "feeding",
-        "kernels",
-        "step",
-        "blocks",
-    ]
+    sections = ("feeding", "kernels", "step", "blocks")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--budget", "240", "--only", *sections]
     done = subprocess.run(
         [*command, "--json", str(file), "--logs", str(tmp_path / "logs")], cwd=ROOT, capture_output=True, text=True
     )
@@ -253,4 +281,4 @@ def test_all_sections_of_speed_run_without_a_gpu(tmp_path: Path) -> None:
     }
     left_out = {name for (section, name), row in rows.items() if row["result"] == "left out"}
     assert left_out == {variant.name for variant in step.VARIANTS} - {"fp32", "bf16"}
-    assert {section for section, _ in rows} == {"feeding", "kernels", "step", "blocks"}
+    assert {section for section, _ in rows} == {*sections}

@@ -19,14 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+from benchmarks.gpu import signals
 from benchmarks.gpu.section import Row, choose
 from benchmarks.gpu.sections import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 OLDEST_TORCH = "2.11"  # as in pyproject.toml
+ORDER = {section.name: number for number, section in enumerate(SECTIONS)}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/test-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"sections, in their order, with the seconds each has of 600:\n{sections}\n\n"
-        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 130 interrupted (what was done is shown)\n\n"
+        "exit code: 0 nothing failed, 1 some case did, 2 wrong arguments, 128 + the signal that ended it (130\n"
+        "Ctrl-C): what was done is shown, and written\n\n"
         "nothing can be installed: INSTALL=no PYTHON=python3 scripts/test-gpu takes that Python with its own torch,\n"
         f"{OLDEST_TORCH} or newer",
     )  # fmt: skip
@@ -98,34 +103,57 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = "cuda:0" if count else "cpu"
     logs = given.logs or Path(tempfile.mkdtemp(prefix="colossus-test-gpu-"))
     logs.mkdir(parents=True, exist_ok=True)
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
     print(f"device {device}" + ("" if count else f" ({why})") + f", logs in {logs}", file=sys.stderr, flush=True)
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that asking for devices does not use them
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):  # of a launcher around this
         os.environ.pop(name, None)
     sys.path.insert(0, str(ROOT / "tests"))  # of the sections that use the helpers of tests
-    from benchmarks.gpu import report
     from benchmarks.gpu.runner import Runner  # imports torch
 
-    begin, rows, code = time.monotonic(), list[Row](), 0
     about = {"device": device, "devices": count, "without_device": why, "budget": given.budget}
-    try:
-        for row in Runner(device, given.budget, logs).run(chosen):
-            rows.append(row)
-            print(report.line(row), file=sys.stderr, flush=True)
-            if given.json is not None:
-                report.write_json(given.json, rows, {**about, "seconds": time.monotonic() - begin})
-    except KeyboardInterrupt:
-        code = 130
-    order = [section.name for section in chosen]
-    rows.sort(key=lambda row: order.index(row.section))  # cases that were postponed have come last
-    report.print_table(rows)
-    print(f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s")
-    if given.json is not None:
-        print(f"written to {given.json.resolve()}")
+    with signals.as_errors():
+        rows, code = collect(Runner(device, given.budget, logs).run(chosen), given.json, about)
     if not count:
         print(f"nothing of this was run on a GPU: {why}")
     return code or int(any(row.result == "failed" for row in rows))
+
+
+def collect(made: Generator[Row], file: Path | None, about: Mapping[str, Any]) -> tuple[list[Row], int]:
+    """The rows, shown as they come and as one table, and 0 or what a signal makes the exit code. The file is there from
+    the first moment on, and complete whatever ends this."""
+    from benchmarks.gpu import report
+
+    begin, rows, code = time.monotonic(), list[Row](), 0
+    ended_by: str | None = "nothing: it goes on, or was killed"
+
+    def write() -> None:
+        if file is not None:
+            report.write_json(file, rows, {**about, "seconds": time.monotonic() - begin, "ended by": ended_by})
+
+    try:
+        with closing(made):
+            write()
+            for row in made:
+                rows.append(row)
+                print(report.line(row), file=sys.stderr, flush=True)
+                write()
+        ended_by = None
+    except signals.Signalled as error:
+        ended_by, code = str(error), error.exit_code
+    except BaseException as error:
+        ended_by = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        write()
+        report.print_table(sorted(rows, key=lambda row: ORDER[row.section]))  # cases that were postponed came last
+        told = f"{report.in_words(rows)} in {time.monotonic() - begin:.0f} s"
+        print(told + (f", ended by {ended_by}" if ended_by else ""))
+        if file is not None:
+            print(f"written to {file.resolve()}")
+    return rows, code
 
 
 if __name__ == "__main__":

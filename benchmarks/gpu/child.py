@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu import signals
 from benchmarks.gpu.section import Case, LeftOut, Row, Section
 
 #: exit code: the rest of the cases wants another process
@@ -43,6 +44,7 @@ def start(section: Section, device: str, budget: float, skip: Collection[str], l
     code = 1
     try:
         os.setpgid(0, 0)
+        signals.forget()
         os.close(read)
         _write_to(log)
         code = _run(section, torch.device(device), budget, skip, write, log)

@@ -8,7 +8,7 @@ import select
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Runner:
         self._done: dict[str, set[str]] = defaultdict(set)
         self._postponed: dict[str, list[str]] = defaultdict(list)
 
-    def run(self, sections: Sequence[Section]) -> Iterator[Row]:
+    def run(self, sections: Sequence[Section]) -> Generator[Row]:
         yield from self._run_all(sections)
         late = [section for section in sections if self._postponed[section.name]]
         if late and self.ends > time.monotonic():

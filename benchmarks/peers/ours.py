@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import colossus
+from benchmarks.undrawn import undrawn
 from benchmarks.workload import CLIP_NORM, LEARNING_RATE, State, Workload
 from colossus.checkpoint import load_full_state_dict
 from colossus.engine.results import StepResult
@@ -55,7 +56,8 @@ class ColossusCase:
             },
             "device": w.device,
         }
-        self.engine = colossus.initialize(config)
+        with undrawn():
+            self.engine = colossus.initialize(config)
         load_full_state_dict(self.engine.model, w.state() if state is None else state, self.engine.context)
         pairs = w.batches(part=self.engine.context.index("data"), parts=data)
         device = self.engine.device

@@ -16,6 +16,7 @@ from helpers.training import batch_of, config_of
 import colossus
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures
+from benchmarks.undrawn import fill, undrawn
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.engine import Engine
 
@@ -144,7 +145,9 @@ def _stall(pool: RankPool) -> Figures:
 
 
 def _timed(rank: int, device: torch.device, folder: str) -> Figures:
-    engine = colossus.initialize(_config(device, {}, "bf16", folder, **LARGE))
+    with undrawn():
+        engine = colossus.initialize(_config(device, {}, "bf16", folder, **LARGE))
+    fill(engine.model)
     for step in range(2):
         _step(engine, step)
     found = []

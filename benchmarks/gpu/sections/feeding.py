@@ -17,6 +17,7 @@ import colossus
 from benchmarks.common import Spread, ratio
 from benchmarks.gpu.section import Case, Figures
 from benchmarks.timing import compare
+from benchmarks.undrawn import fill, undrawn
 
 #: a step on windows of tokens takes on a GPU at most that many times as long as one without a loader
 SLOWEST = 1.15
@@ -87,15 +88,16 @@ def of_images(on_gpu: bool) -> dict[str, Any]:
 
 
 def _run(device: torch.device, config: dict[str, Any], workers: int, seconds: float, *, judged: bool) -> Figures:
-    engine = colossus.initialize(
-        {
-            **config,
-            "data": {**config["data"], "num_workers": workers},
-            "train": {**config["train"], "precision": "bf16" if _has_bf16(device) else "fp32", "steps": 100_000},
-            "optimizer": {"type": "AdamW", "lr": 1e-4},
-            "device": device.type,
-        }
-    )
+    options = {
+        **config,
+        "data": {**config["data"], "num_workers": workers},
+        "train": {**config["train"], "precision": "bf16" if _has_bf16(device) else "fp32", "steps": 100_000},
+        "optimizer": {"type": "AdamW", "lr": 1e-4},
+        "device": device.type,
+    }
+    with undrawn():
+        engine = colossus.initialize(options)
+    fill(engine.model)
     try:
         batch = next(engine.loader)
         for x in batch.values():

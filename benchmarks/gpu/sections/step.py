@@ -8,11 +8,16 @@ included.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -105,6 +110,10 @@ def require(variant: Variant, device: torch.device) -> None:
         raise LeftOut("no CUDA device: to compile for the CPU takes minutes, and says nothing of a GPU")
     if variant.compiled and importlib.util.find_spec("triton") is None:
         raise LeftOut("torch.compile wants triton, which is not installed")
+    if variant.compiled and not (os.environ.get("CC") or any(map(shutil.which, ("clang", "gcc")))):
+        raise LeftOut("torch.compile wants a C compiler for what triton launches its kernels with: gcc, clang or $CC")
+    if variant.compiled and not (headers := Path(sysconfig.get_path("include"))).joinpath("Python.h").exists():
+        raise LeftOut(f"torch.compile wants Python.h for what triton launches its kernels with; {headers} has none")
 
 
 @contextmanager
@@ -118,27 +127,45 @@ def float32_products(tf32: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(usual)
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """With nothing compiled before. What torch would give up to compile, and run as it is, fails."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    dynamo.reset()
+    with dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    dynamo.reset()
+
+
+def weights_of(workload: Workload, device: torch.device, states: dict[Workload, State]) -> State:
+    """The initial weights, drawn once for the variants of a size. They stay on the device, where no other case counts
+    them: what a case takes is counted on top of what is there. Those of another size are given up."""
+    if workload not in states:
+        states.clear()
+        states[workload] = workload.state(device)
+    return states[workload]
+
+
 def _run(variant: Variant, device: torch.device, states: dict[Workload, State], seconds: float) -> Figures:
     require(variant, device)
     workload = workload_for(device, variant)
-    if workload not in states:
-        states.clear()
-        states[workload] = workload.state()
-    low = variant.precision == "bf16"
-    with float32_products(variant.tf32) if device.type == "cuda" else nullcontext():
+    state, low = weights_of(workload, device, states), variant.precision == "bf16"
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            stack.enter_context(float32_products(variant.tf32))
+        if variant.compiled:
+            stack.enter_context(compiling())
         with PeakOnDevice(device) as plain_peak:
-            plain = PlainCase(workload, 0, 1, low=low, state=states[workload])
+            plain = PlainCase(workload, 0, 1, low=low, state=state)
             _compile(variant, plain.model)
             wanted = [plain.step(index) for index in range(CHECKED_STEPS)]
         with PeakOnDevice(device) as peak:
-            ours = ColossusCase(workload, 0, 1, precision=variant.precision, state=states[workload])
+            ours = ColossusCase(workload, 0, 1, precision=variant.precision, state=state)
+            stack.enter_context(closing(ours.engine))
             _compile(variant, ours.engine.model)
             found = [ours.step(index) for index in range(CHECKED_STEPS)]
-        try:
-            check(found, wanted, variant.tolerance)
-            series = compare({"colossus": partial(ours.run, 0), "torch": partial(plain.run, 0)}, device, seconds)
-        finally:
-            ours.engine.close()
+        check(found, wanted, variant.tolerance)
+        series = compare({"colossus": partial(ours.run, 0), "torch": partial(plain.run, 0)}, device, seconds)
         flops_per_second = device_peak(device, variant.precision)
     times = {name: Spread.of(taken).median for name, taken in series.items()}
     over_torch = ratio(series, "colossus", "torch")
