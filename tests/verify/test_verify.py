@@ -463,7 +463,7 @@ SIZED = """
     [
         (
             [*PIPELINE, "parallel.data=2"],
-            "rank 3 (pipeline 1, data 1), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
+            "rank 2 (pipeline 1, data 0), stage 1 (of 0 to 1)\n  it differs on ranks 2, 3",
         ),
         (["parallel.pipeline=2", "schedule.type=zb-v"], "rank 0 (pipeline 0), stage 3 (of 0 to 3)"),
     ],
