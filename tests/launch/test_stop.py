@@ -216,9 +216,16 @@ def test_a_rank_that_is_through_may_take_its_time_to_exit(tmp_path: Path, monkey
 @pytest.mark.usefixtures("quick")
 def test_what_a_terminal_sends_to_all_is_no_second_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "AGAIN_SECONDS", 5.0)
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    threading.Timer(0.4, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    ending.end_processes({0: rank(tmp_path, 0, beats=1.0)}, signal.SIGTERM, tmp_path)
+    processes = {0: rank(tmp_path, 0, beats=1.0)}
+    sent = [
+        threading.Timer(seconds, os.kill, (os.getpid(), signum))
+        for seconds, signum in ((0.3, signal.SIGINT), (0.4, signal.SIGTERM))
+    ]
+    for timer in sent:
+        timer.start()
+    ending.end_processes(processes, signal.SIGTERM, tmp_path)
+    for timer in sent:
+        timer.join()  # a late one would end the tests' process
     assert not (tmp_path / "hurry").exists()
 
 
