@@ -4,9 +4,11 @@ that the device does not hide."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import Dataset
 
 import colossus
 from benchmarks.common import Spread, ratio
-from benchmarks.gpu.section import Case, Figures
+from benchmarks.gpu.section import Case, Figures, LeftOut
 from benchmarks.timing import compare
 from benchmarks.undrawn import fill, undrawn
 
@@ -87,7 +89,22 @@ def of_images(on_gpu: bool) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def require_shared_memory(config: dict[str, Any], workers: int) -> None:
+    """
+    Raises:
+        LeftOut: a container has too little for what workers have read ahead; they would be killed by SIGBUS.
+    """
+    there = Path("/dev/shm")
+    if workers and there.exists():
+        sample = config["data"]["type"]()[0]
+        batch = config["train"]["global_batch_size"] * sum(x.nbytes for x in sample.values())
+        wanted, free = 3 * workers * batch, shutil.disk_usage(there).free
+        if free < wanted:
+            raise LeftOut(f"workers want {wanted / 1e6:.0f} MB of {there}, which has {free / 1e6:.0f} MB free")
+
+
 def _run(device: torch.device, config: dict[str, Any], workers: int, seconds: float, *, judged: bool) -> Figures:
+    require_shared_memory(config, workers)
     options = {
         **config,
         "data": {**config["data"], "num_workers": workers},
