@@ -18,12 +18,14 @@ from torch.utils.data import Dataset
 import colossus
 from benchmarks.common import Spread, ratio
 from benchmarks.gpu.section import Case, Figures, LeftOut
-from benchmarks.timing import compare
+from benchmarks.timing import seconds_per_call, take_turns
 from benchmarks.undrawn import fill, undrawn
 
 #: a step on windows of tokens takes on a GPU at most that many times as long as one without a loader
 SLOWEST = 1.15
 NUM_SAMPLES = 1 << 20
+#: batches of each worker, as torch's DataLoader has it
+READ_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def require_shared_memory(config: dict[str, Any], workers: int) -> None:
     if workers and there.exists():
         sample = config["data"]["type"]()[0]
         batch = config["train"]["global_batch_size"] * sum(x.nbytes for x in sample.values())
-        wanted, free = 3 * workers * batch, shutil.disk_usage(there).free
+        wanted, free = (READ_AHEAD + 1) * workers * batch, shutil.disk_usage(there).free
         if free < wanted:
             raise LeftOut(f"workers want {wanted / 1e6:.0f} MB of {there}, which has {free / 1e6:.0f} MB free")
 
@@ -119,11 +121,17 @@ def _run(device: torch.device, config: dict[str, Any], workers: int, seconds: fl
         batch = next(engine.loader)
         for x in batch.values():
             assert x.device.type == device.type, f"a batch of the loader is on {x.device}"
-        runners = {
-            "loader": lambda: engine.train_step(next(engine.loader)),
-            "resident": lambda: engine.train_step(batch),
-        }
-        series = compare(runners, device, seconds)
+
+        def fed() -> object:
+            return engine.train_step(next(engine.loader))
+
+        def seconds_fed(calls: int) -> float:
+            for _ in range(READ_AHEAD * workers + 1):  # what was read while the other had its turn
+                fed()
+            return seconds_per_call(fed, device, calls)
+
+        resident = partial(seconds_per_call, lambda: engine.train_step(batch), device)
+        series = take_turns({"loader": seconds_fed, "resident": resident}, seconds)
         norm = engine.train_step(batch).grad_norm
         assert math.isfinite(norm), f"after these steps the gradient norm is {norm}"
     finally:
