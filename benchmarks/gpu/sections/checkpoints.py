@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from colossus.engine.engine import Engine
 
 MODEL: dict[str, Any] = dict(num_layers=2, hidden_size=64, num_heads=4, vocab_size=53, seq_len=16, dropout=0.1)
 LARGE: dict[str, Any] = dict(num_layers=6, hidden_size=1024, num_heads=8, vocab_size=2048, seq_len=16)
+#: bytes of two checkpoints of it, and as much again
+TWO_SAVES = 4 << 30
 BEFORE, AFTER = 3, 3
 
 #: name -> (ranks, plan, precision)
@@ -38,11 +42,11 @@ RUNS: dict[str, tuple[int, dict[str, Any], Any]] = {
 
 def cases(device: torch.device, budget: float) -> Iterator[Case]:
     pool = RankPool(device)
+    if device.type == "cuda":
+        yield Case("what a save costs the step", partial(_stall, pool))
     for name, (world, plan, precision) in RUNS.items():
         yield Case(f"{name}: goes on to the bit", partial(_goes_on, pool, world, plan, precision))
     yield Case("two ranks, then one on the CPU", partial(_to_the_cpu, pool))
-    if device.type == "cuda":
-        yield Case("what a save costs the step", partial(_stall, pool))
     pool.close()
 
 
@@ -138,10 +142,18 @@ def _only_loaded(rank: int, device: torch.device, folder: str) -> dict[str, floa
 
 
 def _stall(pool: RankPool) -> Figures:
-    """Of some hundred million numbers; where memory of the host is a file system, that is where they go."""
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
-        return pool.run(1, _timed, folder)[0]
+    """Of some hundred million numbers; where memory of the host is a file system with room, that is where they go."""
+    has_room = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > TWO_SAVES
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if has_room else None) as folder:
+        return {**pool.run(1, _timed, folder)[0], "written to": "memory" if has_room else "a disk"}
+
+
+def _step_seconds(engine: Engine, step: int) -> float:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    _step(engine, step)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def _timed(rank: int, device: torch.device, folder: str) -> Figures:
@@ -157,15 +169,10 @@ def _timed(rank: int, device: torch.device, folder: str) -> Figures:
         save = engine.checkpoints.save(background=True)
         found.append(engine.checkpoints.stall_seconds - before)
         begin = time.perf_counter()
-        _step(engine, 2 + step)
-        torch.cuda.synchronize()
-        while_saved = time.perf_counter() - begin
+        while_saved = _step_seconds(engine, 2 + step)
         save.wait()
         writing = time.perf_counter() - begin
-    begin = time.perf_counter()
-    _step(engine, 4)
-    torch.cuda.synchronize()
-    alone = time.perf_counter() - begin
+    alone = median(_step_seconds(engine, 4 + step) for step in range(5))
     engine.close()
     num_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()) / 2
     return {

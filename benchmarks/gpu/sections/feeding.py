@@ -4,9 +4,11 @@ that the device does not hide."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from torch.utils.data import Dataset
 
 import colossus
 from benchmarks.common import Spread, ratio
-from benchmarks.gpu.section import Case, Figures
-from benchmarks.timing import compare
+from benchmarks.gpu.section import Case, Figures, LeftOut
+from benchmarks.timing import seconds_per_call, take_turns
 from benchmarks.undrawn import fill, undrawn
 
 #: a step on windows of tokens takes on a GPU at most that many times as long as one without a loader
 SLOWEST = 1.15
 NUM_SAMPLES = 1 << 20
+#: batches of each worker, as torch's DataLoader has it
+READ_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,22 @@ def of_images(on_gpu: bool) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def require_shared_memory(config: dict[str, Any], workers: int) -> None:
+    """
+    Raises:
+        LeftOut: a container has too little for what workers have read ahead; they would be killed by SIGBUS.
+    """
+    there = Path("/dev/shm")
+    if workers and there.exists():
+        sample = config["data"]["type"]()[0]
+        batch = config["train"]["global_batch_size"] * sum(x.nbytes for x in sample.values())
+        wanted, free = (READ_AHEAD + 1) * workers * batch, shutil.disk_usage(there).free
+        if free < wanted:
+            raise LeftOut(f"workers want {wanted / 1e6:.0f} MB of {there}, which has {free / 1e6:.0f} MB free")
+
+
 def _run(device: torch.device, config: dict[str, Any], workers: int, seconds: float, *, judged: bool) -> Figures:
+    require_shared_memory(config, workers)
     options = {
         **config,
         "data": {**config["data"], "num_workers": workers},
@@ -102,11 +121,17 @@ def _run(device: torch.device, config: dict[str, Any], workers: int, seconds: fl
         batch = next(engine.loader)
         for x in batch.values():
             assert x.device.type == device.type, f"a batch of the loader is on {x.device}"
-        runners = {
-            "loader": lambda: engine.train_step(next(engine.loader)),
-            "resident": lambda: engine.train_step(batch),
-        }
-        series = compare(runners, device, seconds)
+
+        def fed() -> object:
+            return engine.train_step(next(engine.loader))
+
+        def seconds_fed(calls: int) -> float:
+            for _ in range(READ_AHEAD * workers + 1):  # what was read while the other had its turn
+                fed()
+            return seconds_per_call(fed, device, calls)
+
+        resident = partial(seconds_per_call, lambda: engine.train_step(batch), device)
+        series = take_turns({"loader": seconds_fed, "resident": resident}, seconds)
         norm = engine.train_step(batch).grad_norm
         assert math.isfinite(norm), f"after these steps the gradient norm is {norm}"
     finally:

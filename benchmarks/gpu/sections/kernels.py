@@ -1,7 +1,8 @@
 """What ring attention and the optimizer are made of, beside torch's own: the same numbers first, then time.
 
-A ring is run rank after rank in one process, with nothing sent: what it takes longer than scaled_dot_product_attention
-over the whole sequence is the price of tiles and of merging them. Forward and backward, causal.
+A ring is run rank after rank in one process, with nothing sent: what it takes longer than the same kernels over the
+whole sequence is the price of tiles and of merging them. scaled_dot_product_attention, left to choose, may have a
+faster one (cuDNN's, on Hopper), which gives no log-sum-exp to merge by. Forward and backward, causal.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.common import Spread, ratio
 from benchmarks.gpu.one_process_ring import OneProcessRing
@@ -23,6 +25,8 @@ from colossus.registry import OPTIMIZERS
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: largest difference from attention in a wider dtype, over the largest number there
 TOLERANCES = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-4}
+#: what a ring is made of
+SAME_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 #: that AdamW moves for each fp32 parameter: value, gradient and two moments read, all but the gradient written
 ADAMW_BYTES = 28
 
@@ -83,11 +87,18 @@ def _attention(attention: Attention, device: torch.device, seconds: float) -> Fi
         raise AssertionError(
             f"{worst} is off by {gaps[worst]:.3g} of its largest number, allowed are {TOLERANCES[attention.dtype]}"
         )
-    series = compare({"ring": in_ring.run, "torch": partial(whole_attention, q, k, v, dout, mask)}, device, seconds)
+    whole = partial(whole_attention, q, k, v, dout, mask)
+
+    def by_same_kernels() -> None:
+        with sdpa_kernel(SAME_KERNELS):
+            whole()
+
+    series = compare({"ring": in_ring.run, "torch": whole, "same kernels": by_same_kernels}, device, seconds)
     return {
         "ms": Spread.of(series["ring"]).median * 1e3,
         "ms of torch": Spread.of(series["torch"]).median * 1e3,
         "time / torch": ratio(series, "ring", "torch").median,
+        "time / same kernels": ratio(series, "ring", "same kernels").median,
         "off by": gaps[worst],
         "tokens": attention.tokens,
     }
