@@ -182,7 +182,7 @@ def split_norm(
 
 
 def _mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    count = math.prod(x.shape[dim] for dim in dims)
+    count = math.prod([x.shape[dim] for dim in dims])
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True).square_().div_(count)
 
 

@@ -154,9 +154,13 @@ def _refusal(name: str, x: ShardedActivation) -> str:
 PASSED_ON: set[Any] = {
     *(getattr(Tensor, n) for n in ("dim", "size", "ndimension", "numel", "element_size", "is_contiguous", "stride",
                                    "is_floating_point", "retain_grad", "requires_grad_", "data_ptr",
-                                   "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex")),
+                                   "storage_offset", "untyped_storage", "__len__", "__hash__", "is_complex",
+                                   # a compiler asks for these
+                                   "_is_view", "is_conj", "is_neg", "is_inference", "_is_zerotensor", "get_device")),
     torch.is_floating_point,
     torch.is_tensor,
+    torch.is_inference,
+    torch._is_functional_tensor,
     getattr(Tensor, "requires_grad").__set__,  # noqa: B009
 }  # fmt: skip
 

@@ -72,13 +72,13 @@ class WeightStore:
         group = self._group_of(weight)
         if group is not None:
             return group.reduce(weight, gradient, self.deferral.accumulate)
-        # hooks on the weight are called at each backward
-        if not self._cache.holds(weight) or is_recorded() or weight._backward_hooks:
+        # hooks on the weight are called at each backward; a compiler is not to ask for one weight, of one layer
+        if is_recorded() or not self._cache.holds(weight) or weight._backward_hooks:
             return reduce_wgrad(weight, gradient, route, self._precision)
         return self._cache.reduce(weight, gradient)
 
     def _group_of(self, weight: Tensor) -> WeightGroup | None:
-        return self.coalescing.group_of(weight) if self._in_step and not is_recorded() else None
+        return None if is_recorded() or not self._in_step else self.coalescing.group_of(weight)
 
     # -- a step -------------------------------------------------------------------------------------------
 
