@@ -1,8 +1,8 @@
-"""Arithmetic of sizes, as error messages show it. No torch."""
+"""Arithmetic of sizes and ranks, as error messages show it. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def round_up(value: int, unit: int) -> int:
@@ -25,6 +25,12 @@ def nearest_powers(value: int, exponent: int) -> list[int]:
 def either(numbers: Iterable[int]) -> str:
     """``28 or 32``."""
     return " or ".join(map(str, numbers))
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 1, 2, 3 and 60 more``."""
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 
 def not_a_multiple(name: str, value: int, by: str, unit: int) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 
-from colossus.arithmetic import factors
+from colossus.arithmetic import factors, named_ranks
 from colossus.context.grid import RankGrid
 from colossus.context.groups import set_timeout, store_of
 from colossus.context.own_device import require_own_device
@@ -100,30 +101,60 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
 def agree_on_context(rank: int, axes: str, timeout: timedelta) -> int:
     """How many contexts the ranks of this world have made, this one included: the same on all of them.
 
-    Their groups and values are named by it. A count of this process would depend on what else it has made.
+    Their groups and values are named by it. A count of this process would depend on what else it has made. Rank 0
+    hears all others before any goes on, so that nobody waits for one that does not come.
 
     Args:
         axes: of the new context, in words.
 
     Raises:
-        ValueError: when rank 0 makes another context, or none.
+        ValueError: on all ranks, when one makes another context, or none.
     """
     assert dist.group.WORLD is not None
     store = store_of(dist.group.WORLD)
     number = store.add(f"contexts/{rank}", 1)
-    key = f"context{number}/axes"
-    if rank == 0:
-        store.set(key, axes)
-        return number
+    place = f"context{number}"
+    store.set(f"{place}/axes/{rank}", axes)
     mine = f"rank {rank} makes its context {number} with axes {axes}"
+    if rank == 0:
+        store.set(f"{place}/verdict", _compare(store, place, mine, timeout))
+    elif not _comes(store, f"{place}/axes/0", timeout):
+        raise ValueError(
+            f"{mine}, but rank 0 has not made one within {timeout.total_seconds():g} s: {_SAME}, also where only some "
+            f"of them use one"
+        )
+    store.wait([f"{place}/verdict"], 2 * timeout)
+    verdict = store.get(f"{place}/verdict").decode()
+    if verdict:
+        raise ValueError(verdict)
+    return number
+
+
+_SAME = "all ranks make the same contexts in the same order"
+
+
+def _comes(store: dist.Store, key: str, timeout: timedelta) -> bool:
     try:
         store.wait([key], timeout)
-    except RuntimeError as error:
-        raise ValueError(
-            f"{mine}, but rank 0 has not made one within {timeout.total_seconds():g} s: all ranks make the same "
-            f"contexts in the same order, also where only some of them use one"
-        ) from error
-    theirs = store.get(key).decode()
-    if theirs != axes:
-        raise ValueError(f"{mine}, but rank 0 made its with {theirs}: all ranks make the same contexts")
-    return number
+    except RuntimeError:
+        return False
+    return True
+
+
+def _compare(store: dist.Store, place: str, mine: str, timeout: timedelta) -> str:
+    """What is wrong with the contexts that the ranks make at one place, an empty string where nothing is.
+
+    Args:
+        mine: that of rank 0, in words.
+    """
+    keys = [f"{place}/axes/{rank}" for rank in range(dist.get_world_size())]
+    end = time.monotonic() + timeout.total_seconds()
+    if not all(_comes(store, key, timedelta(seconds=max(0.1, end - time.monotonic()))) for key in keys):
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return (
+            f"{mine}, but {named_ranks(missing)} made none within {timeout.total_seconds():g} s: {_SAME}, also where "
+            f"only some of them use one"
+        )
+    axes = [each.decode() for each in store.multi_get(keys)]
+    other = next((rank for rank, each in enumerate(axes) if each != axes[0]), None)
+    return "" if other is None else f"{mine}, but rank {other} makes its with {axes[other]}: {_SAME}"

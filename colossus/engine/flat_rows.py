@@ -17,6 +17,7 @@ from colossus.engine.row_layout import RowLayout
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import FreedParameter, mark_split
 from colossus.refusal import refusal
+from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class FlatRows:
             if param._backward_hooks is not None:  # one dict: hooks that are added or removed later are those of both
                 stored._backward_hooks = param._backward_hooks
             if param.requires_grad and param.dtype != dtypes.gradient:
-                param.grad_dtype = dtypes.gradient
+                set_gradient_dtype(param, dtypes.gradient)
         self._targets, self._takes = self._prepare_copies()
         self._types = [type(param) for param in self.params]
 

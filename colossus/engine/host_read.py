@@ -22,7 +22,7 @@ class HostRead:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
             self._arrived = module.Event()
-            self._arrived.record()
+            self._arrived.record(module.current_stream(values.device))  # that of the copy, whatever the current device
 
     @property
     def is_there(self) -> bool:

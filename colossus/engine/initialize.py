@@ -50,6 +50,7 @@ from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
 from colossus.schedule.runtime.observer import StepObserver
+from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
 def initialize(
@@ -173,7 +174,7 @@ def _assemble(
         require_same_values(module, existing, context)
     for param in module.parameters():
         if param.dtype in LOW:
-            param.grad_dtype = context.precision.gradients
+            set_gradient_dtype(param, context.precision.gradients)
     _require_position_wise(module, context)
     seed_outside(context)
     loss = loss_fn or getattr(module, "loss", None)

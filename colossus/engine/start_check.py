@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import colossus
+from colossus.arithmetic import named_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.config import Config, ConfigError
 from colossus.config.resolved import as_dict
@@ -71,12 +72,6 @@ def _values(key: str, by_rank: list[dict[str, Any]]) -> str:
 
 def _most_ranks(item: tuple[str, list[int]]) -> tuple[int, int]:
     return -len(item[1]), item[1][0]
-
-
-def named_ranks(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``, or ``ranks 0, 1, 2, 3 and 60 more``."""
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:4]))}{more}"
 
 
 def _flat(value: Any, key: str) -> Iterable[tuple[str, Any]]:

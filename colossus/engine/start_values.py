@@ -12,9 +12,10 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from colossus.arithmetic import named_ranks
 from colossus.comm.objects import all_gather_object
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.start_check import differs, named_ranks
+from colossus.engine.start_check import differs
 from colossus.layout.parameter import spec_of
 
 #: tensors that a message names

@@ -55,6 +55,9 @@ def embedding_bag(
         padding_idx += table.shape[0]
     wide = gradient_dtype(table)
     with_few_rows = sparse or row_source(table) is not None
+    has_end = include_last_offset and offsets is not None
+    if has_end and with_few_rows:  # what lies behind the last bag is not looked up
+        ids, weights = ids[: starts[-1]], None if weights is None else weights[: starts[-1]]
     if padding_idx is not None and with_few_rows:
         kept = ids != padding_idx
         before = F.pad(kept.cumsum(0), (1, 0))  # how many are kept in front of each
@@ -69,15 +72,16 @@ def embedding_bag(
     else:
         rows, where = table, ids
     with torch._C.DisableTorchFunctionSubclass():
-        return F.embedding_bag(
+        bags = F.embedding_bag(
             where,
             rows,
             starts.to(where.dtype),
             mode=mode,
             per_sample_weights=None if weights is None else weights.to(rows.dtype),
-            include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
+    # torch's own include_last_offset takes what lies behind the last bag for a part of it
+    return bags[:-1] if has_end else bags
 
 
 def _wide_rows(ids: Tensor, table: Tensor, padding_idx: int | None) -> tuple[Tensor, Tensor, int | None]:
@@ -103,8 +107,7 @@ def _starts(ids: Tensor, offsets: Tensor | None, include_last_offset: bool, titl
     if ids.dim() == 2:
         if offsets is not None:
             raise refusal(f"{title}: ids [bags, n] = {tuple(ids.shape)} are bags already, so leave offsets out")
-        count = ids.shape[0] + include_last_offset
-        return torch.arange(count, device=ids.device) * ids.shape[1]
+        return torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     if ids.dim() != 1:
         raise refusal(f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n], nor [t] with offsets")
     if offsets is None or offsets.dim() != 1:

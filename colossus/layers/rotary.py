@@ -35,6 +35,8 @@ class Rotary(nn.Module):
     def _cos_sin_of(
         self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():  # it would take a cache by the length apart, and compile anew for each
+            return self._compute(torch.arange(tokens, device=device) if positions is None else positions, dtype)
         key = tokens, dtype, device
         if key not in self._cos_sin or self._cos_sin[key][2] is not positions:
             self._cos_sin.clear()  # only the last positions are kept

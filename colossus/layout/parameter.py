@@ -59,6 +59,7 @@ class ParameterSpec:
         is_decided: whether ``gradient_axes`` is known before the first use.
         computed_dtype: as what rows of it become activations, where it is itself stored as wide as the optimizer's
             state and other parameters are not; else None.
+        gradient_dtype: of its gradients, where it is not the parameter's own; else None.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
             it, in the user layout wherever it is used.
         intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
@@ -75,6 +76,7 @@ class ParameterSpec:
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
         self.computed_dtype: torch.dtype | None = None
+        self.gradient_dtype: torch.dtype | None = None
 
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:

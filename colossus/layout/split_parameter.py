@@ -32,9 +32,11 @@ class SplitParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ABOUT or (func not in _SPECIAL and not torch.is_grad_enabled()):
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         kwargs = kwargs or {}
+        # products with an output are those of compiled graphs, whose layers were checked when they were traced
+        is_of_graph = "out" in kwargs and not torch.is_grad_enabled()
+        if func in _ABOUT or is_of_graph or (func not in _SPECIAL and not torch.is_grad_enabled()):
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _BACKWARD:  # outside of the block below: under checkpointing this runs a user's forward
             args, kwargs = tree_map_only(SplitParameter, get_gradient_edge, (args, kwargs))
             return func(*args, **kwargs)

@@ -45,6 +45,12 @@ def to_wide_dtype(x: Tensor) -> Tensor:
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
     """Of ``weight.grad``: that of the weight, unless it says otherwise."""
-    if torch.compiler.is_compiling():  # which cannot trace that
-        return weight.dtype
+    if torch.compiler.is_compiling():  # which cannot trace ``grad_dtype``
+        return spec_of(weight).gradient_dtype or weight.dtype
     return weight.grad_dtype or weight.dtype
+
+
+def set_gradient_dtype(weight: Tensor, dtype: torch.dtype) -> None:
+    """Let ``weight.grad`` have a dtype of its own."""
+    weight.grad_dtype = dtype
+    spec_of(weight).gradient_dtype = dtype

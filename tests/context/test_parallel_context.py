@@ -102,21 +102,23 @@ def test_ranks_may_have_made_other_contexts_before() -> None:
 
 
 def _other_grid(rank: int) -> str:
-    sizes = dict(data=2, tensor=1) if rank == 1 else dict(data=1, tensor=2)
-    with pytest.raises((ValueError, RuntimeError)) as refused:
+    sizes = dict(data=4, tensor=1) if rank == 1 else dict(data=2, tensor=2)
+    with pytest.raises(ValueError, match="makes its context 1") as refused:
         ParallelContext(grid(**sizes), rank, timeout_seconds=10.0)
     return str(refused.value)
 
 
-def test_ranks_that_make_different_contexts_are_told() -> None:
-    _, second = run_ranks(2, _other_grid, with_context=False)
-    assert "rank 1 makes its context 1 with axes pipeline 1, data 2, sequence 1, tensor 1" in second
-    assert "rank 0 made its with pipeline 1, data 1, sequence 1, tensor 2" in second
+def test_all_ranks_are_told_when_one_makes_another_context() -> None:
+    told = run_ranks(4, _other_grid, with_context=False)
+    assert told == [
+        "rank 0 makes its context 1 with axes pipeline 1, data 2, sequence 1, tensor 2, but rank 1 makes its with "
+        "pipeline 1, data 4, sequence 1, tensor 1: all ranks make the same contexts in the same order"
+    ] * len(told)
 
 
-def _other_number(rank: int) -> str | None:
+def _other_number(rank: int, alone: int) -> str | None:
     ParallelContext(grid(tensor=2), rank).close()
-    if rank == 0:
+    if rank != alone:
         return None
     with pytest.raises(ValueError, match="makes its context 2") as refused:
         ParallelContext(grid(tensor=2), rank, timeout_seconds=0.5)
@@ -124,9 +126,12 @@ def _other_number(rank: int) -> str | None:
 
 
 def test_a_rank_that_makes_a_context_alone_is_told() -> None:
-    _, told = run_ranks(2, _other_number, with_context=False)
+    _, told = run_ranks(2, _other_number, 1, with_context=False)
     assert told is not None
     assert "rank 0 has not made one within 0.5 s" in told
+    told, _ = run_ranks(2, _other_number, 0, with_context=False)
+    assert told is not None
+    assert "rank 1 made none within 0.5 s" in told
 
 
 def test_groups_are_made_once() -> None:

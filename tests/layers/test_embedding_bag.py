@@ -35,12 +35,13 @@ def twins(**options: Any) -> tuple[Any, nn.EmbeddingBag]:
     last=st.booleans(),
     padding=st.sampled_from([None, 2, -1]),
     weighted=st.booleans(),
+    behind=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
 def test_bags_of_any_length(
-    lengths: list[int], mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool, seed: int
+    lengths: list[int], mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool, behind: int, seed: int
 ) -> None:
-    """Offsets, empty bags, padding; outputs, gradients, and which rows have one."""
+    """Offsets, empty bags, padding, ids behind the last bag; outputs, gradients, and which rows have one."""
     ours, plain = twins(mode=mode, sparse=sparse, include_last_offset=last, padding_idx=padding)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, ROWS, (sum(lengths),), generator=generator)
@@ -50,7 +51,10 @@ def test_bags_of_any_length(
     if weighted and mode == "sum":
         drawn = torch.randn(len(ids), generator=generator, dtype=torch.float64)
         weights = [drawn.clone().requires_grad_() for _ in range(2)]
-    found, want = (bag(ids, offsets, own) for bag, own in zip((ours, plain), weights, strict=True))
+    more = torch.randint(0, ROWS, (behind * last,), generator=generator)
+    given = None if weights[0] is None else torch.cat((weights[0], torch.ones(len(more))))
+    found = ours(torch.cat((ids, more)), offsets, given)
+    want = plain(ids, offsets, weights[1])
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
     slope = torch.randn(want.shape, generator=generator, dtype=torch.float64)
     for out in (found, want):
