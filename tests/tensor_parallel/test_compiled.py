@@ -1,15 +1,20 @@
-"""`torch.compile` of layers that nothing has run before: what a layer works out at its first call is traced."""
+"""`torch.compile` of layers: one graph, of layers that nothing has run before, too, and for all blocks of a model."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
 from helpers.every_layer import HEADS, HIDDEN, WIDE, hidden
 from helpers.modes import MODES, own
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+import colossus
 from colossus import layers
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
@@ -20,35 +25,125 @@ def block() -> nn.Module:
     return layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, mlp="swiglu", rotary=True)
 
 
+def blocks() -> nn.Module:
+    return nn.Sequential(block(), block(), block())
+
+
 def pair() -> nn.Module:
     return layers.MLP(HIDDEN, WIDE)
 
 
-def first_compiled(context: ParallelContext, make: Callable[[], nn.Module]) -> tuple[list[str], list[float]]:
+def results_of(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Its output, the gradient of x, and all others."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = layers.to_user(call(leaf))
+    y.sin().sum().backward()
+    assert leaf.grad is not None
+    results = [y.detach(), leaf.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+    assert len(results) == 2 + len([*model.parameters()])
+    assert all(one.abs().sum() > 0 for one in results)
+    return results
+
+
+def largest_gap(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+def first_compiled(context: ParallelContext, make: Callable[[], nn.Module]) -> tuple[list[str], float]:
     """Groups that a compilation has made, and how far its results are from those of the same module uncompiled."""
     model = build(make, context, dtype=torch.float64)
     torch.manual_seed(0)
     x = own(context, hidden("cpu").double())
     known = set(map(str, context._groups.values()))
-    results: list[list[Tensor]] = []
-    for run in (torch.compile(model, backend="aot_eager", fullgraph=True), model):
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        y = run(leaf)
-        y.sin().sum().backward()
-        assert leaf.grad is not None
-        grads = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-        results.append([y.detach(), leaf.grad, *grads])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = results_of(model, x, compiled)
     made = set(map(str, context._groups.values())) - known
-    assert len(results[0]) == len(results[1]) == 2 + len([*model.parameters()])
-    assert all(one.abs().sum() > 0 for one in results[1])
-    return sorted(made), [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+    return sorted(made), largest_gap(found, results_of(model, x, model))
 
 
 @pytest.mark.parametrize(
     ("mode", "make"), [("2d", pair), *(pytest.param(name, block, marks=pytest.mark.long) for name in MODES)]
 )
 def test_the_first_call_of_a_layer_compiles_into_one_graph(mode: str, make: Callable[[], nn.Module]) -> None:
-    for made, gaps in MODES[mode].run(first_compiled, make, timeout=180):
+    for made, gap in MODES[mode].run(first_compiled, make, timeout=180):
         assert made == []
-        assert max(gaps) < 1e-12
+        assert gap < 1e-12
+
+
+def block_by_block(context: ParallelContext, backend: str) -> tuple[int, float]:
+    """Graphs of three blocks that are compiled each by itself, and how far their results are from those before."""
+    model: Any = build(blocks, context, dtype=torch.float64)
+    torch.manual_seed(0)
+    x = own(context, hidden("cpu").double())
+
+    def between_blocks(x: Tensor) -> Tensor:
+        out: Tensor = model(layers.to_outer(x))
+        return out
+
+    wanted = results_of(model, x, between_blocks)
+    torch._dynamo.reset()
+    counters.clear()
+    for each in model:
+        each.compile(backend=backend)
+    gap = max(largest_gap(results_of(model, x, between_blocks), wanted) for _ in range(2))
+    return counters["stats"]["unique_graphs"], gap
+
+
+@pytest.mark.parametrize("mode", ["2d", *(pytest.param(name, marks=pytest.mark.long) for name in MODES)])
+def test_blocks_share_one_graph(mode: str) -> None:
+    """Also where what they take and return is split: a type of ours, which a compiler asks what it is."""
+    for graphs, gap in MODES[mode].run(block_by_block, "aot_eager", timeout=180):
+        assert graphs == 1
+        assert gap < 1e-12
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+def test_blocks_compiled_by_inductor(mode: str) -> None:
+    """It multiplies by parameters themselves."""
+    for graphs, gap in MODES[mode].run(block_by_block, "inductor", timeout=400):
+        assert graphs == 1
+        assert gap < 1e-12
+
+
+def test_no_graph_for_each_length() -> None:
+    torch._dynamo.reset()
+    model = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, rotary=True)
+    model(torch.randn(2, 3, HIDDEN))
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager")
+    for tokens in (5, 9, 7, 12, 4):
+        x = torch.randn(2, tokens, HIDDEN)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 2  # of one length, and of all others
+
+
+def gradient_of_a_frequent_word(*, compiled: bool) -> Tensor:
+    model = dict(type="GPT", num_layers=1, hidden_size=32, num_heads=4, vocab_size=53, seq_len=32, tie_embeddings=False)
+    config = dict(
+        model=model,
+        optimizer=dict(type="SGD", lr=1e-6),
+        train=dict(global_batch_size=32, steps=1, precision=dict(params="bf16", compute="bf16")),
+        device="cpu",
+    )
+    torch._dynamo.reset()
+    with closing(colossus.initialize(config)) as engine:
+        if compiled:
+            engine.model.compile(backend="aot_eager")
+        found: list[Tensor] = []
+        for name, each in engine.model.named_parameters():
+            if "embed" in name and each.dim() == 2 and each.shape[0] == 53:
+                each.register_post_accumulate_grad_hook(lambda param: found.append(param.grad.clone()))
+        ids = torch.zeros(32, 32, dtype=torch.long)
+        engine.train_step(dict(inputs=ids, labels=torch.full_like(ids, 3)))
+    return found[0][0]
+
+
+def test_gradients_of_a_frequent_word_are_summed_in_float32_when_compiled() -> None:
+    """In bfloat16 a sum of 1,024 of about one size ends at 256 of them."""
+    wanted = gradient_of_a_frequent_word(compiled=False)
+    found = gradient_of_a_frequent_word(compiled=True)
+    assert wanted.norm() > 0.1
+    assert (found - wanted).norm() < 0.02 * wanted.norm()
