@@ -11,6 +11,7 @@ from torch import Tensor
 
 from colossus.comm.first_order import first_order
 from colossus.comm.ring import rotate
+from colossus.comm.uncompiled import uncompiled
 from colossus.context.groups import AxisGroup
 from colossus.refusal import refusal
 from colossus.sequence_parallel.kernels import block_backward, block_forward
@@ -20,6 +21,7 @@ from colossus.sequence_parallel.tiles import AttentionTile, ScoreBlock
 _groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
 
 
+@uncompiled  # messages between two ranks
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from colossus.engine.sparse.uncompiled import uncompiled
+from colossus.comm.uncompiled import uncompiled
 from colossus.layers.bag_lookup import embedding_bag
 from colossus.layers.embedding_bag import require_whole_bags
 from colossus.layers.row_source import row_source

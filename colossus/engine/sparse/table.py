@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from colossus.comm.first_order import first_order
+from colossus.comm.uncompiled import uncompiled
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.sparse.bad_ids import in_words, outside
-from colossus.engine.sparse.uncompiled import uncompiled
 from colossus.engine.sparse.ways.way import Way
 from colossus.layout.parameter import spec_of
 from colossus.refusal import refusal
