@@ -59,6 +59,11 @@ def join_world(grid: RankGrid, rank: int, device: torch.device, wanted: str, tim
                 f"this plan needs {grid.world_size} processes, but this one was started alone: start it with "
                 f"`colossus launch`, torchrun or srun"
             )
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"comm.backend = {wanted!r}: 'auto', 'gloo' or 'nccl' join ranks here; for another one call "
+                f"torch.distributed.init_process_group first"
+            )
         store = fresh_store(rank, grid.world_size, timeout)
         if backend == "nccl":
             require_own_device(store, rank, device)
@@ -89,10 +94,23 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The launcher's store under a prefix that no earlier world of this process has written to.
 
     Without it a world made after another reads the addresses of the destroyed one ("Connection refused").
+
+    Raises:
+        ValueError: for a port that is none, or when the store cannot be reached, or not all ranks reach it.
     """
-    master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    address, port = master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if master not in _stores:
-        store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+        if port is None or not port.isdecimal():
+            given = "not set" if port is None else repr(port)
+            raise ValueError(f"MASTER_PORT is {given}: it is the number of a port at MASTER_ADDR = {address}")
+        try:
+            store, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+        except RuntimeError as error:
+            raise ValueError(
+                f"rank {rank} of {world_size} has not met the others at {address}:{port} (MASTER_ADDR, MASTER_PORT) "
+                f"within {timeout.total_seconds():g} s: all {world_size} must be started, with this address, and reach "
+                f"it; rank 0 listens there. {error}"
+            ) from error
         _stores[master] = store, itertools.count()
     store, worlds = _stores[master]
     return dist.PrefixStore(f"colossus/world{next(worlds)}", store)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from typing import Any
 
@@ -336,3 +337,24 @@ def test_repr() -> None:
     assert repr(context) == "ParallelContext(rank 0/1: pipeline 0/1, data 0/1, sequence 0/1, tensor 0/1)"
     assert context.is_logging_rank
     assert str(context.group("tensor")) == "self"
+
+
+@pytest.mark.parametrize(
+    ("port", "backend", "told"),
+    [
+        (None, "auto", "MASTER_PORT is not set: it is the number of a port at MASTER_ADDR = 127.0.0.1"),
+        ("x", "auto", "MASTER_PORT is 'x'"),
+        ("1", "mpi", "comm.backend = 'mpi': 'auto', 'gloo' or 'nccl' join ranks here"),
+        ("0", "auto", "rank 0 of 2 has not met the others"),  # any port that is free
+    ],
+    ids=["no port", "no number", "backend", "nobody comes"],
+)
+def test_ranks_that_cannot_meet_are_told(
+    monkeypatch: pytest.MonkeyPatch, port: str | None, backend: str, told: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    if port is not None:
+        monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ParallelContext(grid(data=2), 0, backend=backend, timeout_seconds=1.0)
