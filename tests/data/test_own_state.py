@@ -53,6 +53,13 @@ class Place(IterableDataset[Tensor]):
         self.state = state
 
 
+class Kept(Place):
+    """Not lost by set_epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
 class Own(IterableDataset[Tensor]):
     """Shuffles by a generator of its own, and counts its passes."""
 
@@ -114,10 +121,11 @@ def through_errors(train: Any, count: int) -> list[Any]:
 
 
 @workers
-@pytest.mark.parametrize("kind", [Place, Own])
+@pytest.mark.parametrize("kind", [Place, Kept, Own])
 def test_every_evaluation_begins_at_the_start(kind: Callable[[], Any], num_workers: int) -> None:
     validation = loaders({"type": Numbers, "validation": {"type": kind, "num_workers": num_workers}}).validation
     assert validation is not None
+    next(iter(validation))  # one that stops early
     first = [batch[:, 0].tolist() for batch in validation]
     assert sorted(number for batch in first for number in batch) == list(range(SAMPLES))
     for taken in (1, 2, 3):
@@ -146,17 +154,23 @@ def shared_stream() -> dict[str, Any]:
     return {"type": data, "validation": data}
 
 
+def shared_with_a_worker() -> dict[str, Any]:
+    data = Own()
+    return {"type": data, "validation": {"type": lambda: data, "num_workers": 1}}
+
+
 @pytest.mark.parametrize("every", [3, 4])
-@pytest.mark.parametrize("make", [shared_generator, shared_stream])
+@pytest.mark.parametrize("make", [shared_generator, shared_stream, shared_with_a_worker])
 def test_evaluations_leave_the_generators_of_training_alone(make: Callable[[], Any], every: int) -> None:
-    plain, evaluated = loaders(make()), loaders(make())
-    evaluations = []
+    plain, evaluated, untrained = loaders(make()), loaders(make()), loaders(make()).validation
+    assert evaluated.validation is not None
+    assert untrained is not None
+    evaluations = [[batch[:, 0].tolist() for batch in untrained]]
     for step in range(4 * every):
         assert next(plain.train)[:, 0].equal(next(evaluated.train)[:, 0])
         if step % every == every - 1:
-            assert evaluated.validation is not None
             evaluations.append([batch[:, 0].tolist() for batch in evaluated.validation])
-    assert evaluations == evaluations[:1] * 4
+    assert evaluations == evaluations[:1] * 5
     resumed = loaders(make()).train
     resumed.load_state_dict(evaluated.train.state_dict())
     assert next(resumed)[:, 0].equal(next(plain.train)[:, 0])
@@ -195,6 +209,15 @@ def test_a_place_is_found_by_either(kind: Callable[[], Any], step: int) -> None:
             assert found == whole[step:]
         second.set_step(0)
         assert [row[0] for row in rows([next(second)])[0]] == [row[0] for row in rows([next(loaders(kind()).train)])[0]]
+
+
+@workers
+@pytest.mark.parametrize("kind", [Place, Kept])
+def test_training_goes_back_to_the_first_state(kind: Callable[[], Any], num_workers: int) -> None:
+    train = loaders({"type": kind, "num_workers": num_workers}).train
+    first = next(train)
+    train.set_step(0)
+    assert next(train).equal(first)
 
 
 def test_what_iter_draws_it_draws_again_in_the_middle_of_a_pass() -> None:
@@ -286,14 +309,15 @@ def test_data_that_is_not_the_same_any_more(num_workers: int, monkeypatch: pytes
     state = train.state_dict()
     monkeypatch.setitem(globals(), "SAMPLES", 10)
     other = loaders(data).train
-    for _ in range(2):
-        with pytest.raises(ValueError, match="Own has less than 16 items in pass 0, but the run that goes on had read"):
-            going_on(other, state)
-
-
-def going_on(train: Any, state: dict[str, Any]) -> Any:
-    train.load_state_dict(state)
-    return next(train)
+    words = "Own has less than 16 items in pass 0, but the run that goes on had read so many"
+    if num_workers:
+        other.load_state_dict(state)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                next(other)
+    else:
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict(state)
 
 
 def test_a_pass_without_items_is_told(caplog: pytest.LogCaptureFixture) -> None:
