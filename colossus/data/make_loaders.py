@@ -88,6 +88,7 @@ def build_loaders(
     eval_shard = BatchShard(seed, eval_size, data_rank, data_size, endless=False)
     source, eval_data, missing = _validation(spec, {**defaults, "split": "validation"}, eval_shard)
     _check_vocabulary(eval_data, vocab_size)
+    _check_own_place(train.source, source)
     tokenizer, not_recorded = _told_tokenizer(train_data)
     _check_same_tokens(tokenizer, getattr(eval_data, "tokenizer", None))
     description = f"train: {_describe(train_data)}; validation: {missing or _describe(eval_data)}"
@@ -155,6 +156,17 @@ def _eval_source(data: Any, shard: BatchShard, reading_options: dict[str, Any]) 
     if isinstance(source, StreamSource) and source.passes.is_one_pass:
         raise ValueError(f"data.validation: {source.passes.name} {ONE_PASS}, because every evaluation reads it anew")
     return source
+
+
+def _check_own_place(train: Source, validation: Source | None) -> None:
+    if not isinstance(train, StreamSource) or not isinstance(validation, StreamSource):
+        return
+    stateful = train.passes.stateful
+    if stateful is not None and stateful is validation.passes.stateful:
+        raise ValueError(
+            f"data.validation and the training data are one {train.passes.name}, which keeps one place by its "
+            f"state_dict: each evaluation would move training elsewhere; give data.validation an object of its own"
+        )
 
 
 def _check_vocabulary(data: Any, vocab_size: int | None) -> None:

@@ -6,6 +6,7 @@ Every rank reads the same stream and keeps its shard of each batch, except where
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,15 +33,29 @@ class StreamSource(Source):
         # a state of the user's own would have to be taken before each batch, and may be costly
         return not self.passes.keeps_own_state
 
+    def read(self) -> Batch:
+        if self._is_over:
+            raise EndOfPass
+        if self.shard.endless:
+            return self._read()
+        with self.passes.generators_apart():  # training may shuffle by the very same
+            return self._read()
+
+    @abstractmethod
+    def _read(self) -> Batch:
+        """The next batch, or `EndOfPass`."""
+
     def seek(self, step: int) -> None:
-        self._is_over = False
-        if step < self.step:
-            self.passes.rewind()
-            self.step = 0
+        if step < self.step or not step:  # a first step may have failed, and taken items
+            self._rewind()
         if step > self.step:
             log.warning("%s cannot seek: reading %d batches to reach step %d", self.passes.name, step - self.step, step)
         while self.step < step:
             self.read()
+
+    def _rewind(self) -> None:
+        self.passes.rewind()
+        self.step, self._is_over = 0, False
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "passes": self.passes.state_dict()}
@@ -53,51 +68,35 @@ class StreamSource(Source):
         self.step = state["step"]
 
 
-class CollatedStream(StreamSource):
-    """What streams of single samples share: they take ``global_batch_size`` for each step, and collate those of this
-    data rank.
+class SampleStream(StreamSource):
+    """An IterableDataset: each step takes ``global_batch_size`` samples, and collates those of this data rank.
 
-    A batch that the end of a pass leaves incomplete is filled from the next pass; in validation it is the last one.
+    A batch that the end of a pass leaves incomplete is filled from the next pass. Where there is no next one it is
+    dropped in training, and the last one in validation.
     """
-
-    def __init__(self, passes: Passes, shard: BatchShard, collate_fn: CollateFn | None) -> None:
-        super().__init__(passes, shard)
-        self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
-
-    def collated(self, samples: list[Any]) -> Batch:
-        """The batch of this data rank from those of the global batch. Leaves the global generators anywhere."""
-        seed, size = derive_seeds(self.shard.seed, (self.step,))[0], len(samples)
-        return self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
-
-
-class SampleStream(CollatedStream):
-    """An IterableDataset that this process reads."""
 
     def __init__(
         self, dataset: IterableDataset[Any], shard: BatchShard, *, collate_fn: CollateFn | None = None
     ) -> None:
         self._samples = SamplePasses(dataset, shard.seed, name=type(dataset).__name__, stateful=dataset)
-        super().__init__(self._samples, shard, collate_fn)
+        super().__init__(self._samples, shard)
+        self._collate = ShardCollate(collate_fn, is_shard=shard.data_size > 1)
 
-    def read(self) -> Batch:
-        if self._is_over:
-            raise EndOfPass
-        whole = self.shard.global_batch_size
+    def _read(self) -> Batch:
+        whole, endless = self.shard.global_batch_size, self.shard.endless
+        keep = range(whole)
+        if endless and not self._collate.may_draw:
+            keep = range(self.shard.start, self.shard.start + self.shard.size)
         with GLOBAL_RNG.preserved():
-            samples = self.samples(0, whole, wrap=self.shard.endless)
-            self._is_over = len(samples) < whole
-            if not samples:
+            samples = self._samples.take(whole, wrap=endless, keep=keep)
+            size = len(samples)
+            self._is_over = size < whole
+            if not size or (endless and self._is_over):
                 raise EndOfPass
-            batch = self.collated(samples)
+            seed = derive_seeds(self.shard.seed, (self.step,))[0]
+            batch = self._collate(lambda start, stop: samples[start:stop], seed, self.shard.span(size), size)
         self.step += 1
         return batch
-
-    def samples(self, first: int, last: int, *, wrap: bool) -> list[Any]:
-        """Those from place ``first`` to ``last`` of the global batch, with None for what other data ranks collate."""
-        if self._collate.may_draw or not self.shard.endless:
-            return self._samples.take(last - first, wrap=wrap)
-        own = range(self.shard.start - first, self.shard.start + self.shard.size - first)
-        return self._samples.take(last - first, wrap=wrap, keep=own)
 
 
 class BatchStream(StreamSource):
@@ -117,14 +116,17 @@ class BatchStream(StreamSource):
         self._per_rank = False if shard.data_size == 1 else per_rank
         self._logged_short_batch = False
         self._is_loader = isinstance(batches, DataLoader)
+        if getattr(batches, "persistent_workers", False):
+            log.warning(
+                "%s has persistent_workers: they see no set_epoch of the dataset, and what they draw goes on from pass "
+                "to pass, so that a run which goes on from a checkpoint draws otherwise", self.name,
+            )  # fmt: skip
 
     def _depends_on_place_only(self) -> bool:
         # a generator of batches may make them from what the model has learnt so far
         return self._is_loader and super()._depends_on_place_only()
 
-    def read(self) -> Batch:
-        if self._is_over:
-            raise EndOfPass
+    def _read(self) -> Batch:
         while True:
             batch = self.passes.read(wrap=self.shard.endless)
             size = batch_size_of(batch)

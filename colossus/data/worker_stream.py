@@ -2,132 +2,112 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
 from colossus.data.batch import Batch
-from colossus.data.passes import EndOfPass, Passes
-from colossus.data.seeded import CollateFn, item_seed
+from colossus.data.passes import EndOfPass
+from colossus.data.seeded import CollateFn
 from colossus.data.sources import BatchShard
-from colossus.data.streams import CollatedStream, SampleStream
+from colossus.data.streams import SampleStream, StreamSource
 from colossus.data.worker_loader import WorkerLoader
 from colossus.random import GLOBAL_RNG
 
 
 class _Piece(NamedTuple):
-    """What a worker sends: the batch of this data rank, or samples of a batch that two passes share.
+    """What a worker sends.
 
     Attributes:
-        size: samples of the data that it took.
-        batch: None where these are samples.
-        samples: with None for what other data ranks collate.
+        batch: that of this data rank, or the error that is in its place.
+        step: number of the next one.
+        state: of the stream behind it, pickled before the stream goes on.
     """
 
-    size: int
-    batch: Batch | None
-    samples: list[Any]
+    batch: Batch | ExceptionWrapper
+    step: int
+    state: bytes
 
 
-class _PassInWorker(IterableDataset[_Piece]):
-    """One pass over a dataset. What it is to do is said by its attributes, before the worker is started.
+class _InWorker(IterableDataset[_Piece]):
+    """The batches of a stream from a place on; from its first one without a place."""
 
-    Attributes:
-        epoch: number of the pass.
-        skipped: its samples that were read before.
-        begun: samples of the first batch that are there already, from the pass before.
-        step: number of the first batch.
-    """
-
-    def __init__(self, dataset: IterableDataset[Any], shard: BatchShard, collate_fn: CollateFn | None) -> None:
-        self._dataset, self._shard, self._collate_fn = dataset, shard, collate_fn
-        self.epoch = self.skipped = self.begun = self.step = 0
+    def __init__(self, stream: SampleStream, place: dict[str, Any] | None) -> None:
+        self._stream, self._place = stream, place
 
     def __iter__(self) -> Iterator[_Piece]:
-        reader = SampleStream(self._dataset, self._shard, collate_fn=self._collate_fn)
-        passes, whole = reader.passes, self._shard.global_batch_size
-        passes.epoch, reader.step = self.epoch, self.step
-        try:
-            passes.skip(self.skipped)
-        except EndOfPass:
-            raise ValueError(
-                f"{passes.name} has less than {self.skipped} samples in pass {self.epoch}, but the run that goes on "
-                f"had read so many: the data is not the same any more"
-            ) from None
-        if self.begun:
-            samples = reader.samples(self.begun, whole, wrap=False)
-            yield _Piece(len(samples), None, samples)
-            if len(samples) < whole - self.begun:
-                return
-            reader.step += 1
-        while len(samples := reader.samples(0, whole, wrap=False)) == whole:
-            yield _Piece(whole, reader.collated(samples), [])
-            reader.step += 1
-        if samples:
-            yield _Piece(len(samples), None, samples)
-
-
-class _WorkerPasses(Passes):
-    """`_Piece`s of one pass after the other. ``offset`` counts samples."""
-
-    def __init__(self, data: _PassInWorker, seed: int, *, name: str) -> None:
-        super().__init__(WorkerLoader(data, 1), seed, name=name)
-        self.data = data
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (self.epoch, self.offset) != (0, 0):
-            self.rewind()
-        self.epoch, self.data.skipped = state["epoch"], state["offset"]
-        if state["offset"]:
-            self._tell_reading_again(state)
-            with GLOBAL_RNG.preserved(item_seed(self._seed, self.epoch, 0)):
-                self._begin()
-        self.offset, self.data.skipped = state["offset"], 0
-
-    def _set_epoch(self) -> None:
-        self.data.epoch = self.epoch
-
-    def _length(self, item: _Piece) -> int:
-        return item.size
-
-
-class WorkerSampleStream(CollatedStream):
-    """An IterableDataset that a worker reads and collates, ahead of the step that needs it."""
-
-    def __init__(
-        self, dataset: IterableDataset[Any], shard: BatchShard, *, collate_fn: CollateFn | None = None
-    ) -> None:
-        data = _PassInWorker(dataset, shard, collate_fn)
-        self._pieces = _WorkerPasses(data, shard.seed, name=type(dataset).__name__)
-        super().__init__(self._pieces, shard, collate_fn)
-
-    def read(self) -> Batch:
-        if self._is_over:
-            raise EndOfPass
-        samples: list[Any] = []
-        while len(samples) < self.shard.global_batch_size:
-            self._pieces.data.begun, self._pieces.data.step = len(samples), self.step
+        stream, batch = self._stream, None
+        if self._place is None:
+            stream.seek(0)
+        else:
+            stream.load_state_dict(self._place)
+        while True:
             try:
-                piece: _Piece = self._pieces.read(wrap=self.shard.endless)
+                batch = stream.read()
             except EndOfPass:
-                self._is_over = True
-                break
-            if piece.batch is not None:
-                assert not samples, "a pass begins with what the batch lacks"
-                self.step += 1
-                return piece.batch
-            samples += piece.samples
-        if not samples:
-            raise EndOfPass
-        with GLOBAL_RNG.preserved():
-            batch = self.collated(samples)
-        self.step += 1
-        return batch
+                return
+            except Exception:
+                batch = ExceptionWrapper(where="in the data loader worker")
+            yield _Piece(batch, stream.step, pickle.dumps(stream.state_dict()))
+
+
+class WorkerSampleStream(StreamSource):
+    """A stream that one worker reads and collates, ahead of the step that needs it, through all passes: what the data
+    holds goes on there as it would in this process. Going elsewhere takes another worker.
+
+    Args:
+        stream: which is not read here.
+    """
+
+    def __init__(self, stream: SampleStream) -> None:
+        super().__init__(stream.passes, stream.shard)
+        self._stream = stream
+        self._pieces: Iterator[_Piece] | None = None
+        #: behind the last batch that was taken
+        self._place: dict[str, Any] | bytes | None = None
+
+    def _depends_on_place_only(self) -> bool:
+        return True
+
+    def _read(self) -> Batch:
+        if self._pieces is None:
+            with GLOBAL_RNG.preserved():  # torch draws the worker's base seed from the global generator
+                self._pieces = iter(WorkerLoader(_InWorker(self._stream, self._loaded_place()), 1))
+        try:
+            piece: _Piece = next(self._pieces)
+        except StopIteration:
+            self._is_over = True
+            raise EndOfPass from None
+        except Exception:
+            self._pieces = None  # the worker is no more
+            raise
+        self._place, self.step = piece.state, piece.step
+        if isinstance(piece.batch, ExceptionWrapper):
+            piece.batch.reraise()
+        return piece.batch
+
+    def _rewind(self) -> None:
+        self._pieces = self._place = None
+        self.step, self._is_over = 0, False
+
+    def _loaded_place(self) -> dict[str, Any] | None:
+        if isinstance(self._place, bytes):
+            place: dict[str, Any] = pickle.loads(self._place)
+            return place
+        return self._place
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loaded_place() or self._stream.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pieces.data.begun, self._pieces.data.step = 0, state["step"]
-        super().load_state_dict(state)
+        if "passes" not in state:  # saved when the data was of another kind
+            self.seek(state["step"])
+            return
+        self._rewind()
+        self._place, self.step = {"step": state["step"], "passes": state["passes"]}, state["step"]
 
 
 def sample_stream(
@@ -136,7 +116,7 @@ def sample_stream(
     *,
     collate_fn: CollateFn | None = None,
     num_workers: int = 0,
-) -> CollatedStream:
+) -> StreamSource:
     """The source that reads an IterableDataset.
 
     Raises:
@@ -150,5 +130,5 @@ def sample_stream(
             f"for more, give a DataLoader of your own around a dataset that shares its samples out by "
             f"torch.utils.data.get_worker_info()"
         )
-    kind = WorkerSampleStream if num_workers else SampleStream
-    return kind(dataset, shard, collate_fn=collate_fn)
+    stream = SampleStream(dataset, shard, collate_fn=collate_fn)
+    return WorkerSampleStream(stream) if num_workers else stream

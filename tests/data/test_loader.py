@@ -376,7 +376,9 @@ def test_a_stateful_loader_is_asked_before_its_dataset() -> None:
     first = loaders(make()).train
     next(first)
     user = make()
-    loaders(user).train.load_state_dict(first.state_dict())
+    second = loaders(user).train
+    second.load_state_dict(first.state_dict())
+    next(second)
     assert user.loaded == {"mine": "yes"}
 
 
