@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -126,9 +128,10 @@ def _moved(before: RngState, after: RngState) -> set[str]:
 
 
 class _Asked:
-    """Notes whether the state of a global generator is asked for while this is entered.
+    """Notes whether this thread asks for the state of a global generator while this is entered.
 
-    The functions of ``torch``, ``random`` and ``numpy.random`` that tell it are replaced by others that note it, too.
+    The functions of ``torch``, ``random`` and ``numpy.random`` that tell it are replaced by others that note it, too,
+    as long as any thread has entered one of these.
 
     Args:
         closely: look at every call of this thread besides. A profiler in C (cProfile), which could not be put back,
@@ -140,11 +143,8 @@ class _Asked:
         self._closely = closely
 
     def __enter__(self) -> _Asked:
-        self._of_python, self._of_numpy = random.getstate, np.random.get_state
-        self._of_torch = torch.random.default_generator
-        random.getstate = self._noting(self._of_python)
-        np.random.get_state = self._noting(self._of_numpy)
-        torch.random.default_generator = _NotedGenerator(self)  # type: ignore[assignment]
+        self._outer, _here.asked = getattr(_here, "asked", None), self
+        _replaced.enter()
         self._profile = sys.getprofile()
         self._closely = self._closely and (self._profile is None or callable(self._profile))
         if self._closely:
@@ -156,15 +156,8 @@ class _Asked:
     ) -> None:
         if self._closely:
             sys.setprofile(self._profile)
-        random.getstate, np.random.get_state = self._of_python, self._of_numpy
-        torch.random.default_generator = self._of_torch
-
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **options: Any) -> Any:
-            self.found = True
-            return function(*args, **options)
-
-        return noting
+        _replaced.leave()
+        _here.asked = self._outer
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _ASKING:
@@ -172,16 +165,59 @@ class _Asked:
             self.found = self.found or of is torch.default_generator or of is _python_generator()
 
 
-class _NotedGenerator:
-    """torch's default generator as the functions of ``torch.random`` have it (``fork_rng`` among them)."""
+#: of each thread, the innermost `_Asked` that it has entered
+_here = threading.local()
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _ASKING:
-            self._asked.found = True
-        return getattr(torch.default_generator, name)
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """May be kept by whoever finds it: where nobody has entered an `_Asked` it is the function."""
+
+    @wraps(function)
+    def noting(*args: Any, **options: Any) -> Any:
+        asked = getattr(_here, "asked", None)
+        if asked is not None:
+            asked.found = True
+        return function(*args, **options)
+
+    return noting
+
+
+class _Replaced:
+    """The functions that tell a state, replaced while any thread looks."""
+
+    _PLACES: tuple[tuple[Any, str], ...] = (
+        (torch, "get_rng_state"),  # which `torch.random.fork_rng` calls
+        (torch.random, "get_rng_state"),
+        (torch, "initial_seed"),
+        (torch.random, "initial_seed"),
+        (random, "getstate"),
+        (np.random, "get_state"),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._usual: list[Callable[..., Any]] = []
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                self._usual = [getattr(module, name) for module, name in self._PLACES]
+                self._put([_noting(function) for function in self._usual])
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._put(self._usual)
+
+    def _put(self, functions: list[Callable[..., Any]]) -> None:
+        for (module, name), function in zip(self._PLACES, functions, strict=True):
+            setattr(module, name, function)
+
+
+_replaced = _Replaced()
 
 
 def _python_generator() -> Any:

@@ -19,8 +19,8 @@ from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
 from colossus.data.seeded import SeededBatches, ShardCollate, of_span
 from colossus.data.windows import BatchedDataset
-from colossus.data.worker_loader import WorkerLoader
-from colossus.random import GLOBAL_RNG
+from colossus.data.worker_loader import WorkerLoader, end_workers
+from colossus.random import GLOBAL_RNG, derive_seeds
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,15 @@ class MapSource(Source):
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
+            # torch draws the workers' base seed, which they tell by get_worker_info(), from the global generator
+            with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]):
                 self._batches = iter(WorkerLoader(self._by_step, self._num_workers, steps))
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except BaseException:  # workers are past this step, which is to be read again
+            workers, self._batches = self._batches, None
+            end_workers(workers)
+            raise
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import mmap
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,7 +67,7 @@ class WorkerLoader(DataLoader[Any]):
                 "%d of %d data loader workers did not start: they were forked while another thread held a lock; they "
                 "are ended and started again", len(stuck), self.num_workers,
             )  # fmt: skip
-            _end(workers, stuck)
+            end_workers(workers, stuck)
         raise RuntimeError(
             f"data.num_workers = {self.num_workers}: a data loader worker was locked as it started, {_MOST_STARTS} "
             f"times: a thread of this process holds a lock of the C library nearly all the time; take num_workers=0"
@@ -91,7 +91,8 @@ def _on_start(started: mmap.mmap, worker: int) -> None:
     outlive_stop_signals(worker)
 
 
-def _end(workers: Any, stuck: list[Any]) -> None:
+def end_workers(workers: Any, stuck: Sequence[Any] = ()) -> None:
+    """End the workers of an iterator, which may be alive for longer: in a traceback, say."""
     for each in stuck:  # of its parent torch's handler takes it as a request, and no thread needs to run
         each.terminate()
     for each in stuck:

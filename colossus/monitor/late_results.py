@@ -65,11 +65,10 @@ class LateResults(Generic[T]):
             with self._lock:
                 if self._is_writing:  # this is a signal handler, which has interrupted a write of its own thread
                     return
-                if not self._coming or self._coming[0] is not head:  # another thread has taken it
-                    continue
-                self._is_writing = True
+                self._is_writing = True  # before the look: a handler may have come in between
                 try:
-                    write(*self._coming.popleft())
+                    if self._coming and self._coming[0] is head:  # nobody else has taken it
+                        write(*self._coming.popleft())
                 finally:
                     self._is_writing = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cProfile
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from colossus.data import Loaders, build_loaders
-from colossus.data.draws import KINDS, PROBED, watched
+from colossus.data.draws import KINDS, PROBED, Draws, watched
 from colossus.data.passes import SamplePasses
 from colossus.data.sampler import sample_indices
 from colossus.data.seed_sequences import seeds_of_places
@@ -342,4 +343,50 @@ def test_a_profiler_in_c_goes_on() -> None:
     assert profiler.getstats()
     with profiler:
         assert watched(random.random, 0)[1] == {"random"}
-        assert watched(torch.initial_seed, 0)[1] == set(KINDS)
+        assert watched(lambda: torch.initial_seed(), 0)[1] == set(KINDS)
+
+
+def test_what_tells_a_state_is_itself_again_behind_two_threads() -> None:
+    usual = torch.get_rng_state, torch.random.initial_seed, random.getstate, np.random.get_state
+    first, second = Draws(), Draws()
+    inside, out = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with second.reading():
+            torch.get_rng_state()
+            inside.set()
+            out.wait(10.0)
+            kept.append(torch.get_rng_state)
+
+    kept: list[Any] = []
+    thread = threading.Thread(target=other)
+    with first.reading() as reading:
+        thread.start()
+        assert inside.wait(10.0)
+    out.set()
+    thread.join()
+    assert reading.missed == set()  # what the other thread asks for is not of this one
+    assert (torch.get_rng_state, torch.random.initial_seed, random.getstate, np.random.get_state) == usual
+    assert torch.equal(kept[0](), torch.get_rng_state())  # whoever keeps one has the function
+
+
+class GivesTheGenerator(Dataset[Any]):
+    """Draws from torch's own generator by its name, as code does that takes one as an argument."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert isinstance(torch.random.default_generator, torch.Generator)
+        return {"x": torch.rand(1, generator=torch.random.default_generator)}
+
+
+def test_the_generator_stays_a_generator_while_data_is_read() -> None:
+    first, second = (
+        build_loaders(GivesTheGenerator(), seed=3, global_batch_size=8, data_rank=0, data_size=1).train
+        for _ in range(2)
+    )
+    second.set_step(6)
+    batches = [next(first) for _ in range(8)]
+    assert torch.equal(next(second)["x"], batches[6]["x"])
+    assert len({float(value) for batch in batches for value in batch["x"]}) == 64

@@ -284,6 +284,46 @@ def test_workers_read_the_same_as_the_main_process() -> None:
     assert same(next(plain), next(workers))
 
 
+class Flaky(Numbers):
+    """Sample 13 cannot be read, once in all processes."""
+
+    def __init__(self, marker: Path) -> None:
+        super().__init__()
+        self.marker = marker
+        marker.touch()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 13 and self.marker.exists():
+            self.marker.unlink()
+            raise OSError("not now")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_batch_that_could_not_be_read_is_read_again(workers: int, tmp_path: Path) -> None:
+    sound, flaky = (
+        loaders({"type": make, "num_workers": workers, "validation": make()})
+        for make in (Numbers, lambda: Flaky(tmp_path / "marker"))
+    )
+    errors, step = 0, 0
+    while step < 6:
+        try:
+            batch = next(flaky.train)
+        except OSError:
+            errors += 1
+            continue
+        assert same(batch, next(sound.train))
+        step += 1
+        assert flaky.train.step == step
+    assert errors == 1
+    (tmp_path / "marker").touch()
+    assert flaky.validation is not None
+    assert sound.validation is not None
+    with pytest.raises(OSError, match="not now"):
+        list(flaky.validation)
+    assert list(map(ids, flaky.validation)) == list(map(ids, sound.validation))
+
+
 @pytest.mark.parametrize("make", [Numbers, Stream])
 def test_workers_go_when_the_loader_goes(make: Callable[[], Any]) -> None:
     """A reference cycle would leave them to the garbage collector, which takes 5 s over each."""
