@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
 class _InWorker(IterableDataset[_Piece]):
     """The batches of a stream from a place on; from its first one without a place."""
 
-    def __init__(self, stream: SampleStream, place: dict[str, Any] | None) -> None:
+    def __init__(self, stream: SampleStream, place: bytes | None) -> None:
         self._stream, self._place = stream, place
 
     def __iter__(self) -> Iterator[_Piece]:
@@ -43,7 +43,7 @@ class _InWorker(IterableDataset[_Piece]):
         if self._place is None:
             stream.seek(0)
         else:
-            stream.load_state_dict(self._place)
+            stream.load_state_dict(pickle.loads(self._place))
         while True:
             try:
                 batch = stream.read()
@@ -66,8 +66,8 @@ class WorkerSampleStream(StreamSource):
         super().__init__(stream.passes, stream.shard)
         self._stream = stream
         self._pieces: Iterator[_Piece] | None = None
-        #: behind the last batch that was taken
-        self._place: dict[str, Any] | bytes | None = None
+        #: the stream's state behind the last batch that was taken, pickled
+        self._place: bytes | None = None
 
     def _depends_on_place_only(self) -> bool:
         return True
@@ -75,7 +75,7 @@ class WorkerSampleStream(StreamSource):
     def _read(self) -> Batch:
         if self._pieces is None:
             with GLOBAL_RNG.preserved():  # torch draws the worker's base seed from the global generator
-                self._pieces = iter(WorkerLoader(_InWorker(self._stream, self._loaded_place()), 1))
+                self._pieces = iter(WorkerLoader(_InWorker(self._stream, self._place), 1))
         try:
             piece: _Piece = next(self._pieces)
         except StopIteration:
@@ -93,21 +93,18 @@ class WorkerSampleStream(StreamSource):
         self._pieces = self._place = None
         self.step, self._is_over = 0, False
 
-    def _loaded_place(self) -> dict[str, Any] | None:
-        if isinstance(self._place, bytes):
-            place: dict[str, Any] = pickle.loads(self._place)
-            return place
-        return self._place
-
     def state_dict(self) -> dict[str, Any]:
-        return self._loaded_place() or self._stream.state_dict()
+        if self._place is None:
+            return self._stream.state_dict()
+        state: dict[str, Any] = pickle.loads(self._place)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "passes" not in state:  # saved when the data was of another kind
             self.seek(state["step"])
             return
         self._rewind()
-        self._place, self.step = {"step": state["step"], "passes": state["passes"]}, state["step"]
+        self._place, self.step = pickle.dumps({key: state[key] for key in ("step", "passes")}), state["step"]
 
 
 def sample_stream(
