@@ -57,6 +57,10 @@ class OwnState:
             return True
         return any(held[key] is not self._held[key] for key in held)
 
+    def has_drawn(self) -> bool:
+        """Whether a generator among its attributes has another state now."""
+        return self._now()[1] != self._states
+
     def _now(self) -> tuple[dict[tuple[str, str], Any], bytes]:
         parts = parts_of_loader(self._dataset)
         held = {(part, name): value for part in parts for name, value in getattr(parts[part], "__dict__", {}).items()}

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, slice_batch
 from colossus.data.draws import PROBED, Draws, Seeder, watched
-from colossus.data.own_generators import OwnState
+from colossus.data.own_generators import OwnState, generator_states
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -35,6 +35,8 @@ class SeededSamples:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._draws = Draws()
+        #: before the first samples, of a dataset that has generators of its own
+        self._own_state = OwnState(dataset) if generator_states(dataset) else None
 
     def read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
         """These samples; leaves the global generators anywhere.
@@ -42,6 +44,19 @@ class SeededSamples:
         Args:
             seeds: gives that of each sample.
         """
+        samples = self._read(indices, seeds)
+        if self._own_state is not None:
+            if self._own_state.has_drawn():
+                log.warning(
+                    "%s draws from a random generator of its own: what a sample gets depends on the plan, on the "
+                    "number of workers and on where a run was resumed; draw from the global generators of torch, "
+                    "random or numpy.random, which are seeded for each sample by its place",
+                    type(self._dataset).__name__,
+                )  # fmt: skip
+            self._own_state = None
+        return samples
+
+    def _read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
         fetch_all = getattr(self._dataset, "__getitems__", None)
         if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
             return self._read_many(fetch_all, indices, seeds)

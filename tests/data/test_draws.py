@@ -390,3 +390,23 @@ def test_the_generator_stays_a_generator_while_data_is_read() -> None:
     batches = [next(first) for _ in range(8)]
     assert torch.equal(next(second)["x"], batches[6]["x"])
     assert len({float(value) for batch in batches for value in batch["x"]}) == 64
+
+
+class OwnGenerator(Dataset[Any]):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> float:
+        return self.generator.random() if index else 0.0
+
+
+def test_a_map_dataset_that_draws_from_a_generator_of_its_own_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    train = build_loaders(OwnGenerator(), seed=3, global_batch_size=8, data_rank=0, data_size=1).train
+    for _ in range(3):
+        next(train)
+    told = [each.getMessage() for each in caplog.records if "a random generator of its own" in each.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("OwnGenerator draws from")
