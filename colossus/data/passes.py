@@ -107,8 +107,10 @@ class Passes:
             GLOBAL_RNG.seed(item_seed(self._seed, self.epoch, self.offset))
         try:
             return next(iterator, _END)
-        except Exception:
+        except Exception as error:
             self._note_failure(self.offset)
+            if getattr(self._iterable, "num_workers", 0):  # of a DataLoader's workers, as `worker_loader.read_next`
+                raise error.with_traceback(None) from None
             raise
 
     def _begun(self) -> Iterator[Any]:

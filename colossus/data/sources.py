@@ -19,7 +19,7 @@ from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
 from colossus.data.seeded import SeededBatches, ShardCollate, of_span
 from colossus.data.windows import BatchedDataset
-from colossus.data.worker_loader import WorkerLoader, end_workers
+from colossus.data.worker_loader import WorkerLoader, read_next
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 
@@ -147,10 +147,9 @@ class MapSource(Source):
             with GLOBAL_RNG.preserved(derive_seeds(self.shard.seed, (self.shard.data_rank, self.step))[0]):
                 self._batches = iter(WorkerLoader(self._by_step, self._num_workers, steps))
         try:
-            return next(self._batches)
-        except BaseException:  # workers are past this step, which is to be read again
-            workers, self._batches = self._batches, None
-            end_workers(workers)
+            return read_next(self._batches)
+        except BaseException:  # workers were past this step, which is to be read again
+            self._batches = None
             raise
 
 

@@ -67,11 +67,26 @@ class WorkerLoader(DataLoader[Any]):
                 "%d of %d data loader workers did not start: they were forked while another thread held a lock; they "
                 "are ended and started again", len(stuck), self.num_workers,
             )  # fmt: skip
-            end_workers(workers, stuck)
+            _end(workers, stuck)
         raise RuntimeError(
             f"data.num_workers = {self.num_workers}: a data loader worker was locked as it started, {_MOST_STARTS} "
             f"times: a thread of this process holds a lock of the C library nearly all the time; take num_workers=0"
         )
+
+
+def read_next(workers: Iterator[Any]) -> Any:
+    """The next item. An error ends the workers.
+
+    It is raised without torch's frames. One of them has it as a local, so that it would be in a reference cycle, and
+    with it the caller and all workers that it starts later, which the garbage collector takes 5 s each to end.
+    """
+    try:
+        return next(workers)
+    except StopIteration:
+        raise
+    except BaseException as error:
+        _end(workers)
+        raise error.with_traceback(None) from None
 
 
 def _stuck_workers(workers: Any, started: mmap.mmap) -> list[Any]:
@@ -91,8 +106,7 @@ def _on_start(started: mmap.mmap, worker: int) -> None:
     outlive_stop_signals(worker)
 
 
-def end_workers(workers: Any, stuck: Sequence[Any] = ()) -> None:
-    """End the workers of an iterator, which may be alive for longer: in a traceback, say."""
+def _end(workers: Any, stuck: Sequence[Any] = ()) -> None:
     for each in stuck:  # of its parent torch's handler takes it as a request, and no thread needs to run
         each.terminate()
     for each in stuck:

@@ -14,7 +14,7 @@ from colossus.data.passes import EndOfPass
 from colossus.data.seeded import CollateFn
 from colossus.data.sources import BatchShard
 from colossus.data.streams import SampleStream, StreamSource
-from colossus.data.worker_loader import WorkerLoader
+from colossus.data.worker_loader import WorkerLoader, read_next
 from colossus.random import GLOBAL_RNG
 
 
@@ -77,16 +77,19 @@ class WorkerSampleStream(StreamSource):
             with GLOBAL_RNG.preserved():  # torch draws the worker's base seed from the global generator
                 self._pieces = iter(WorkerLoader(_InWorker(self._stream, self._place), 1))
         try:
-            piece: _Piece = next(self._pieces)
+            piece: _Piece = read_next(self._pieces)
         except StopIteration:
             self._is_over = True
             raise EndOfPass from None
         except Exception:
-            self._pieces = None  # the worker is no more
+            self._pieces = None
             raise
         self._place, self.step = piece.state, piece.step
         if isinstance(piece.batch, ExceptionWrapper):
-            piece.batch.reraise()
+            try:
+                piece.batch.reraise()
+            except Exception as error:
+                raise error.with_traceback(None) from None  # see `read_next`
         return piece.batch
 
     def _rewind(self) -> None:

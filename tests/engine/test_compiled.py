@@ -13,7 +13,6 @@ from colossus.models.gpt import GPT
 from colossus.registry import MODELS
 
 
-@MODELS.register("CompiledGPT")
 def compiled_gpt(**options: Any) -> GPT:
     torch._dynamo.reset()
     model = GPT(**options)
@@ -37,7 +36,8 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("plan", but(PLANS.keys() - {"ring"}, PLANS))
-def test_a_compiled_run_is_the_one_process_run(plan: str) -> None:
+def test_a_compiled_run_is_the_one_process_run(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS._entries, "CompiledGPT", compiled_gpt)
     world, parallel, more = PLANS[plan]
     (reference,) = shared_run(1, config_of({}, 2, "fp64"), 2)
     config = config_of(parallel, 2, "fp64", **more, model=dict(type="CompiledGPT", **SIZES))
