@@ -539,6 +539,7 @@ def _compiled_layers(context: ParallelContext) -> list[float]:
     return [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
 
 
+@pytest.mark.long
 def test_conjugates_and_a_column_row_pair_compile_into_one_graph() -> None:
     """In one group of ranks: a compiler takes longer to start than to compile these."""
     for conjugates, pair in run_ranks(2, lambda context: (_compiled(context), _compiled_layers(context)), timeout=120):

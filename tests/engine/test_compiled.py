@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.long import but
+from helpers.long import long
 from helpers.training import SIZES, assert_same_numbers, assert_same_run, config_of, run_plan, shared_run
 
 from colossus.models.gpt import GPT
@@ -35,7 +35,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("plan", but(PLANS.keys() - {"ring"}, PLANS))
+@pytest.mark.parametrize("plan", long(*PLANS))
 def test_a_compiled_run_is_the_one_process_run(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS._entries, "CompiledGPT", compiled_gpt)
     world, parallel, more = PLANS[plan]

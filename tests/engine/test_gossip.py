@@ -153,6 +153,7 @@ def test_the_mean_follows_all_reduce_where_curvature_is_the_same(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["exponential", "irregular", "in flight", "schedule"])
+@pytest.mark.rest("exponential")
 def test_mixing_alone_finds_the_mean(name: str) -> None:
     """By z = x / w; where w is not 1 x itself is elsewhere. The exponential graph is through in log2(4) steps."""
     of_all = facts()[name]

@@ -107,6 +107,7 @@ def test_blocks_compiled_by_inductor(mode: str) -> None:
         assert gap < 1e-12
 
 
+@pytest.mark.long
 def test_no_graph_for_each_length() -> None:
     torch._dynamo.reset()
     model = layers.TransformerBlock(HIDDEN, HEADS, None, WIDE, rotary=True)
