@@ -227,7 +227,10 @@ def test_a_blocked_rank_does_not_delay_the_stop(tmp_path: Path) -> None:
     code, out, err = finish(process)
     assert (code, err) == (143, "")
     assert "stopped by SIGTERM after step 2" in out
-    assert {record.kind for record in failure.read_all(tmp_path / "run")} == {"stuck"}
+    kinds = {record.kind for record in failure.read_all(tmp_path / "run")}
+    # a rank that is ended a little later may have seen its peer go
+    assert "stuck" in kinds
+    assert kinds <= {"stuck", "communication"}
 
 
 @pytest.mark.rest("leave-ended with exit code 0 before its training was through-2", "exit-raised SystemExit-1")
