@@ -65,11 +65,10 @@ class LateResults(Generic[T]):
             with self._lock:
                 if self._is_writing:  # this is a signal handler, which has interrupted a write of its own thread
                     return
-                if not self._coming or self._coming[0] is not head:  # another thread has taken it
-                    continue
                 self._is_writing = True
-                try:
-                    write(*self._coming.popleft())
+                try:  # the head is looked at when no handler can take it any more
+                    if self._coming and self._coming[0] is head:  # else another thread has taken it
+                        write(*self._coming.popleft())
                 finally:
                     self._is_writing = False
 

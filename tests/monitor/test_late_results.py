@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +122,38 @@ def test_a_signal_handler_that_writes_within_a_write_does_not_wait_for_itself() 
     thread.join(10)
     assert not thread.is_alive()
     assert seen == [1, 2]
+
+
+@pytest.mark.parametrize("but", [0, 1])
+def test_a_signal_handler_may_take_between_any_two_opcodes(but: int) -> None:
+    code = LateResults.take.__code__
+    for place in itertools.count(1):
+        late, seen, opcodes = queue(*(dict(step=n, is_there=n < 3, wait=lambda: None) for n in range(4))), [], 0
+
+        def take(_late: LateResults[str] = late, _seen: list[int] = seen, **options: Any) -> None:
+            _late.take(lambda result, _: _seen.append(result.step), **options)
+
+        def trace(frame: FrameType, event: str, _: object, place: int = place, take: Callable[..., None] = take) -> Any:
+            nonlocal opcodes
+            if frame.f_code is not code:
+                return None
+            frame.f_trace_opcodes = True
+            opcodes += event == "opcode"
+            if opcodes == place:
+                sys.settrace(None)
+                take(patience=0.0)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            take(but=but)
+        finally:
+            sys.settrace(before)
+        assert seen == list(range(4 - but)), place
+        if opcodes < place:
+            break
+    assert place > 50
 
 
 def test_after_a_write_that_raises_the_next_goes_on_behind_it() -> None:
