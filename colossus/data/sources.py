@@ -17,9 +17,9 @@ import numpy as np
 from colossus.data.batch import Batch
 from colossus.data.passes import EndOfPass
 from colossus.data.sampler import sample_indices
-from colossus.data.seeded import SeededBatches, ShardCollate, of_span
+from colossus.data.seeded import SeededBatches, ShardCollate, item_seed, of_span
 from colossus.data.windows import BatchedDataset
-from colossus.data.worker_loader import WorkerLoader
+from colossus.data.worker_loader import WorkerLoader, end_workers
 from colossus.random import GLOBAL_RNG
 
 
@@ -143,9 +143,15 @@ class MapSource(Source):
             steps: Iterable[int] = range(self.step, self.num_steps or 0)
             if self.num_steps is None:
                 steps = itertools.count(self.step)
-            with GLOBAL_RNG.preserved():  # torch draws the workers' base seed from the global generator
+            # torch draws the seed that get_worker_info() tells from the global generator
+            with GLOBAL_RNG.preserved(item_seed(self.shard.seed, 0, 0)):
                 self._batches = iter(WorkerLoader(self._by_step, self._num_workers, steps))
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except BaseException:  # the workers are past this step; who reads again gets this one
+            end_workers(self._batches)
+            self._batches = None
+            raise
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,12 @@ class WorkerLoader(DataLoader[Any]):
         )
 
 
+def end_workers(workers: Any) -> None:
+    """End those of a loader's iterator now: one that an error has ended is in a cycle with its traceback, and so would
+    meet the garbage collector, maybe in a worker that was forked since."""
+    workers._shutdown_workers()
+
+
 def _stuck_workers(workers: Any, started: mmap.mmap) -> list[Any]:
     """Those that wait for a lock, once all others have started."""
     stall = StallDetector([each.pid for each in workers._workers], STALL_SECONDS)
@@ -96,7 +102,7 @@ def _end(workers: Any, stuck: list[Any]) -> None:
         each.terminate()
     for each in stuck:
         each.join(_END_SECONDS)
-    workers._shutdown_workers()
+    end_workers(workers)
     for each in stuck:  # one that had no handler yet
         if each.is_alive():
             each.kill()

@@ -284,6 +284,54 @@ def test_workers_read_the_same_as_the_main_process() -> None:
     assert same(next(plain), next(workers))
 
 
+class FailingOnce(Numbers):
+    """Sample ``at`` cannot be read while the file is there, which the error takes away."""
+
+    def __init__(self, at: int, file: Path) -> None:
+        super().__init__()
+        self.at, self.file = at, file
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.at and self.file.exists():
+            self.file.unlink()
+            raise OSError("flaky")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_failed_is_read_again(workers: int, tmp_path: Path) -> None:
+    file = tmp_path / "flaky"
+    expected = list(islice(loaders(Numbers()).train, 6))
+    data: Any = {"type": FailingOnce(ids(expected[2])[3], file), "num_workers": workers}
+    file.touch()
+    train = loaders(data).train
+    for step, batch in enumerate(expected):
+        if step == 2:
+            with pytest.raises(OSError, match="flaky"):
+                next(train)
+        assert same(next(train), batch)
+    file.touch()
+    validation = loaders({**data, "validation": data["type"]}).validation
+    assert validation is not None
+    with pytest.raises(OSError, match="flaky"):
+        list(validation)
+    assert [number for batch in validation for number in ids(batch)] == list(range(SAMPLES))
+
+
+def test_what_workers_are_told_as_their_seed_is_of_the_run() -> None:
+    class Told(Numbers):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            info = torch.utils.data.get_worker_info()
+            assert info is not None
+            return {"x": torch.tensor(info.seed)}
+
+    seeds = set()
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        seeds.update(ids(next(loaders({"type": Told, "num_workers": 1}, rank, 2).train)))
+    assert len(seeds) == 1
+
+
 @pytest.mark.parametrize("make", [Numbers, Stream])
 def test_workers_go_when_the_loader_goes(make: Callable[[], Any]) -> None:
     """A reference cycle would leave them to the garbage collector, which takes 5 s over each."""
