@@ -7,11 +7,14 @@ still, and are looked at when a batch has been read: whether one was drawn from 
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, wraps
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -126,9 +129,7 @@ def _moved(before: RngState, after: RngState) -> set[str]:
 
 
 class _Asked:
-    """Notes whether the state of a global generator is asked for while this is entered.
-
-    The functions of ``torch``, ``random`` and ``numpy.random`` that tell it are replaced by others that note it, too.
+    """Notes whether the state of a global generator is asked for by this thread while this is entered.
 
     Args:
         closely: look at every call of this thread besides. A profiler in C (cProfile), which could not be put back,
@@ -140,11 +141,9 @@ class _Asked:
         self._closely = closely
 
     def __enter__(self) -> _Asked:
-        self._of_python, self._of_numpy = random.getstate, np.random.get_state
-        self._of_torch = torch.random.default_generator
-        random.getstate = self._noting(self._of_python)
-        np.random.get_state = self._noting(self._of_numpy)
-        torch.random.default_generator = _NotedGenerator(self)  # type: ignore[assignment]
+        _NOTING.begin()
+        self._outer = getattr(_OF_THREAD, "asked", None)
+        _OF_THREAD.asked = self
         self._profile = sys.getprofile()
         self._closely = self._closely and (self._profile is None or callable(self._profile))
         if self._closely:
@@ -156,15 +155,10 @@ class _Asked:
     ) -> None:
         if self._closely:
             sys.setprofile(self._profile)
-        random.getstate, np.random.get_state = self._of_python, self._of_numpy
-        torch.random.default_generator = self._of_torch
-
-    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **options: Any) -> Any:
-            self.found = True
-            return function(*args, **options)
-
-        return noting
+        _OF_THREAD.asked = self._outer
+        if self._outer is not None:
+            self._outer.found |= self.found
+        _NOTING.end()
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _ASKING:
@@ -172,16 +166,61 @@ class _Asked:
             self.found = self.found or of is torch.default_generator or of is _python_generator()
 
 
-class _NotedGenerator:
-    """torch's default generator as the functions of ``torch.random`` have it (``fork_rng`` among them)."""
+#: ``asked``: the `_Asked` that each thread is in
+_OF_THREAD = threading.local()
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _ASKING:
-            self._asked.found = True
-        return getattr(torch.default_generator, name)
+class _Noting:
+    """The functions that tell the state of a global generator, replaced by others that note it, too, while a thread is
+    in an `_Asked`. Who keeps one of the others (a module that is imported meanwhile) keeps what tells the same."""
+
+    #: ``torch.random.fork_rng`` asks by the name in ``torch``
+    _TELLING = (
+        (random, "getstate"),
+        (np.random, "get_state"),
+        *((module, name) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._count = 0
+        self._told_by: list[Callable[..., Any]] = []
+        # a worker that is forked finds it free
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release
+        )
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._told_by = [getattr(module, name) for module, name in self._TELLING]
+                self._set([_noting(function) for function in self._told_by])
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._set(self._told_by)
+
+    def _set(self, functions: list[Callable[..., Any]]) -> None:
+        for (module, name), function in zip(self._TELLING, functions, strict=True):
+            setattr(module, name, function)
+
+
+@cache
+def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def noting(*args: Any, **options: Any) -> Any:
+        asked = getattr(_OF_THREAD, "asked", None)
+        if asked is not None:
+            asked.found = True
+        return function(*args, **options)
+
+    return noting
+
+
+_NOTING = _Noting()
 
 
 def _python_generator() -> Any:

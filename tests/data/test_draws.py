@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cProfile
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -76,6 +77,7 @@ WAYS: dict[str, Callable[[int], float]] = {
             torch.rand(()).item() * (index in LATE_3),
         ]
     ),
+    "torch's generator by name": lambda index: float(torch.rand((), generator=torch.random.default_generator)),
     "a generator seeded by torch's": lambda index: np.random.default_rng(torch.initial_seed()).random(),
     "a generator seeded by numpy's": lambda index: np.random.default_rng(np.random.get_state()[1][:4]).random(),
     "what puts the state back": lambda index: forked(),
@@ -333,6 +335,37 @@ def test_seeds_of_many_places(seed: int, key: tuple[int, ...]) -> None:
         assert seeds_of_places(seed, key, start, start + 6) == [derive_seeds(seed, (*key, p))[0] for p in places]
 
 
+def test_threads_that_read_at_once_leave_the_functions_as_they_were() -> None:
+    telling = [(random, "getstate"), (np.random, "get_state"), (torch, "initial_seed"), (torch.random, "get_rng_state")]
+    before = [getattr(module, name) for module, name in telling]
+    first, second = threading.Barrier(2), threading.Barrier(2)
+    kinds = {}
+
+    def first_out(asks: bool) -> None:
+        def read() -> None:
+            first.wait(10)
+            if asks:
+                torch.get_rng_state()
+            second.wait(10)
+
+        kinds[asks] = watched(read, 0, closely=False)[1]
+
+    threads = [threading.Thread(target=first_out, args=(asks,)) for asks in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == {True: set(KINDS), False: set()}  # of its own thread alone
+    assert [getattr(module, name) for module, name in telling] == before
+
+
+def test_what_is_kept_while_samples_are_read_goes_on_telling() -> None:
+    (kept, generator), kinds = watched(lambda: (torch.get_rng_state, torch.random.default_generator), 0, closely=False)
+    assert kinds == set()
+    assert generator is torch.default_generator
+    assert torch.equal(kept(), torch.get_rng_state())
+
+
 def test_a_profiler_in_c_goes_on() -> None:
     profiler, drawn = cProfile.Profile(), []
     with profiler:
@@ -342,4 +375,4 @@ def test_a_profiler_in_c_goes_on() -> None:
     assert profiler.getstats()
     with profiler:
         assert watched(random.random, 0)[1] == {"random"}
-        assert watched(torch.initial_seed, 0)[1] == set(KINDS)
+        assert watched(lambda: torch.initial_seed(), 0)[1] == set(KINDS)
