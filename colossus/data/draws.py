@@ -163,7 +163,7 @@ class _Asked:
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _ASKING:
             of = function.__self__
-            self.found = self.found or of is torch.default_generator or of is _python_generator()
+            self.found = self.found or of is torch.default_generator or of is python_generator()
 
 
 #: ``asked``: the `_Asked` that each thread is in
@@ -223,5 +223,5 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 _NOTING = _Noting()
 
 
-def _python_generator() -> Any:
+def python_generator() -> Any:
     return getattr(random.getrandbits, "__self__", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,12 +36,22 @@ class SeededSamples:
         self._dataset = dataset
         self._draws = Draws()
 
+    @cached_property
+    def _own(self) -> OwnState:
+        return OwnState(self._dataset, type(self._dataset).__name__, looks=PROBED)
+
     def read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
         """These samples; leaves the global generators anywhere.
 
         Args:
             seeds: gives that of each sample.
         """
+        own = self._own  # as it is before the first sample
+        samples = self._read(indices, seeds)
+        own.look(len(samples))
+        return samples
+
+    def _read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
         fetch_all = getattr(self._dataset, "__getitems__", None)
         if callable(fetch_all):  # torch's own convention for datasets that fetch many at once
             return self._read_many(fetch_all, indices, seeds)
@@ -80,12 +90,12 @@ class SeededSamples:
         """Samples read with what they draw from seeded for each: again, where one drew from another generator for the
         first time. Those of a dataset that has changed meanwhile are kept as they are."""
         while True:
-            own_state = OwnState(self._dataset)
+            before = self._own.attributes()
             with self._draws.reading() as reading:
                 samples = read(reading.seeders)
             if not reading.missed:
                 return samples
-            is_kept = own_state.has_changed()
+            is_kept = self._own.has_changed(before)
             log.warning(
                 "%s draws from %s (or asks for their states), and did not for its first samples: %s",
                 type(self._dataset).__name__, ", ".join(sorted(reading.missed)),
@@ -124,6 +134,10 @@ class ShardCollate:
         self._draws = False
         self._to_probe = PROBED
 
+    @cached_property
+    def _own(self) -> OwnState:
+        return OwnState(self._collate, "collate_fn", looks=PROBED)
+
     def __call__(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         """The batch of this data rank.
 
@@ -133,6 +147,12 @@ class ShardCollate:
             span: from and up to which place its samples are.
             whole: samples of the global batch.
         """
+        own = self._own  # as it is before the first batch
+        batch = self._of_shard(read, seed, span, whole)
+        own.look()
+        return batch
+
+    def _of_shard(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         if not self._draws:
 
             def collated(start: int, stop: int) -> Batch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cProfile
 import random
+import re
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
-from colossus.data import Loaders, build_loaders
+from colossus.data import Loaders, build_loaders, own_generators
 from colossus.data.draws import KINDS, PROBED, watched
 from colossus.data.passes import EndOfPass, SamplePasses
 from colossus.data.sampler import sample_indices
@@ -234,6 +235,75 @@ def test_a_draw_that_comes_late_is_told(
         assert "to read them again would change its own state twice" in caplog.text
     else:
         assert "samples just read are read again" in caplog.text
+
+
+class Holding(Samples):
+    """Has a generator among its attributes, and draws from it; from a global one in sample ``late``, too."""
+
+    late = -1
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__("nothing")
+        self.generator, self.draw = generator, draw
+        self.reads = [0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads[0] += 1
+        drawn = self.draw(self.generator) + (random.random() if index == self.late else 0.0)
+        return super().__getitem__(index) + drawn
+
+
+def batch_plus_draw(generator: random.Random) -> Callable[[list[Tensor]], Tensor]:
+    class Collate:
+        def __init__(self) -> None:
+            self.generator = generator
+
+        def __call__(self, samples: list[Tensor]) -> Tensor:
+            return torch.stack(samples) + self.generator.random()
+
+    return Collate()
+
+
+OWN: dict[str, tuple[Callable[[], Any], str]] = {
+    "numpy": (lambda: Holding(np.random.default_rng(0), lambda own: own.random()), "Holding draws .* own .generator."),
+    "wrapped": (lambda: Subset(Holding(random.Random(0), random.Random.random), range(50)), "own .dataset.generator."),
+    "collate_fn": (
+        lambda: {"type": lambda: Samples("nothing"), "collate_fn": batch_plus_draw(random.Random(0))},
+        "collate_fn draws .* own .generator.",
+    ),
+    "still": (lambda: Holding(random.Random(0), lambda own: 0.0), ""),
+    "global": (lambda: Holding(np.random.mtrand._rand, lambda own: own.rand()), ""),
+    "of the system": (lambda: Holding(random.SystemRandom(), lambda own: own.random()), ""),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_draws_from_generators_of_its_own_are_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, words = OWN[name]
+    train = loaders(make(), 1, 3).train
+    for _ in range(9):
+        next(train)
+    assert len(caplog.records) == bool(words)
+    assert re.search(words, caplog.text)
+
+
+def test_samples_of_a_dataset_whose_generator_has_moved_are_read_once(caplog: pytest.LogCaptureFixture) -> None:
+    data = Holding(random.Random(0), random.Random.random)
+    data.late = int(_ORDER[PROBED + 9])
+    train = loaders(data).train
+    for _ in range(5):
+        next(train)
+    assert data.reads == [5 * BATCH]
+    assert "to read them again would change its own state twice" in caplog.text
+
+
+def test_states_of_many_generators_are_not_taken_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(own_generators, "_get_state", lambda generator: taken.append(generator) or b"")
+    train = loaders(Holding(random.Random(0), lambda own: 0.0)).train
+    for _ in range(9):
+        next(train)
+    assert len(taken) <= 3  # before the first, and behind the first 32 samples
 
 
 @pytest.mark.parametrize("own", ["attribute", "nested"])
