@@ -72,11 +72,11 @@ class OwnState:
         """Whether an attribute is another object than it was, or a generator has moved since the first sample: to
         compare with each batch would take longer than to read a small one."""
         now = self.attributes()
-        if any(now[part].keys() != held.keys() for part, held in since.items()):
-            return True
-        if any(now[part][name] is not value for part, held in since.items() for name, value in held.items()):
-            return True
-        return self._states_now() != self._states
+        is_same = now.keys() == since.keys() and all(
+            now[part].keys() == held.keys() and all(now[part][name] is value for name, value in held.items())
+            for part, held in since.items()
+        )
+        return not is_same or self._states_now() != self._states
 
     def look(self, count: int = 1) -> None:
         """``count`` more were read: warn when a generator has moved, once."""
