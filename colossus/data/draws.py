@@ -7,13 +7,14 @@ still, and are looked at when a batch has been read: whether one was drawn from 
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -128,10 +129,7 @@ def _moved(before: RngState, after: RngState) -> set[str]:
 
 
 class _Asked:
-    """Notes whether this thread asks for the state of a global generator while this is entered.
-
-    The functions of ``torch``, ``random`` and ``numpy.random`` that tell it are replaced by others that note it, too,
-    as long as any thread has entered one of these.
+    """Notes whether the state of a global generator is asked for by this thread while this is entered.
 
     Args:
         closely: look at every call of this thread besides. A profiler in C (cProfile), which could not be put back,
@@ -143,8 +141,9 @@ class _Asked:
         self._closely = closely
 
     def __enter__(self) -> _Asked:
-        self._outer, _here.asked = getattr(_here, "asked", None), self
-        _replaced.enter()
+        _NOTING.begin()
+        self._outer = getattr(_OF_THREAD, "asked", None)
+        _OF_THREAD.asked = self
         self._profile = sys.getprofile()
         self._closely = self._closely and (self._profile is None or callable(self._profile))
         if self._closely:
@@ -156,25 +155,64 @@ class _Asked:
     ) -> None:
         if self._closely:
             sys.setprofile(self._profile)
-        _replaced.leave()
-        _here.asked = self._outer
+        _OF_THREAD.asked = self._outer
+        if self._outer is not None:
+            self._outer.found |= self.found
+        _NOTING.end()
 
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call" and function.__name__ in _ASKING:
             of = function.__self__
-            self.found = self.found or of is torch.default_generator or of is _python_generator()
+            self.found = self.found or of is torch.default_generator or of is python_generator()
 
 
-#: of each thread, the innermost `_Asked` that it has entered
-_here = threading.local()
+#: ``asked``: the `_Asked` that each thread is in
+_OF_THREAD = threading.local()
 
 
+class _Noting:
+    """The functions that tell the state of a global generator, replaced by others that note it, too, while a thread is
+    in an `_Asked`. Who keeps one of the others (a module that is imported meanwhile) keeps what tells the same."""
+
+    #: ``torch.random.fork_rng`` asks by the name in ``torch``
+    _TELLING = (
+        (random, "getstate"),
+        (np.random, "get_state"),
+        *((module, name) for module in (torch, torch.random) for name in ("get_rng_state", "initial_seed")),
+    )
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._count = 0
+        self._told_by: list[Callable[..., Any]] = []
+        # a worker that is forked finds it free
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._lock.release
+        )
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._told_by = [getattr(module, name) for module, name in self._TELLING]
+                self._set([_noting(function) for function in self._told_by])
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._set(self._told_by)
+
+    def _set(self, functions: list[Callable[..., Any]]) -> None:
+        for (module, name), function in zip(self._TELLING, functions, strict=True):
+            setattr(module, name, function)
+
+
+@cache
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """May be kept by whoever finds it: where nobody has entered an `_Asked` it is the function."""
-
     @wraps(function)
     def noting(*args: Any, **options: Any) -> Any:
-        asked = getattr(_here, "asked", None)
+        asked = getattr(_OF_THREAD, "asked", None)
         if asked is not None:
             asked.found = True
         return function(*args, **options)
@@ -182,43 +220,8 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     return noting
 
 
-class _Replaced:
-    """The functions that tell a state, replaced while any thread looks."""
-
-    _PLACES: tuple[tuple[Any, str], ...] = (
-        (torch, "get_rng_state"),  # which `torch.random.fork_rng` calls
-        (torch.random, "get_rng_state"),
-        (torch, "initial_seed"),
-        (torch.random, "initial_seed"),
-        (random, "getstate"),
-        (np.random, "get_state"),
-    )
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._usual: list[Callable[..., Any]] = []
-
-    def enter(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                self._usual = [getattr(module, name) for module, name in self._PLACES]
-                self._put([_noting(function) for function in self._usual])
-
-    def leave(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._put(self._usual)
-
-    def _put(self, functions: list[Callable[..., Any]]) -> None:
-        for (module, name), function in zip(self._PLACES, functions, strict=True):
-            setattr(module, name, function)
+_NOTING = _Noting()
 
 
-_replaced = _Replaced()
-
-
-def _python_generator() -> Any:
+def python_generator() -> Any:
     return getattr(random.getrandbits, "__self__", None)

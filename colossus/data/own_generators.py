@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import random
 from collections.abc import Iterator
@@ -10,7 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from colossus.data.draws import python_generator
+
+log = logging.getLogger("colossus.data")
+
 _Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+#: may be an attribute, too (of what sklearn's ``check_random_state(None)`` gives); seeded for each sample
+_GLOBAL = (torch.default_generator, np.random.mtrand._rand, python_generator())
 
 
 def parts_of_loader(loader: Any) -> dict[str, Any]:
@@ -43,36 +50,59 @@ def set_generator_states(loader: Any, states: dict[str, Any]) -> None:
 
 
 class OwnState:
-    """What a dataset holds at a moment, as far as its attributes and the generators among them tell; of one that is
-    wrapped (``Subset``), too."""
+    """What a user's data code (a dataset, a ``collate_fn``) holds for itself, as far as its attributes and the
+    generators among them tell; of a dataset that is wrapped (``Subset``), too.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._held, self._states = self._now()
+    Nothing seeds these generators, which is told when one of them moves.
 
-    def has_changed(self) -> bool:
-        """Whether an attribute is another object now, or a generator another state."""
-        held, states = self._now()
-        if states != self._states or held.keys() != self._held.keys():
-            return True
-        return any(held[key] is not self._held[key] for key in held)
+    Args:
+        looks: number of samples (or batches) that are looked at for this.
+    """
 
-    def has_drawn(self) -> bool:
-        """Whether a generator among its attributes has another state now."""
-        return self._now()[1] != self._states
+    def __init__(self, owner: Any, name: str, *, looks: int) -> None:
+        self._owner, self._name, self._looks = owner, name, looks
+        self._states = self._states_now()
 
-    def _now(self) -> tuple[dict[tuple[str, str], Any], bytes]:
-        parts = parts_of_loader(self._dataset)
-        held = {(part, name): value for part in parts for name, value in getattr(parts[part], "__dict__", {}).items()}
-        states = generator_states(self._dataset)
-        return held, pickle.dumps(states) if states else b""
+    def attributes(self) -> dict[str, dict[str, Any]]:
+        """Those of each part, as they are now."""
+        parts = parts_of_loader(self._owner)
+        return {name: dict(getattr(part, "__dict__", ())) for name, part in parts.items()}
+
+    def has_changed(self, since: dict[str, dict[str, Any]]) -> bool:
+        """Whether an attribute is another object than it was, or a generator has moved since the first sample: to
+        compare with each batch would take longer than to read a small one."""
+        now = self.attributes()
+        is_same = now.keys() == since.keys() and all(
+            now[part].keys() == held.keys() and all(now[part][name] is value for name, value in held.items())
+            for part, held in since.items()
+        )
+        return not is_same or self._states_now() != self._states
+
+    def look(self, count: int = 1) -> None:
+        """``count`` more were read: warn when a generator has moved, once."""
+        if self._looks <= 0:
+            return
+        self._looks -= count
+        moved = dict(self._states_now().items() - self._states.items())
+        if moved:
+            self._looks = 0
+            log.warning(
+                "%s draws from a random generator of its own (%s), which colossus does not seed: unless its code does "
+                "so each time, what it draws is the same on all data ranks and in all workers, and starts over when a "
+                "run goes on from a checkpoint. Draw from the global generators of torch, random or numpy.random: "
+                "these are seeded for each sample",
+                self._name, ", ".join(name.strip(".") for name in moved),
+            )  # fmt: skip
+
+    def _states_now(self) -> dict[str, bytes]:
+        return {name: pickle.dumps(state) for name, state in generator_states(self._owner).items()}
 
 
 def _generators(loader: Any) -> Iterator[tuple[str, _Generator]]:
-    seen: set[int] = set()
+    seen = {id(generator) for generator in _GLOBAL}
     for part_name, part in parts_of_loader(loader).items():
         for name, value in getattr(part, "__dict__", {}).items():
-            if isinstance(value, _Generator) and id(value) not in seen:
+            if isinstance(value, _Generator) and not isinstance(value, random.SystemRandom) and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{part_name}.{name}", value
 

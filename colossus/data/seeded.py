@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import default_collate as torch_collate
 
 from colossus.data.batch import Batch, slice_batch
 from colossus.data.draws import PROBED, Draws, Seeder, watched
-from colossus.data.own_generators import OwnState, generator_states
+from colossus.data.own_generators import OwnState
 from colossus.random import GLOBAL_RNG, derive_seeds
 
 log = logging.getLogger("colossus.data")
@@ -35,8 +35,10 @@ class SeededSamples:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._draws = Draws()
-        #: before the first samples, of a dataset that has generators of its own
-        self._own_state = OwnState(dataset) if generator_states(dataset) else None
+
+    @cached_property
+    def _own(self) -> OwnState:
+        return OwnState(self._dataset, type(self._dataset).__name__, looks=PROBED)
 
     def read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
         """These samples; leaves the global generators anywhere.
@@ -44,16 +46,9 @@ class SeededSamples:
         Args:
             seeds: gives that of each sample.
         """
+        own = self._own  # as it is before the first sample
         samples = self._read(indices, seeds)
-        if self._own_state is not None:
-            if self._own_state.has_drawn():
-                log.warning(
-                    "%s draws from a random generator of its own: what a sample gets depends on the plan, on the "
-                    "number of workers and on where a run was resumed; draw from the global generators of torch, "
-                    "random or numpy.random, which are seeded for each sample by its place",
-                    type(self._dataset).__name__,
-                )  # fmt: skip
-            self._own_state = None
+        own.look(len(samples))
         return samples
 
     def _read(self, indices: list[int], seeds: Callable[[], list[int]]) -> list[Any]:
@@ -95,12 +90,12 @@ class SeededSamples:
         """Samples read with what they draw from seeded for each: again, where one drew from another generator for the
         first time. Those of a dataset that has changed meanwhile are kept as they are."""
         while True:
-            own_state = OwnState(self._dataset)
+            before = self._own.attributes()
             with self._draws.reading() as reading:
                 samples = read(reading.seeders)
             if not reading.missed:
                 return samples
-            is_kept = own_state.has_changed()
+            is_kept = self._own.has_changed(before)
             log.warning(
                 "%s draws from %s (or asks for their states), and did not for its first samples: %s",
                 type(self._dataset).__name__, ", ".join(sorted(reading.missed)),
@@ -139,6 +134,10 @@ class ShardCollate:
         self._draws = False
         self._to_probe = PROBED
 
+    @cached_property
+    def _own(self) -> OwnState:
+        return OwnState(self._collate, "collate_fn", looks=PROBED)
+
     def __call__(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         """The batch of this data rank.
 
@@ -148,6 +147,12 @@ class ShardCollate:
             span: from and up to which place its samples are.
             whole: samples of the global batch.
         """
+        own = self._own  # as it is before the first batch
+        batch = self._of_shard(read, seed, span, whole)
+        own.look()
+        return batch
+
+    def _of_shard(self, read: Callable[[int, int], list[Any]], seed: int, span: tuple[int, int], whole: int) -> Batch:
         if not self._draws:
 
             def collated(start: int, stop: int) -> Batch:

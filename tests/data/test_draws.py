@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import cProfile
 import random
+import re
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -15,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
-from colossus.data import Loaders, build_loaders
-from colossus.data.draws import KINDS, PROBED, Draws, watched
+from colossus.data import Loaders, build_loaders, own_generators
+from colossus.data.draws import KINDS, PROBED, watched
 from colossus.data.passes import SamplePasses
 from colossus.data.sampler import sample_indices
 from colossus.data.seed_sequences import seeds_of_places
@@ -77,6 +78,7 @@ WAYS: dict[str, Callable[[int], float]] = {
             torch.rand(()).item() * (index in LATE_3),
         ]
     ),
+    "torch's generator by name": lambda index: float(torch.rand((), generator=torch.random.default_generator)),
     "a generator seeded by torch's": lambda index: np.random.default_rng(torch.initial_seed()).random(),
     "a generator seeded by numpy's": lambda index: np.random.default_rng(np.random.get_state()[1][:4]).random(),
     "what puts the state back": lambda index: forked(),
@@ -235,6 +237,75 @@ def test_a_draw_that_comes_late_is_told(
         assert "samples just read are read again" in caplog.text
 
 
+class Holding(Samples):
+    """Has a generator among its attributes, and draws from it; from a global one in sample ``late``, too."""
+
+    late = -1
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__("nothing")
+        self.generator, self.draw = generator, draw
+        self.reads = [0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.reads[0] += 1
+        drawn = self.draw(self.generator) + (random.random() if index == self.late else 0.0)
+        return super().__getitem__(index) + drawn
+
+
+def batch_plus_draw(generator: random.Random) -> Callable[[list[Tensor]], Tensor]:
+    class Collate:
+        def __init__(self) -> None:
+            self.generator = generator
+
+        def __call__(self, samples: list[Tensor]) -> Tensor:
+            return torch.stack(samples) + self.generator.random()
+
+    return Collate()
+
+
+OWN: dict[str, tuple[Callable[[], Any], str]] = {
+    "numpy": (lambda: Holding(np.random.default_rng(0), lambda own: own.random()), "Holding draws .* own .generator."),
+    "wrapped": (lambda: Subset(Holding(random.Random(0), random.Random.random), range(50)), "own .dataset.generator."),
+    "collate_fn": (
+        lambda: {"type": lambda: Samples("nothing"), "collate_fn": batch_plus_draw(random.Random(0))},
+        "collate_fn draws .* own .generator.",
+    ),
+    "still": (lambda: Holding(random.Random(0), lambda own: 0.0), ""),
+    "global": (lambda: Holding(np.random.mtrand._rand, lambda own: own.rand()), ""),
+    "of the system": (lambda: Holding(random.SystemRandom(), lambda own: own.random()), ""),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_draws_from_generators_of_its_own_are_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, words = OWN[name]
+    train = loaders(make(), 1, 3).train
+    for _ in range(9):
+        next(train)
+    assert len(caplog.records) == bool(words)
+    assert re.search(words, caplog.text)
+
+
+def test_samples_of_a_dataset_whose_generator_has_moved_are_read_once(caplog: pytest.LogCaptureFixture) -> None:
+    data = Holding(random.Random(0), random.Random.random)
+    data.late = int(_ORDER[PROBED + 9])
+    train = loaders(data).train
+    for _ in range(5):
+        next(train)
+    assert data.reads == [5 * BATCH]
+    assert "to read them again would change its own state twice" in caplog.text
+
+
+def test_states_of_many_generators_are_not_taken_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(own_generators, "_get_state", lambda generator: taken.append(generator) or b"")
+    train = loaders(Holding(random.Random(0), lambda own: 0.0)).train
+    for _ in range(9):
+        next(train)
+    assert len(taken) <= 3  # before the first, and behind the first 32 samples
+
+
 @pytest.mark.parametrize("own", ["attribute", "nested"])
 def test_generators_of_its_own_are_read_once(own: str) -> None:
     """Of a stream that draws from a global generator late."""
@@ -334,6 +405,37 @@ def test_seeds_of_many_places(seed: int, key: tuple[int, ...]) -> None:
         assert seeds_of_places(seed, key, start, start + 6) == [derive_seeds(seed, (*key, p))[0] for p in places]
 
 
+def test_threads_that_read_at_once_leave_the_functions_as_they_were() -> None:
+    telling = [(random, "getstate"), (np.random, "get_state"), (torch, "initial_seed"), (torch.random, "get_rng_state")]
+    before = [getattr(module, name) for module, name in telling]
+    first, second = threading.Barrier(2), threading.Barrier(2)
+    kinds = {}
+
+    def first_out(asks: bool) -> None:
+        def read() -> None:
+            first.wait(10)
+            if asks:
+                torch.get_rng_state()
+            second.wait(10)
+
+        kinds[asks] = watched(read, 0, closely=False)[1]
+
+    threads = [threading.Thread(target=first_out, args=(asks,)) for asks in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == {True: set(KINDS), False: set()}  # of its own thread alone
+    assert [getattr(module, name) for module, name in telling] == before
+
+
+def test_what_is_kept_while_samples_are_read_goes_on_telling() -> None:
+    (kept, generator), kinds = watched(lambda: (torch.get_rng_state, torch.random.default_generator), 0, closely=False)
+    assert kinds == set()
+    assert generator is torch.default_generator
+    assert torch.equal(kept(), torch.get_rng_state())
+
+
 def test_a_profiler_in_c_goes_on() -> None:
     profiler, drawn = cProfile.Profile(), []
     with profiler:
@@ -344,69 +446,3 @@ def test_a_profiler_in_c_goes_on() -> None:
     with profiler:
         assert watched(random.random, 0)[1] == {"random"}
         assert watched(lambda: torch.initial_seed(), 0)[1] == set(KINDS)
-
-
-def test_what_tells_a_state_is_itself_again_behind_two_threads() -> None:
-    usual = torch.get_rng_state, torch.random.initial_seed, random.getstate, np.random.get_state
-    first, second = Draws(), Draws()
-    inside, out = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with second.reading():
-            torch.get_rng_state()
-            inside.set()
-            out.wait(10.0)
-            kept.append(torch.get_rng_state)
-
-    kept: list[Any] = []
-    thread = threading.Thread(target=other)
-    with first.reading() as reading:
-        thread.start()
-        assert inside.wait(10.0)
-    out.set()
-    thread.join()
-    assert reading.missed == set()  # what the other thread asks for is not of this one
-    assert (torch.get_rng_state, torch.random.initial_seed, random.getstate, np.random.get_state) == usual
-    assert torch.equal(kept[0](), torch.get_rng_state())  # whoever keeps one has the function
-
-
-class GivesTheGenerator(Dataset[Any]):
-    """Draws from torch's own generator by its name, as code does that takes one as an argument."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        assert isinstance(torch.random.default_generator, torch.Generator)
-        return {"x": torch.rand(1, generator=torch.random.default_generator)}
-
-
-def test_the_generator_stays_a_generator_while_data_is_read() -> None:
-    first, second = (
-        build_loaders(GivesTheGenerator(), seed=3, global_batch_size=8, data_rank=0, data_size=1).train
-        for _ in range(2)
-    )
-    second.set_step(6)
-    batches = [next(first) for _ in range(8)]
-    assert torch.equal(next(second)["x"], batches[6]["x"])
-    assert len({float(value) for batch in batches for value in batch["x"]}) == 64
-
-
-class OwnGenerator(Dataset[Any]):
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(0)
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> float:
-        return self.generator.random() if index else 0.0
-
-
-def test_a_map_dataset_that_draws_from_a_generator_of_its_own_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    train = build_loaders(OwnGenerator(), seed=3, global_batch_size=8, data_rank=0, data_size=1).train
-    for _ in range(3):
-        next(train)
-    told = [each.getMessage() for each in caplog.records if "a random generator of its own" in each.getMessage()]
-    assert len(told) == 1
-    assert told[0].startswith("OwnGenerator draws from")
