@@ -285,12 +285,11 @@ def test_workers_read_the_same_as_the_main_process() -> None:
 
 
 class Flaky(Numbers):
-    """Sample 13 cannot be read, once in all processes."""
+    """Sample 13 cannot be read, once in all processes, while there is a ``marker``."""
 
     def __init__(self, marker: Path) -> None:
         super().__init__()
         self.marker = marker
-        marker.touch()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index == 13 and self.marker.exists():
@@ -301,9 +300,13 @@ class Flaky(Numbers):
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_batch_that_could_not_be_read_is_read_again(workers: int, tmp_path: Path) -> None:
+    # A marker each: training's workers still read ahead while validation is read.
+    markers = tmp_path / "train", tmp_path / "validation"
+    for marker in markers:
+        marker.touch()
     sound, flaky = (
-        loaders({"type": make, "num_workers": workers, "validation": make()})
-        for make in (Numbers, lambda: Flaky(tmp_path / "marker"))
+        loaders({"type": lambda: train, "num_workers": workers, "validation": validation})
+        for train, validation in ((Numbers(), Numbers()), map(Flaky, markers))
     )
     errors, step = 0, 0
     while step < 6:
@@ -316,7 +319,6 @@ def test_a_batch_that_could_not_be_read_is_read_again(workers: int, tmp_path: Pa
         step += 1
         assert flaky.train.step == step
     assert errors == 1
-    (tmp_path / "marker").touch()
     assert flaky.validation is not None
     assert sound.validation is not None
     with pytest.raises(OSError, match="not now"):
@@ -327,9 +329,10 @@ def test_a_batch_that_could_not_be_read_is_read_again(workers: int, tmp_path: Pa
 @pytest.mark.parametrize("make", [Numbers, Stream])
 def test_workers_go_when_the_loader_goes(make: Callable[[], Any]) -> None:
     """A reference cycle would leave them to the garbage collector, which takes 5 s over each."""
+    before = torch.multiprocessing.active_children()
     train = loaders({"type": make, "num_workers": 1}).train
     next(train)
-    (worker,) = [child for child in torch.multiprocessing.active_children() if child.daemon]
+    (worker,) = [child for child in torch.multiprocessing.active_children() if child not in before]
     gc.disable()
     try:
         del train
