@@ -172,8 +172,19 @@ def test_every_update_of_downpour_is_added_once(options: dict[str, Any]) -> None
         torch.testing.assert_close(at_servers, total, rtol=0, atol=1e-12)
 
 
-def _times(rank: int, bound: int, steps: int) -> tuple[list[float], list[float]]:
-    """When this worker has begun its steps with what it then has, and when it had finished them."""
+def _wait_for_others(folder: Path) -> None:
+    """Until the second and the third worker have each made their file."""
+    deadline = time.monotonic() + 30
+    while not all((folder / name).exists() for name in ("1", "2")):
+        assert time.monotonic() < deadline, "the others wait for this worker"
+        time.sleep(0.001)
+
+
+def _times(rank: int, folder: Path, bound: int, steps: int) -> tuple[list[float], list[float]]:
+    """When this worker has begun its steps with what it then has, and when it had finished them.
+
+    The first one begins its third step when the others are as far ahead of it as ``bound`` lets them.
+    """
     engine = engine_of(server(max_staleness=bound, prefetch=False), 3, steps, type="SGD", lr=0.1)
     strategy = engine.strategy
     begin, begins, ends = strategy.begin_step, [], []
@@ -181,9 +192,13 @@ def _times(rank: int, bound: int, steps: int) -> tuple[list[float], list[float]]
     def begin_step(step: int) -> None:
         begin(step)
         begins.append(time.monotonic())
+        if step == 2 + bound:
+            (folder / str(rank)).touch()
 
     strategy.begin_step = begin_step
-    for _ in range(steps):
+    for step in range(steps):
+        if rank == 0 and step == 2:
+            _wait_for_others(folder)
         time.sleep(0.01 if rank == 0 else 0.0)
         engine.train_step(gradient_of(1.0))
         ends.append(time.monotonic())
@@ -194,18 +209,10 @@ def _times(rank: int, bound: int, steps: int) -> tuple[list[float], list[float]]
 def _slow(rank: int, folder: Path, steps: int) -> tuple[float, list[dict[str, float]]]:
     """The first worker is in its second step until the others have come to their last, which is a meeting."""
     engine = engine_of(server(), 3, steps, type="SGD", lr=0.1)
-    others = [folder / "1", folder / "2"]
-
-    def wait(*_: Any) -> None:
-        deadline = time.monotonic() + 30
-        while not all(path.exists() for path in others):
-            assert time.monotonic() < deadline, "the others wait for this worker"
-            time.sleep(0.001)
-
     reports = []
     for step in range(steps):
         if rank == 0 and step == 1:
-            engine.model.register_forward_pre_hook(wait)
+            engine.model.register_forward_pre_hook(lambda *_: _wait_for_others(folder))
         if step == steps - 1:
             (folder / str(rank)).touch()
         engine.train_step(gradient_of(1.0))
@@ -227,8 +234,8 @@ def test_a_slow_worker_slows_nobody_and_every_push_counts(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("bound", [2, *long(0)])
-def test_no_worker_is_further_ahead_than_the_bound(bound: int) -> None:
-    found = run_ranks(3, _times, bound, 12, with_context=False)
+def test_no_worker_is_further_ahead_than_the_bound(bound: int, tmp_path: Path) -> None:
+    found = run_ranks(3, _times, tmp_path, bound, 12, with_context=False)
     ahead = []
     for begins, _ in found:
         for step, began in enumerate(begins):
