@@ -17,7 +17,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.simulate import Times
-from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 
 SAMPLE = 16
 
@@ -63,7 +63,7 @@ class _Sleep(torch.autograd.Function):
     """Scales its input by a weight, slowly."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, weights: WeightStore) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float, weights: GatheredWeights) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.seconds, ctx.weights = seconds, weights
         time.sleep(seconds)

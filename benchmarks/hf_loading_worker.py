@@ -80,7 +80,7 @@ class Worker:
         model = self._load().eval()
         ids = torch.arange(24).view(1, 24)
         with torch.no_grad():
-            found = model(ids).logits if self._engine is None else layers.to_user(model(ids))
+            found = model(ids).logits if self._engine is None else layers.to_whole(model(ids))
         return found.numpy()
 
     def time(self) -> float:

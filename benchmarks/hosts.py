@@ -51,7 +51,7 @@ _QUEUE_SECONDS = 0.1
 _PATIENCE_SECONDS = 60.0
 
 
-def refusal() -> str | None:
+def located_error() -> str | None:
     """Why hosts cannot be made here; None if they can."""
     if sys.platform != "linux":
         return "hosts are Linux's namespaces"
@@ -109,7 +109,7 @@ def make_hosts(count: int, rate: str | None = None, own_name_is: str | None = No
         RuntimeError: where hosts cannot be made, with the reason.
     """
     shape = None if rate is None else tbf(rate)
-    reason = refusal()
+    reason = located_error()
     if reason is not None:
         raise RuntimeError(reason)
     if not 1 <= count <= _MOST_HOSTS:

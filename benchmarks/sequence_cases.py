@@ -22,7 +22,7 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.modes import Hybrid
-from colossus.sequence_parallel.order import local_indices
+from colossus.sequence_parallel.zigzag import local_indices
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from benchmarks.tensor_report import ITEM, MB, Bench, Result, Scoped, as_json, d
 from benchmarks.tensor_worker import Values, Worker
 from benchmarks.workload import Workload
 from colossus.comm.cost import Traffic
-from colossus.tensor_parallel.weight_store import SCOPES
+from colossus.tensor_parallel.gathered_weights import SCOPES
 
 TOLERANCE = 1e-4
 DEFAULT_CASES = (PLAIN, *CASES)

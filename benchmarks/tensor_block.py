@@ -1,4 +1,4 @@
-"""A transformer block on one rank in its outer layout: plain torch, colossus, torch's DTensor."""
+"""A transformer block on one rank in its residual layout: plain torch, colossus, torch's DTensor."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ class ColossusRun(Run):
         return module
 
     def outer_box(self) -> Box:
-        layout = self.parallel.regions.outer.at(3)
+        layout = self.parallel.regions.residual.at(3)
         shape = [stop for _, stop in super().outer_box()]
         return layout.box(shape, self.context.grid.sizes, self.context.coordinates)
 
     def forward(self) -> Tensor:
-        outer = self.parallel.regions.outer
+        outer = self.parallel.regions.residual
         return unwrap(self.module(wrap(self.x, outer, outer, self.parallel)), self.parallel)[0]
 
     def gradients(self) -> State:

@@ -18,7 +18,7 @@ from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
-from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -32,7 +32,7 @@ class Case:
     Attributes:
         mode: ``plain``, ``dtensor`` or a tensor mode.
         shape: ranks along each axis of the mode.
-        keep, weights: policies of colossus, see `colossus.tensor_parallel.weight_store`.
+        keep, weights: policies of colossus, see `colossus.tensor_parallel.gathered_weights`.
         panels: products are streamed, see `colossus.tensor_parallel.panels`.
     """
 
@@ -111,8 +111,8 @@ def unfit_reason(case: Case, workload: Workload) -> str | None:
         return str(error)
     regions = case.shardings().regions
     for what, size, ways in (
-        ("batch", w.batch, math.lcm(*(_ways(case, region.batch) for region in (regions.outer, regions.inner)))),
-        ("tokens", w.tokens, _ways(case, regions.outer.tokens)),
+        ("batch", w.batch, math.lcm(*(_ways(case, region.batch) for region in (regions.residual, regions.inner)))),
+        ("tokens", w.tokens, _ways(case, regions.residual.tokens)),
     ):
         if size % ways:
             return f"{what} = {size} is not a multiple of {ways}"
@@ -149,7 +149,7 @@ def block_traffic(case: Case, workload: Workload, microbatches: int = 1) -> Traf
 
 def _norms(case: Case, workload: Workload) -> Traffic:
     """Two LayerNorms: means and squares of the shards of the features gathered, in backward two sums reduced."""
-    outer = case.shardings().regions.outer
+    outer = case.shardings().regions.residual
     n, rows = _ways(case, outer.features), workload.batch * workload.tokens // _ways(case, outer.batch + outer.tokens)
     return (move_traffic("gather", n, 2 * rows) + move_traffic("sum", n, 2 * rows)) * 2
 

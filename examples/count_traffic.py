@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import colossus
 from colossus.comm import accounting
 from colossus.engine.inputs import local_batch
-from colossus.layers import Linear, to_outer, to_user
+from colossus.layers import Linear, to_residual, to_whole
 
 PLANS = {
     "1d": dict(mode="1d", size=8),
@@ -39,8 +39,8 @@ class Net(nn.Module):
         x = x.requires_grad_()  # as from a layer before this one
         if self.kind != "pair between blocks":
             return x + self.down(F.gelu(self.up(x)))
-        x = to_outer(x, self.up.parallel)
-        return to_user(x + self.down(F.gelu(self.up(x))))
+        x = to_residual(x, self.up.parallel)
+        return to_whole(x + self.down(F.gelu(self.up(x))))
 
 
 def loss_fn(outputs: Tensor, batch: Tensor) -> tuple[Tensor, int]:
@@ -57,7 +57,7 @@ def count(tensor: dict[str, object], kind: str) -> tuple[int, float]:
     with accounting.count() as ends:  # a stack of blocks enters and leaves its layout once: not the pair's
         if kind == "pair between blocks":
             x = local_batch(batch, engine.context, torch.float32).requires_grad_()
-            to_user(to_outer(x, engine.model.up.parallel)).sum().backward()
+            to_whole(to_residual(x, engine.model.up.parallel)).sum().backward()
     engine.close()
     return moved.calls() - ends.calls(), (moved.bytes() - ends.bytes()) / 1e6
 

@@ -196,7 +196,7 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     """Outputs, gradients of images, and whole parameters and gradients, with the rank's place in the batch."""
     config = load_config(dict(parallel=dict(tensor=tensor), device="cpu"))
     context = ParallelContext.from_config(config)
-    axes = model_parallel_of(context).regions.user.batch
+    axes = model_parallel_of(context).regions.whole.batch
     at, count = (context.index(axes), context.size(axes)) if axes else (0, 1)
     cases = []
     for case, options in enumerate(PATCHES):
@@ -309,7 +309,7 @@ def test_the_messages_in_the_guide_are_those_raised(what: str) -> None:
         config = dict(parallel=dict(tensor=2), train=dict(global_batch_size=2), device="cpu")
 
         def loss_fn(outputs: Tensor, batch: Tensor) -> Any:
-            return layers.to_user(outputs).mean() if what == "a mean" else outputs.view(2, 3, 2, 8).sum()
+            return layers.to_whole(outputs).mean() if what == "a mean" else outputs.view(2, 3, 2, 8).sum()
 
         try:
             engine = colossus.initialize(config, model=lambda: Up(what == "nn.init"), loss_fn=loss_fn)

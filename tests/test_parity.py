@@ -278,7 +278,7 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[st
     drop, x = model.dropout.train(), torch.ones(4, 6, 8)
     torch.distributed.barrier()  # a rank that ends breaks the groups that others are still connecting
     return engine.context.coordinates, {
-        name: drop.apply_local(x, getattr(regions, name)) for name in ("user", "outer", "inner")
+        name: drop.apply_local(x, getattr(regions, name)) for name in ("whole", "residual", "inner")
     }
 
 
@@ -286,10 +286,10 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[st
 def test_dropout_masks_agree_where_replicated_and_differ_where_split(plan: str) -> None:
     world, parallel = PLANS[plan]
     split = {
-        "2d": dict(user={"row"}, outer={"row", "col"}, inner={"row", "col"}),
-        "2.5d": dict(user={"depth", "row"}, outer={"depth", "row", "col"}, inner={"depth", "row", "col"}),
-        "3d": dict(user={"i", "j"}, outer={"i", "j", "k"}, inner={"i", "j", "k"}),
-        "data2_2d": dict(user={"data", "row"}, outer={"data", "row", "col"}, inner={"data", "row", "col"}),
+        "2d": dict(whole={"row"}, residual={"row", "col"}, inner={"row", "col"}),
+        "2.5d": dict(whole={"depth", "row"}, residual={"depth", "row", "col"}, inner={"depth", "row", "col"}),
+        "3d": dict(whole={"i", "j"}, residual={"i", "j", "k"}, inner={"i", "j", "k"}),
+        "data2_2d": dict(whole={"data", "row"}, residual={"data", "row", "col"}, inner={"data", "row", "col"}),
     }[plan]
     ranks = run_ranks(world, _masks, parallel, with_context=False)
     for region, axes in split.items():

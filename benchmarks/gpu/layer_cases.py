@@ -74,7 +74,7 @@ class Between(nn.Module):
         self.inner, self.options = inner(), options
 
     def forward(self, x: Tensor, *more: Tensor) -> Any:
-        return self.inner(layers.to_outer(x), *more, **self.options)
+        return self.inner(layers.to_residual(x), *more, **self.options)
 
 
 class Pair(nn.Module):
@@ -157,7 +157,7 @@ class Checkpointed(nn.Module):
         self.first, self.second = block(**options)(), layers.LayerNorm(HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
-        return layers.to_user(self.second(self.first(torch.tanh(x))))
+        return layers.to_whole(self.second(self.first(torch.tanh(x))))
 
 
 class Offloaded(Checkpointed):
@@ -166,7 +166,7 @@ class Offloaded(Checkpointed):
     def forward(self, x: Tensor) -> Tensor:
         context = self.first.context
         y = layers.checkpoint(self.first, torch.tanh(x), context=context, kind="full", offload=True)
-        return layers.to_user(self.second(y))
+        return layers.to_whole(self.second(y))
 
 
 def block(**options: Any) -> Callable[[], nn.Module]:
@@ -228,13 +228,13 @@ def computed(
         for x in case.inputs
     ]
     with context, torch.autocast(device.type, autocast) if autocast is not None else nullcontext():
-        out = layers.to_user(module(*inputs))
+        out = layers.to_whole(module(*inputs))
     if out.dim():
         weights = numbers(*(BATCH, *out.shape[1:]), seed=9)
         (out * own(context, weights).to(out)).sum().backward()
     else:  # a loss is a sum over samples
         out.backward()
-        out = collectives.all_reduce(out.detach(), context.group(model_parallel_of(context).regions.user.batch)).wait()
+        out = collectives.all_reduce(out.detach(), context.group(model_parallel_of(context).regions.whole.batch)).wait()
     for parameter in module.parameters():
         if parameter.grad is not None and (axes := gradient_sum_axes(parameter, context)):
             parameter.grad = collectives.all_reduce(parameter.grad.contiguous(), context.group(axes)).wait()

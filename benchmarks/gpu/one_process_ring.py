@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel import ring
-from colossus.sequence_parallel.order import local_indices
+from colossus.sequence_parallel.zigzag import local_indices
 
 
 class _Group(AxisGroup):

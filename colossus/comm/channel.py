@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from colossus.context.groups import AxisGroup
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 Consume = Callable[[list[Tensor]], Tensor]
 Fill = Callable[[Tensor], object]
@@ -57,7 +57,7 @@ class _Operation:
         with self._channel.errors_naming(rank):
             theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
         if theirs != self._header:
-            raise refusal(self._channel.mismatch(rank, self._header, theirs), RuntimeError)
+            raise located_error(self._channel.mismatch(rank, self._header, theirs), RuntimeError)
 
     def await_all(self) -> None:
         for rank in list(self._unread):

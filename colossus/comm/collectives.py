@@ -22,7 +22,7 @@ from colossus.comm import accounting, cost, host_staging, log, ring
 from colossus.comm.recorded import is_recorded
 from colossus.comm.shared_memory import channel_for
 from colossus.context.groups import AxisGroup
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 _functional = torch.ops._c10d_functional
 #: whole tensors of this size or more are gathered and scattered by messages on gloo, at least twice as fast
@@ -220,7 +220,7 @@ def _chunk_size(x: Tensor, dim: int, group: AxisGroup) -> int:
     """Elements of each rank's chunk along ``dim``, which must divide."""
     size, rest = divmod(x.shape[_dim(x, dim)], group.size)
     if rest:
-        raise refusal(_indivisible(x, _dim(x, dim), group))
+        raise located_error(_indivisible(x, _dim(x, dim), group))
     return size
 
 
@@ -278,7 +278,7 @@ def _unstack(x: Tensor, n: int, dim: int) -> Tensor:
 
 def _dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise refusal(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
+        raise located_error(f"a tensor of shape {tuple(x.shape)} has no dim {dim}")
     return dim % x.dim()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -29,7 +29,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         if torch.compiler.is_compiling():
             return once(ctx, *grads)
-        raise refusal(
+        raise located_error(
             "a gradient is to be differentiated again (create_graph=True: forces, gradient penalties, Hessians), and "
             "it comes through a layer of colossus whose backward runs collectives and has no derivative of its own. "
             "Take torch's layers (torch.nn.Linear, ...) for what is differentiated twice: they work under every plan, "

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from colossus.construct.init_trace import HideMeta, InitTrace
 from colossus.context.parallel_context import ParallelContext
+from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import hash_key
-from colossus.refusal import refusal
 
 _traces: list[InitTrace] = []
 
@@ -52,7 +52,7 @@ def allocate(
         _traces[-1].mark_sharded(buffer, spec)
         return buffer
     if context.world_size > 1:
-        raise refusal(
+        raise located_error(
             f"a {spec.description} is made outside of a build, where it has no name to draw its values from: pass "
             f"the model as a class or function to colossus.initialize(model=...) or colossus.build(...)"
         )

@@ -14,10 +14,10 @@ from colossus.construct.init_trace import InitTrace
 from colossus.construct.named_module import NamedModule
 from colossus.construct.tensor_replacer import TensorReplacer
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.error_place import name_modules_of
 from colossus.layout.parameter import ParameterSpec, made_by_layer, spec_of
 from colossus.layout.split_parameter import mark_split
 from colossus.random import GLOBAL_RNG
-from colossus.refusal import name_modules_of
 
 
 def build(

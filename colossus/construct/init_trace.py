@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from colossus import torch_versions
 from colossus.construct.generators import GeneratorRef, TracedGenerators
 from colossus.construct.recorded_op import RecordedOp, TensorRef, as_ref
+from colossus.error_place import located_error
 from colossus.layout.parameter import ParameterSpec
 from colossus.random import GlobalRng, hash_key
-from colossus.refusal import refusal
 
 _aten = torch.ops.aten
 _TORCH_RNG = GlobalRng(torch_only=True)
@@ -98,7 +98,7 @@ class InitTrace(TorchDispatchMode):
         written = list(_written(func, args, kwargs))
         for leaf in written:
             if _storage_id(leaf) in self._sharded:
-                raise refusal(_write_refusal(func, self._sharded[_storage_id(leaf)]))
+                raise located_error(_write_refusal(func, self._sharded[_storage_id(leaf)]))
         only_real = not metas and not (makes_tensor and not inputs)
         if only_real or not all(leaf.is_meta for leaf in written) or (metas and _needs_values(func, args, kwargs)):
             return self._run_now(func, args, kwargs, written)
@@ -210,13 +210,13 @@ class InitTrace(TorchDispatchMode):
         if not isinstance(leaf, TensorRef):
             return _CPU if isinstance(leaf, torch.device) else leaf
         if leaf.key in self._sharded:
-            raise refusal(
+            raise located_error(
                 f"the values of a {self._sharded[leaf.key].description} are used while the model is built (copied, "
                 f"or computed with), but it has none yet: they are drawn afterwards, from its name and full shape. "
                 f"Make each layer by its constructor instead of copy.deepcopy, and compute with weights after the build"
             )
         if leaf.key not in self._storages:
-            raise refusal("a tensor made while the model was built has no value: it was made on the meta device")
+            raise located_error("a tensor made while the model was built has no value: it was made on the meta device")
         real = torch.empty(0, dtype=leaf.dtype)
         real.set_(self._storages[leaf.key], leaf.offset, leaf.size, leaf.stride)
         if leaf.is_conj:

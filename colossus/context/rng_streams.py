@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from colossus.error_place import located_error
 from colossus.random import hash_key
-from colossus.refusal import refusal
 
 #: step, microbatch, draws so far by (microbatch, name)
 Position = tuple[int, int, dict[tuple[int, str], int]]
@@ -68,7 +68,7 @@ class RngStreams:
             self._calls[key] = count + 1
             return count
         if self._calls.get(key, 0) > 1:
-            raise refusal(
+            raise located_error(
                 f"{name} draws random numbers {self._calls[key]} times in one forward pass and is recomputed by "
                 f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, "
                 f"or one module for each use"

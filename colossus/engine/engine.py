@@ -29,9 +29,9 @@ from colossus.engine.results import EvalResult, EvalSummary, StepResult
 from colossus.engine.stages import ModelStages
 from colossus.engine.stop_request import addend, signal_of
 from colossus.engine.strategies.strategy import Strategy
+from colossus.error_place import add_place
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.split_parameter import as_shards
-from colossus.refusal import add_place
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import Executor, StepTotals
 from colossus.schedule.runtime.observer import StepObserver

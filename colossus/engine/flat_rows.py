@@ -14,9 +14,9 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
+from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import FreedParameter, mark_split
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
@@ -224,7 +224,7 @@ class FlatRows:
         ]
         self._whole_versions = versions
         if self.dtypes.computed != self.dtypes.stored:
-            raise refusal(
+            raise located_error(
                 f"{spec_of(changed[0]).name} was written to in a forward. Under this plan it is a copy in "
                 f"{self.dtypes.computed} of what is stored in {self.dtypes.stored}, which cannot follow without "
                 f"rounding: write to it between steps, or take parallel.zero = 0"

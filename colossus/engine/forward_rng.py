@@ -29,7 +29,7 @@ class ForwardRng:
         self._context = context
         self._torch = GlobalRng(tuple({torch.device("cpu"), context.device}), torch_only=True)
         self._numpy = np.random.MT19937(0)
-        shard = model_parallel_of(context).regions.user.batch
+        shard = model_parallel_of(context).regions.whole.batch
         self._shard_index = context.index(shard), context.index("sequence")
         self._data_index = context.index("data")
         self._position: tuple[object, ...] = ()

@@ -70,7 +70,7 @@ def initialize(
     Args:
         config: a config, a dict of its sections, or the path of a config file.
         model: a class or function without arguments that builds the model; by default the config's.
-        loss_fn: (outputs, batch) -> (sum, count), in the user layout; by default the model's own ``loss``.
+        loss_fn: (outputs, batch) -> (sum, count), in the whole layout; by default the model's own ``loss``.
         data: takes the place of the config's ``data``.
         optimizer: makes the optimizer of this rank, in the place of the config's ``optimizer`` section: a function of
             the (full name, parameter) pairs that the rank trains, as it stores them, which returns a

@@ -126,7 +126,7 @@ class Inputs:
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:
     """The axes beside data over which the samples of a batch are split: tensor axes of 2D, 2.5D and 3D."""
     return tuple(
-        axis for axis in model_parallel_of(context).regions.user.batch if axis not in context.grid.axes("data")
+        axis for axis in model_parallel_of(context).regions.whole.batch if axis not in context.grid.axes("data")
     )
 
 

@@ -19,7 +19,7 @@ from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
 from colossus.layers.row_source import row_source
-from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 
 
@@ -42,7 +42,7 @@ class ParameterStore:
         self,
         model: nn.Module,
         context: ParallelContext,
-        weights: WeightStore,
+        weights: GatheredWeights,
         chain: Callable[[], Sequence[NamedBlock] | None],
     ) -> None:
         self.weights = weights

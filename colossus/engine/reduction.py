@@ -49,7 +49,7 @@ class StepReduction:
         self._context, self._norm, self._strategy, self._clip_grad_norm = context, norm, strategy, clip_grad_norm
         self._groups = groups
         pipeline = ("pipeline",) if context.size("pipeline") > 1 else ()
-        loss_axes = {*model_parallel_of(context).regions.user.shard_axes, *pipeline}
+        loss_axes = {*model_parallel_of(context).regions.whole.shard_axes, *pipeline}
         all_axes, coordinates = set(context.grid.names), context.coordinates
         summed_axes = set(strategy.summed_axes)
         self._loss_group = self._group_over(loss_axes)

@@ -60,8 +60,8 @@ class ShardedBlock:
     Args:
         held: parameters with at least one dim, their values whole on each rank of the group.
         group: over which rows are cut.
-        scope: as of `colossus.tensor_parallel.weight_store.WeightStore`: ``matmul`` frees what forward gathered at
-            its end, ``microbatch`` after its backward, ``step`` at the end of the step.
+        scope: as of `colossus.tensor_parallel.gathered_weights.GatheredWeights`: ``matmul`` frees what forward gathered
+            at its end, ``microbatch`` after its backward, ``step`` at the end of the step.
 
     Attributes:
         call: the forward that has begun last.

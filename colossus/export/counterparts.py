@@ -16,8 +16,8 @@ from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.embedding_bag import EmbeddingBag
-from colossus.layers.head import LMHead
 from colossus.layers.linear import Linear
+from colossus.layers.lm_head import LMHead
 from colossus.layers.lora import LoRALinear
 from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.mlp import MLP, GatedMLP, TanhMLP

@@ -22,6 +22,7 @@ from colossus.engine.inputs import batch_axes
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.state.boxes import parameter_boxes
 from colossus.engine.state.weights import known_weights, load_matched, require_same_model
+from colossus.error_place import add_place
 from colossus.inference.cache_trial import DECLARED, find_problem
 from colossus.inference.plan import plan_config
 from colossus.inference.source import Source
@@ -31,9 +32,8 @@ from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
-from colossus.layers.sharded import to_user
+from colossus.layers.sharded import to_whole
 from colossus.models.transformer import Transformer
-from colossus.refusal import add_place
 from colossus.registry import MODELS, TENSOR_MODES
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
 
@@ -98,7 +98,7 @@ class TextModel:
                 cache.advance(ids.shape[1])
             if not self._stages.has_last:
                 return None
-            logits = to_user(_checked(out, local, type(self.module).__name__))
+            logits = to_whole(_checked(out, local, type(self.module).__name__))
             return logits[:, -1:] if only_last else logits
 
     def rows(self, count: int) -> slice:

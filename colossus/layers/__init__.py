@@ -7,12 +7,12 @@ from colossus._lazy import lazy_names
 _NAMES = {
     "Attention": "attention",
     "ClassToken": "class_token",
-    "Classifier": "head",
+    "Classifier": "lm_head",
     "Dropout": "dropout",
     "Embedding": "embedding",
     "EmbeddingBag": "embedding_bag",
     "GatedMLP": "mlp",
-    "LMHead": "head",
+    "LMHead": "lm_head",
     "LayerNorm": "norm",
     "Linear": "linear",
     "LoRALinear": "lora",
@@ -23,31 +23,31 @@ _NAMES = {
     "RMSNorm": "norm",
     "SampledSoftmax": "loss.sampled_softmax",
     "ShardedActivation": "sharded",
-    "SplitHeads": "heads",
+    "SplitHeads": "attention_heads",
     "SplitTokens": "tokens",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
     "checkpoint": "activation_checkpoint",
     "cross_entropy": "loss.cross_entropy",
     "local": "tokens",
-    "merge_heads": "heads",
+    "merge_heads": "attention_heads",
     "run_blocks": "pipeline_block",
-    "split_heads": "heads",
-    "to_outer": "sharded",
-    "to_user": "sharded",
+    "split_heads": "attention_heads",
+    "to_residual": "sharded",
+    "to_whole": "sharded",
 }
 
 if TYPE_CHECKING:
     from colossus.layers.activation_checkpoint import checkpoint
     from colossus.layers.attention import Attention
+    from colossus.layers.attention_heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.block import TransformerBlock
     from colossus.layers.class_token import ClassToken
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
     from colossus.layers.embedding_bag import EmbeddingBag
-    from colossus.layers.head import Classifier, LMHead
-    from colossus.layers.heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.linear import Linear
+    from colossus.layers.lm_head import Classifier, LMHead
     from colossus.layers.lora import LoRALinear
     from colossus.layers.loss.accuracy import accuracy
     from colossus.layers.loss.cross_entropy import cross_entropy
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-    from colossus.layers.sharded import ShardedActivation, to_outer, to_user
+    from colossus.layers.sharded import ShardedActivation, to_residual, to_whole
     from colossus.layers.tokens import SplitTokens, local
 
 __all__ = [
@@ -88,8 +88,8 @@ __all__ = [
     "merge_heads",
     "run_blocks",
     "split_heads",
-    "to_outer",
-    "to_user",
+    "to_residual",
+    "to_whole",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

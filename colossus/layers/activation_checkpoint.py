@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
+from colossus.error_place import located_error
 from colossus.layers.host_memory import OffloadedInputs, goes_to_host
 from colossus.layers.selective_checkpoint import selective_contexts
 from colossus.layers.sharded import SplitTensor
 from colossus.layers.tokens import SplitTokens, local, with_tokens
 from colossus.random import GlobalRng
-from colossus.refusal import refusal
 
 KINDS = ("full", "selective")
 
@@ -51,7 +51,7 @@ def checkpoint(
         ValueError: for another kind, and for a function that changes its inputs in place.
     """
     if kind not in KINDS:
-        raise refusal(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
+        raise located_error(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
     if not torch.is_grad_enabled():
         return function(*args)
     inputs = _Inputs(args)
@@ -73,7 +73,7 @@ def checkpoint(
         out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, **options)
     for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version and not (offload and goes_to_host(tensor)):
-            raise refusal(
+            raise located_error(
                 f"{title or 'a function under activation checkpointing'} changes its input of shape "
                 f"{tuple(tensor.shape)} in place, so that it cannot be computed again from it: let it begin with "
                 f"something that makes a new tensor (nn.ReLU(), not nn.ReLU(inplace=True)), or leave it out"

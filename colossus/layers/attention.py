@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.error_place import located_error
+from colossus.layers.attention_heads import local_mask
 from colossus.layers.children import is_listened_to, run_child
 from colossus.layers.dropout import Dropout
-from colossus.layers.heads import local_mask
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear, coalesce_weights
@@ -25,11 +26,10 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
-from colossus.refusal import refusal
 from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
-from colossus.tensor_parallel.route import Route, run
+from colossus.tensor_parallel.move_plan import MovePlan, run
 
 _IDS = torch.int64
 #: document of the tokens that pad a sequence: a number that no user will have given to a document
@@ -45,7 +45,7 @@ class Attention(Layer):
         ranks / num_kv_heads neighbours.
         ``mask``: broadcastable to [batch, heads, tokens, tokens], True where a query may look; its batch in the user
         layout, with all heads and tokens. Not under sequence parallelism, where each rank has its tokens only.
-        ``documents``: integers [batch, tokens] in the user layout: a token looks only at tokens with the same number.
+        ``documents``: integers [batch, tokens] in the whole layout: a token looks only at tokens with the same number.
         Padding is a document of its own, say -1.
 
     Args:
@@ -84,12 +84,12 @@ class Attention(Layer):
         kv = operator.index(num_kv_heads or num_heads)
         head_dim = None if head_dim is None else operator.index(head_dim)
         for problem in head_problems(hidden_size, num_heads, kv, head_dim, rotary=rotary):
-            raise refusal(f"Attention: {problem}")
+            raise located_error(f"Attention: {problem}")
         shardings = self.parallel.shardings
         for size in indivisible_heads(num_heads, kv, shardings) if shardings is not None else ():
             if size.name == "num_kv_heads" and kv < size.ways:
-                raise refusal(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
-            raise refusal(f"Attention: {size}; heads are split whole")
+                raise located_error(f"Attention: {uneven_kv_heads(num_heads, kv, size.ways, size.ranks)}")
+            raise located_error(f"Attention: {size}; heads are split whole")
         self.head_dim = head_dim or hidden_size // num_heads
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         width = num_heads * self.head_dim
@@ -106,10 +106,10 @@ class Attention(Layer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         token_dim = require_sequences(x, self)
-        shard, source, output_layout = unwrap(x, self.parallel)
+        shard, source, return_layout = unwrap(x, self.parallel)
         documents = None if documents is None else local(documents)
-        y = self.apply_local(shard, source, output_layout, mask, documents)
-        return wrap(y, output_layout, output_layout, self.parallel, token_dim=token_dim)
+        y = self.apply_local(shard, source, return_layout, mask, documents)
+        return wrap(y, return_layout, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(
         self,
@@ -169,16 +169,16 @@ class Attention(Layer):
             found.append("parallel.sequence")
         if not self.causal:
             found.append("causal=False")
-        raise refusal(
+        raise located_error(
             f"{self.title}: {' and '.join(found)} with a key/value cache, from which each token looks at all tokens "
             f"before it: such a model is called with whole sequences"
         )
 
     def _local_documents(self, documents: Tensor, inner: Activation) -> Tensor:
         """The documents of the samples and tokens that this rank computes."""
-        user = self.parallel.regions.user
+        user = self.parallel.regions.whole
         source, target = Layout((user.batch, user.tokens)), Layout((inner.batch, inner.tokens))
-        return run(Route.of(moves(source, target), self.context).forward, documents).wait()
+        return run(MovePlan.of(moves(source, target), self.context).forward, documents).wait()
 
     def _attend_over_sequence_ranks(
         self,
@@ -193,14 +193,14 @@ class Attention(Layer):
         assert sequence is not None
         assert positions is not None
         if mask is not None:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: a mask over whole sequences, but parallel.sequence splits them over "
                 f"{sequence.num_shards} ranks: pass documents [batch, tokens], the number of the document that each "
                 f"token belongs to (with padding as a document of its own)"
             )
         rate = self._dropout_rate()
         if rate:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: dropout = {rate} of attention weights is not there under parallel.sequence: "
                 f"set it to 0, or put dropout behind the attention"
             )
@@ -236,7 +236,7 @@ class Attention(Layer):
         if isinstance(self.dropout, nn.Identity):
             return 0.0
         if not isinstance(self.dropout, Dropout):
-            raise refusal(
+            raise located_error(
                 f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
                 f"torch's kernel, which takes a rate: use colossus.layers.Dropout(p), or nn.Identity() for none"
             )

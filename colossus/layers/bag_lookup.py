@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.error_place import located_error
 from colossus.layers.lookup import look_up_wide
 from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import distinct_rows
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 BagMode = Literal["sum", "mean", "max"]
@@ -106,21 +106,21 @@ def _starts(ids: Tensor, offsets: Tensor | None, include_last_offset: bool, titl
     """The offsets of ids that are flattened."""
     if ids.dim() == 2:
         if offsets is not None:
-            raise refusal(f"{title}: ids [bags, n] = {tuple(ids.shape)} are bags already, so leave offsets out")
+            raise located_error(f"{title}: ids [bags, n] = {tuple(ids.shape)} are bags already, so leave offsets out")
         return torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     if ids.dim() != 1:
-        raise refusal(f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n], nor [t] with offsets")
+        raise located_error(f"{title}: ids have shape {tuple(ids.shape)}, not [bags, n], nor [t] with offsets")
     if offsets is None or offsets.dim() != 1:
         given = "none" if offsets is None else f"of shape {tuple(offsets.shape)}"
-        raise refusal(f"{title}: ids [t] = [{len(ids)}] need offsets [bags], but there are {given}")
+        raise located_error(f"{title}: ids [t] = [{len(ids)}] need offsets [bags], but there are {given}")
     if offsets.is_floating_point() or offsets.dtype == torch.bool:
-        raise refusal(f"{title}: offsets are {offsets.dtype}, not integers")
+        raise located_error(f"{title}: offsets are {offsets.dtype}, not integers")
     if include_last_offset and not len(offsets):
-        raise refusal(f"{title}: include_last_offset wants offsets [bags + 1], but they are empty")
+        raise located_error(f"{title}: include_last_offset wants offsets [bags + 1], but they are empty")
     if offsets.device.type == "cpu" and len(offsets):
         first, last = int(offsets[0]), int(offsets[-1])
         if first or last > len(ids) or bool((offsets.diff() < 0).any()):
-            raise refusal(
+            raise located_error(
                 f"{title}: offsets say where bags begin in ids, ascending from 0, at most {len(ids)}; they are "
                 f"{_shown(offsets)}. Microbatches and tensor ranks take samples along dim 0, which cannot be done with "
                 f"offsets: give ids [bags, n], filled up with padding_idx"
@@ -132,9 +132,9 @@ def _flat_weights(ids: Tensor, weights: Tensor | None, mode: str, title: str) ->
     if weights is None:
         return None
     if mode != "sum":
-        raise refusal(f"{title}: per_sample_weights are there with mode 'sum' only, not {mode!r}")
+        raise located_error(f"{title}: per_sample_weights are there with mode 'sum' only, not {mode!r}")
     if weights.shape != ids.shape:
-        raise refusal(
+        raise located_error(
             f"{title}: per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}: one for each"
         )
     return weights.reshape(-1)

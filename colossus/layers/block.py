@@ -25,7 +25,7 @@ class TransformerBlock(Layer):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Input and output [batch, tokens, hidden_size]; the output has the layout of the input. A plain tensor gives a plain
-    tensor; between ``to_outer`` and ``to_user`` activations stay split as the mode splits them.
+    tensor; between ``to_residual`` and ``to_whole`` activations stay split as the mode splits them.
 
     Args:
         norm, mlp: names in `colossus.registry.NORMS` and `MLPS`; what they stand for is in `colossus.layers.kinds`.
@@ -77,10 +77,10 @@ class TransformerBlock(Layer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         token_dim = require_sequences(x, self)
-        shard, activation, output_layout = unwrap(x, self.parallel)
+        shard, activation, return_layout = unwrap(x, self.parallel)
         documents = None if documents is None else local(documents)
         shard = self.apply_local(shard, activation, mask, documents)
-        return wrap(shard, activation, output_layout, self.parallel, token_dim=token_dim)
+        return wrap(shard, activation, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(
         self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from colossus.context.parallel_context import ParallelContext
+from colossus.error_place import located_error
 from colossus.layers.activation_checkpoint import KINDS, checkpoint
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.refusal import refusal
 
 #: bytes of a buffer whose copy is always kept
 _SMALL = 1 << 16
@@ -32,11 +32,11 @@ def checkpoint_module(module: nn.Module, kind: str, context: ParallelContext, *,
         ValueError: for another kind, for a module that is checkpointed already, and for one that has no forward.
     """
     if kind not in KINDS:
-        raise refusal(f"activation checkpointing {kind!r}: use 'none', 'full' or 'selective'")
+        raise located_error(f"activation checkpointing {kind!r}: use 'none', 'full' or 'selective'")
     if is_checkpointed(module):
-        raise refusal(f"{type(module).__name__}: its activations are checkpointed already; once is enough")
+        raise located_error(f"{type(module).__name__}: its activations are checkpointed already; once is enough")
     if not has_forward(module):
-        raise refusal(
+        raise located_error(
             f"{type(module).__name__} has no forward, so that it is never called, only what it holds: checkpoint the "
             f"modules in it"
         )

@@ -17,13 +17,13 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from colossus.error_place import located_error
 from colossus.layers.checkpointed_forward import is_checkpointed
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
-from colossus.layers.sharded import move, to_user, unwrap, wrap
+from colossus.layers.sharded import move, to_whole, unwrap, wrap
 from colossus.layers.token_dim import TokenDim
 from colossus.layout.activation import Activation
-from colossus.refusal import refusal
 
 _CALL = nn.Module.__call__
 
@@ -31,7 +31,7 @@ _CALL = nn.Module.__call__
 def computes_as_ours(module: nn.Module) -> bool:
     """Whether ``module`` is a layer of ours whose ``forward`` nobody has overridden or replaced.
 
-    Such a layer understands split activations; anything else is right on activations in the user layout.
+    Such a layer understands split activations; anything else is right on activations in the whole layout.
     """
     if not isinstance(module, Layer) or ("forward" in module.__dict__ and not is_checkpointed(module)):
         return False
@@ -69,7 +69,7 @@ def run_child(
 ) -> Any:
     """``parent.<name>(x)`` of a plain local tensor laid out as ``source``, returned as ``target``.
 
-    A child that is no layer of ours, or whose ``forward`` is overridden, is called with x in the user layout.
+    A child that is no layer of ours, or whose ``forward`` is overridden, is called with x in the whole layout.
 
     Args:
         parent: has a `ModelParallel` as ``parallel``.
@@ -89,12 +89,12 @@ def run_child(
     parallel: ModelParallel = parent.parallel  # type: ignore[assignment]
     marked = wrap(x, source, target, parallel, token_dim=_token_dim(x, parallel))
     if not ours:
-        marked = to_user(marked)
+        marked = to_whole(marked)
     out = child(marked, **{key: value for key, value in more.items() if value is not None})
     if outputs is None:
         return _local(parent, name, out, target)
     if not isinstance(out, tuple | list) or len(out) != outputs:
-        raise refusal(
+        raise located_error(
             f"{_title(parent)}: its {name} ({type(child).__name__}) returned {_kind(out)}; it must return {outputs} "
             f"tensors, as the Linear(.., {{name: size, ..}}) does that was there"
         )
@@ -103,7 +103,7 @@ def run_child(
 
 def _local(parent: nn.Module, name: str, out: Any, target: Activation) -> Tensor:
     if not isinstance(out, Tensor):
-        raise refusal(
+        raise located_error(
             f"{_title(parent)}: its {name} ({type(getattr(parent, name)).__name__}) returned {_kind(out)}; a tensor is "
             f"needed"
         )
@@ -111,7 +111,7 @@ def _local(parent: nn.Module, name: str, out: Any, target: Activation) -> Tensor
 
 
 def to_local(x: Tensor, target: Activation, parallel: ModelParallel) -> Tensor:
-    """An activation in any layout, a plain one in the user layout, as a plain local tensor laid out as ``target``."""
+    """An activation in any layout, a plain one in the whole layout, as a plain local tensor laid out as ``target``."""
     local, reached, _ = unwrap(x, parallel)
     return move(local, reached, target, parallel.context)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from colossus.construct.init import Normal
 from colossus.context.precision import LOW
+from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import require_sequences
@@ -14,7 +15,6 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
 
 
 class ClassToken(Layer):
@@ -34,7 +34,7 @@ class ClassToken(Layer):
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        features = self.parallel.regions.outer.features
+        features = self.parallel.regions.residual.features
         if features and hidden_size % self.context.size(features):
             features = ()
         self.layout = Layout((features,))
@@ -43,9 +43,9 @@ class ClassToken(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         token_dim = require_sequences(x, self)
-        shard, activation, output_layout = unwrap(x, self.parallel)
+        shard, activation, return_layout = unwrap(x, self.parallel)
         y = self.apply_local(shard, activation)
-        return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
@@ -57,14 +57,14 @@ class ClassToken(Layer):
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if x.dim() != 3:
-            raise refusal(f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size]")
+            raise located_error(f"{self.title}: x has shape {tuple(x.shape)}; it takes [batch, tokens, hidden_size]")
         if activation.tokens:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: tokens are split over {','.join(activation.tokens)}, of which one rank alone has the "
-                f"first; put it where they are whole: behind colossus.layers.to_user, or before to_outer"
+                f"first; put it where they are whole: behind colossus.layers.to_whole, or before to_residual"
             )
         if activation.features not in ((), *self.layout.dims):
-            raise refusal(
+            raise located_error(
                 f"{self.title}: features are split over {','.join(activation.features)} (local shape "
                 f"{tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
             )

@@ -14,9 +14,9 @@ from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.matmul import bias_gradient
 from colossus.tensor_parallel.panels import flat
-from colossus.tensor_parallel.weight_store import WeightStore
 
 
 class DeferredWgrad(TorchFunctionMode):
@@ -26,7 +26,7 @@ class DeferredWgrad(TorchFunctionMode):
     than a parameter (by a parametrization, say) gets its gradient in the ordinary backward.
     """
 
-    def __init__(self, weights: WeightStore) -> None:
+    def __init__(self, weights: GatheredWeights) -> None:
         super().__init__()
         self._weights = weights
 
@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: WeightStore) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weights: GatheredWeights) -> Tensor:
         save_for_backward(ctx, x, weight)
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
         if product_dtype(x) is not None:  # not left to autocast, which would keep a cast that has no gradient

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from colossus.comm.early_save import is_hooked
+from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import ShardedActivation, unwrap, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layout.activation import Activation
-from colossus.refusal import refusal
 
 
 class Dropout(Layer):
@@ -29,16 +29,16 @@ class Dropout(Layer):
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
-            raise refusal(f"Dropout: p = {p} is not in [0, 1)")
+            raise located_error(f"Dropout: p = {p} is not in [0, 1)")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        local, activation, output_layout = unwrap(x, self.parallel)
+        local, activation, return_layout = unwrap(x, self.parallel)
         num_features = x.num_features if isinstance(x, ShardedActivation) else None
         y = self.apply_local(local, activation)
-        return wrap(y, activation, output_layout, self.parallel, num_features, tokens_of(x))
+        return wrap(y, activation, return_layout, self.parallel, num_features, tokens_of(x))
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if not self.training or self.p == 0.0:

@@ -15,6 +15,7 @@ from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
 from colossus.construct.init import Normal, ZeroRow
 from colossus.context.precision import LOW, Precision
+from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.lookup import look_up
 from colossus.layers.sharded import move, unwrap, wrap
@@ -26,11 +27,10 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.route import BoundMove, Route, run
-from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.move_plan import BoundCollective, MovePlan, run
 
 
 class Embedding(Layer):
@@ -49,7 +49,7 @@ class Embedding(Layer):
             divide, and cannot be tied to a head, which needs all rows.
 
     Shape:
-        ids [..] in the user layout, output [.., embedding_dim].
+        ids [..] in the whole layout, output [.., embedding_dim].
 
     Raises:
         ValueError: for an embedding_dim that does not divide, and for ids outside the vocabulary (checked on CPU; a
@@ -78,13 +78,13 @@ class Embedding(Layer):
         looked_up = self._lookup_layout(self.sharding) if self.sharding else self.split_between_blocks(embedding_dim)
         layout = self.sharding.weight if self.sharding else Layout(((), looked_up.features))
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
-        self._routes: dict[tuple[Activation, int], _LookupRoutes] = {}
+        self._move_plans: dict[tuple[Activation, int], _LookupRoutes] = {}
         self._target: Activation | None = None
         self._looked_up = looked_up
         self.decide_gradients(self.weight, looked_up)
 
     def forward(self, ids: Tensor) -> Tensor:
-        target = self._target or self.parallel.regions.user
+        target = self._target or self.parallel.regions.whole
         if self.sharding is not None and ids.dim() == 0:  # as a batch of one
             return self.forward(ids.unsqueeze(0)).squeeze(0)
         y = self.apply_local(local(ids), target)
@@ -109,9 +109,9 @@ class Embedding(Layer):
             return move(rows, self._looked_up, target, self.context)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
-        routes = self._routes.get((target, ndim))
+        routes = self._move_plans.get((target, ndim))
         if routes is None:
-            routes = self._routes[target, ndim] = self._make_routes(self.sharding, target, ndim)
+            routes = self._move_plans[target, ndim] = self._make_routes(self.sharding, target, ndim)
         local_ids = run(routes.ids, ids).wait()
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             return _Lookup.apply(local_ids, self.weight, self.padding_idx, routes)
@@ -124,11 +124,11 @@ class Embedding(Layer):
     def _make_routes(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupRoutes:
         self.check_stored(self.weight, sharding.weight)
         looked_up, rows = self._lookup_layout(sharding), sharding.y.rows()
-        user = self.parallel.regions.user.rows()
+        user = self.parallel.regions.whole.rows()
         return _LookupRoutes(
-            ids=Route.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
-            w=Route.of(moves(sharding.weight, sharding.gathered_weight), self.context),
-            y=Route.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
+            ids=MovePlan.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
+            w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context),
+            y=MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
             weights=self.parallel.weights,
             precision=self.context.precision,
             vocabulary_shard=self.context.index(sharding.y.features) if sharding.y.features else 0,
@@ -153,7 +153,7 @@ def vocabulary_sharding(layer: Layer, hidden_size: int, vocabulary: int) -> Matm
     if isinstance(chosen, MatmulSharding):
         return chosen
     problems = "; ".join(str(replace(size, name="its hidden size")) for size in chosen)
-    raise refusal(
+    raise located_error(
         f"{type(layer).__name__} of {vocabulary} x {hidden_size} under parallel.tensor.mode = "
         f"{layer.parallel.mode.name}: {problems}"
     )
@@ -174,10 +174,10 @@ class _LookupRoutes:
         vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
     """
 
-    ids: tuple[BoundMove, ...]
-    w: Route
-    y: Route
-    weights: WeightStore
+    ids: tuple[BoundCollective, ...]
+    w: MovePlan
+    y: MovePlan
+    weights: GatheredWeights
     precision: Precision
     vocabulary_shard: int
 
@@ -252,9 +252,9 @@ class PositionEmbedding(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         token_dim = require_sequences(x, self)
-        shard, activation, output_layout = unwrap(x, self.parallel)
+        shard, activation, return_layout = unwrap(x, self.parallel)
         y = self.apply_local(shard, activation)
-        return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         if activation not in self._seen:
@@ -273,7 +273,7 @@ class PositionEmbedding(Layer):
         seen = info.cache.seen if info.cache is not None else 0
         total = seen + (info.num_tokens or count * num_shards)
         if total > self.num_positions:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: a sequence of {total} tokens, but only {self.num_positions} positions: cut the "
                 f"sequences, or make it for {total} or more (seq_len of the model, num_positions of the layer)"
             )
@@ -285,7 +285,7 @@ class PositionEmbedding(Layer):
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.features not in ((), *self.layout.dims[1:]):
-            raise refusal(
+            raise located_error(
                 f"{self.title}: it adds positions where features are split over {','.join(activation.features)} (local "
                 f"shape {tuple(x.shape)}), inside of a column/row pair: put it before the pair, or behind it"
             )
@@ -298,7 +298,7 @@ def check_range(ids: Tensor, size: int, what: str) -> None:
     if ids.device.type == "cpu" and ids.numel():
         low, high = torch.aminmax(ids)
         if int(low) < 0 or int(high) >= size:
-            raise refusal(
+            raise located_error(
                 f"{what} range over {int(low)}..{int(high)}, outside the vocabulary 0..{size - 1}: the model's "
                 f"vocab_size must be that of the tokenizer that made them (padding is an id of its own in it, or -100 "
                 f"in labels)"

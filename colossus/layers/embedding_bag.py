@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from colossus.construct.init import Normal, ZeroRow
+from colossus.error_place import located_error
 from colossus.layers.bag_lookup import BagMode, embedding_bag
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
@@ -18,7 +19,6 @@ from colossus.layers.tokens import local
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import activation_dtype
 
 
@@ -34,7 +34,7 @@ class EmbeddingBag(Layer):
         device: accepted as torch does, and ignored: the table is made on the device of the context.
 
     Shape:
-        ids [bags, n], or [t] with offsets [bags], in the user layout; output [bags, embedding_dim].
+        ids [bags, n], or [t] with offsets [bags], in the whole layout; output [bags, embedding_dim].
         Where an engine splits a batch into microbatches, or over tensor ranks, it does so along dim 0: bags of unlike
         lengths come as [bags, n], filled up with ``padding_idx``.
 
@@ -60,13 +60,15 @@ class EmbeddingBag(Layer):
     ) -> None:
         super().__init__()
         if max_norm is not None or scale_grad_by_freq:
-            raise refusal("EmbeddingBag: max_norm and scale_grad_by_freq are not there; leave them out")
+            raise located_error("EmbeddingBag: max_norm and scale_grad_by_freq are not there; leave them out")
         if mode not in ("sum", "mean", "max"):
-            raise refusal(f"EmbeddingBag: mode = {mode!r} is none of 'sum', 'mean', 'max'")
+            raise located_error(f"EmbeddingBag: mode = {mode!r} is none of 'sum', 'mean', 'max'")
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
-                raise refusal(f"EmbeddingBag: padding_idx = {padding_idx} is outside a table of {num_embeddings} rows")
+                raise located_error(
+                    f"EmbeddingBag: padding_idx = {padding_idx} is outside a table of {num_embeddings} rows"
+                )
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.mode, self.sparse, self.include_last_offset = mode, sparse, include_last_offset
@@ -78,7 +80,7 @@ class EmbeddingBag(Layer):
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         token_dim = require_whole_bags(ids, offsets, self.title)
-        ids, user = local(ids), self.parallel.regions.user
+        ids, user = local(ids), self.parallel.regions.whole
         if (rows := row_source(self.weight)) is not None:
             rows.require_ids(ids)
         else:
@@ -111,7 +113,7 @@ def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> Token
     """`tokens_of` the bags, of which a rank must have whole ones."""
     token_dim = tokens_of(ids)
     if (token_dim is not None and (ids.dim() != 2 or token_dim.dim != 0)) or tokens_of(offsets) is not None:
-        raise refusal(
+        raise located_error(
             f"{title}: under parallel.sequence a rank has a part of the tokens, and so of each bag: a bag may be made "
             f"of what belongs to one token, as ids [tokens, n], but not of tokens"
         )

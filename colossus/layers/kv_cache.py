@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 
 @dataclass
@@ -54,7 +54,7 @@ class KeyValueCache:
         self._rows.clear()
         for layer, calls in self._held.items():
             if any(held.length != self.seen for held in calls):
-                raise refusal(
+                raise located_error(
                     f"{_title(layer)}: the model has seen {self.seen} tokens, this attention "
                     f"{', '.join(str(held.length) for held in calls)}: with a key/value cache every attention is "
                     f"called with all tokens of a forward, in the same order each time"
@@ -121,7 +121,7 @@ class KeyValueCache:
         stop = self.seen + key.shape[-2]
         if held is None:
             if self.seen:
-                raise refusal(
+                raise located_error(
                     f"{_title(layer)}: it is called for the first time, or once more "
                     f"than before, after {self.seen} tokens were seen: with a key/value cache every forward calls it "
                     f"equally often"
@@ -129,7 +129,7 @@ class KeyValueCache:
             held = _Held(self._room_for(key, stop), self._room_for(value, stop))
             calls.append(held)
         elif held.keys.shape[:2] != key.shape[:2]:
-            raise refusal(
+            raise located_error(
                 f"{_title(layer)}: {key.shape[0]} samples with {key.shape[1]} key/value heads, but its cache is of "
                 f"{held.keys.shape[0]} with {held.keys.shape[1]}: a batch keeps its samples"
             )

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from colossus.construct import allocate
 from colossus.construct.named_module import NamedModule
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.error_place import located_error
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
-from colossus.refusal import refusal
 
 
 class Layer(NamedModule):
@@ -59,7 +59,7 @@ class Layer(NamedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the routes, which hold process groups, and are made anew when they are needed."""
-        return {name: {} if name == "_routes" else value for name, value in vars(self).items()}
+        return {name: {} if name == "_move_plans" else value for name, value in vars(self).items()}
 
     @property
     def context(self) -> ParallelContext:
@@ -112,14 +112,14 @@ class Layer(NamedModule):
             spec.is_decided = True
 
     def split_between_blocks(self, num_features: int) -> Activation:
-        """An activation in the user layout, but with features split as between blocks; whole where they do not divide.
+        """An activation in the whole layout, but with features split as between blocks; whole where they do not divide.
 
         What has a row for each id, position or class meets this one: its rows are whole, its columns split alike.
         """
-        features = self.parallel.regions.outer.features
+        features = self.parallel.regions.residual.features
         if features and num_features % self.context.size(features):
             features = ()
-        return replace(self.parallel.regions.user, features=features)
+        return replace(self.parallel.regions.whole, features=features)
 
     def check_stored(self, weight: nn.Parameter, layout: Layout) -> None:
         """Check that a weight has the layout that this layer expects; one tied by assignment may have another.
@@ -129,7 +129,7 @@ class Layer(NamedModule):
         """
         spec = spec_of(weight)
         if spec.layout != layout:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: its weight is stored as {spec.layout}, but this layer stores it as {layout}. A weight "
                 f"that several layers share must be made by one: LMHead(hidden_size, vocab_size, tied_to=embedding) "
                 f"ties a head to an embedding in every mode"

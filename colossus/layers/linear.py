@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.construct.init import torch_linear
+from colossus.error_place import located_error
 from colossus.layers.children import computes_as_ours
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
@@ -19,11 +20,10 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, copies_along, rows_of
-from colossus.refusal import refusal
-from colossus.tensor_parallel.choice import unsharded
-from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
+from colossus.tensor_parallel.choose_sharding import unsharded
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.route import Route
+from colossus.tensor_parallel.move_plan import MovePlan
 from colossus.tensor_parallel.weight_group import GroupedWeight
 
 SPLITS = (None, "column", "row")
@@ -75,7 +75,7 @@ class Linear(Layer):
     ) -> None:
         super().__init__()
         if split not in SPLITS:
-            raise refusal(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
+            raise located_error(f"Linear: split = {split!r}; use None (alone), 'column' or 'row'")
         fused = isinstance(out_features, Mapping)
         outputs = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.outputs: dict[str, int] = {name: operator.index(size) for name, size in outputs.items()}
@@ -106,12 +106,12 @@ class Linear(Layer):
             if bias
             else None
         )
-        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.user,) * 2
+        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.whole,) * 2
         self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
         ways = self.context.size(features) if features else 1
         self.local_outputs = [out // ways for out in self._computed_outputs().values()]
-        self._routes: dict[tuple[Activation, Activation, int], MatmulRoutes] = {}
+        self._move_plans: dict[tuple[Activation, Activation, int], MatmulPlans] = {}
 
     def _computed_outputs(self) -> dict[str, int]:
         """The outputs as the ranks compute them, with all copies."""
@@ -134,7 +134,7 @@ class Linear(Layer):
             return chosen
         if self.split is None:
             return unsharded(shardings.regions)
-        raise refusal(
+        raise located_error(
             f"Linear({self.in_features}, {self.out_features}, split={self.split!r}) under parallel.tensor.mode = "
             f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}; or take split=None"
         )
@@ -145,12 +145,12 @@ class Linear(Layer):
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
         token_dim = require_features_last(x, self)
-        local, source, output_layout = unwrap(x, self.parallel)
-        target = self.parallel.regions.inner if self.split == "column" else output_layout
+        local, source, return_layout = unwrap(x, self.parallel)
+        target = self.parallel.regions.inner if self.split == "column" else return_layout
         y = self.apply_local(local, source, target)
         if not self.is_fused:
-            return wrap(y, target, output_layout, self.parallel, token_dim=token_dim)
-        return tuple(wrap(output, target, output_layout, self.parallel, token_dim=token_dim) for output in y)
+            return wrap(y, target, return_layout, self.parallel, token_dim=token_dim)
+        return tuple(wrap(output, target, return_layout, self.parallel, token_dim=token_dim) for output in y)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
         """The product of a plain local tensor laid out as ``source``, returned as ``target``: what blocks call."""
@@ -159,9 +159,9 @@ class Linear(Layer):
                 return self._one_by_one(x)
             return self._outputs(F.linear(x, self.weight, self.bias))
         key = (source, target, x.dim())
-        routes = self._routes.get(key)
+        routes = self._move_plans.get(key)
         if routes is None:
-            routes = self._routes[key] = self._make_routes(*key)
+            routes = self._move_plans[key] = self._make_routes(*key)
         try:
             y = matmul(x, self.weight, self.bias, routes)
         except (ValueError, RuntimeError) as error:
@@ -189,16 +189,16 @@ class Linear(Layer):
 
     @property
     def grouped_weight(self) -> GroupedWeight:
-        """The weight with its route, to be coalesced with others."""
+        """The weight with its plan, to be coalesced with others."""
         assert self.sharding is not None
         gather = moves(self.sharding.weight, self.sharding.gathered_weight)
-        return GroupedWeight(self.weight, Route.of(gather, self.context, self._local_rows()))
+        return GroupedWeight(self.weight, MovePlan.of(gather, self.context, self._local_rows()))
 
     def _local_rows(self) -> list[int]:
         """Of a fused linear, the rows of each output in the local weight."""
         return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
 
-    def _make_routes(self, source: Activation, target: Activation, ndim: int) -> MatmulRoutes:
+    def _make_routes(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
         assert self.sharding is not None
         self.check_stored(self.weight, self.sharding.weight)
         return matmul_routes(

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from colossus.construct.init import Constant
+from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
-from colossus.layers.sharded import move, to_user, unwrap, wrap
+from colossus.layers.sharded import move, to_whole, unwrap, wrap
 from colossus.layers.token_dim import tokens_of
-from colossus.refusal import refusal
 
 
 class LoRALinear(Layer):
@@ -37,13 +37,13 @@ class LoRALinear(Layer):
     def __init__(self, base: Linear, rank: int, alpha: float | None = None) -> None:
         super().__init__()
         if not isinstance(base, Linear):
-            raise refusal(
+            raise located_error(
                 f"LoRALinear around a {type(base).__module__}.{type(base).__qualname__}: it takes a "
                 f"colossus.layers.Linear; put one in its place, or adapt it with plain torch outside of a pair"
             )
         self.base, self.rank = base.requires_grad_(False), operator.index(rank)
         if self.rank < 1:
-            raise refusal(f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more")
+            raise located_error(f"LoRALinear: rank = {rank}; it is the inner size of a product, 1 or more")
         self.scale = 1.0 if alpha is None else alpha / self.rank
         self.is_fused = base.is_fused
         outputs: Any = base.outputs if base.is_fused else base.out_features
@@ -63,7 +63,7 @@ class LoRALinear(Layer):
 
     def forward(self, x: Tensor) -> Any:
         y = self.base(x)
-        thin = to_user(self.first(x if isinstance(self.first, Linear) else to_user(x)))
+        thin = to_whole(self.first(x if isinstance(self.first, Linear) else to_whole(x)))
         added = self.second(thin if self.scale == 1.0 else thin * self.scale)
         if self.is_fused:
             return tuple(self._sum(one, other) for one, other in zip(y, added, strict=True))
@@ -71,12 +71,12 @@ class LoRALinear(Layer):
 
     def _sum(self, y: Tensor, added: Tensor) -> Tensor:
         """In the layout of y."""
-        local, target, output_layout = unwrap(y, self.parallel)
+        local, target, return_layout = unwrap(y, self.parallel)
         other, source, _ = unwrap(added, self.parallel)
         if source == target:
             return y + added
         moved = move(other, source, target, self.context)
-        return wrap(local + moved, target, output_layout, self.parallel, token_dim=tokens_of(y))
+        return wrap(local + moved, target, return_layout, self.parallel, token_dim=tokens_of(y))
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}"

@@ -28,9 +28,9 @@ class _ColumnRowPair(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         token_dim = require_features_last(x, self)
-        local, source, output_layout = unwrap(x, self.parallel)
-        y = self.apply_local(local, source, output_layout)
-        return wrap(y, output_layout, output_layout, self.parallel, token_dim=token_dim)
+        local, source, return_layout = unwrap(x, self.parallel)
+        y = self.apply_local(local, source, return_layout)
+        return wrap(y, return_layout, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.parallel.regions.inner

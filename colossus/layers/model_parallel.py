@@ -12,9 +12,9 @@ from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
-from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.choose_sharding import Shardings
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import Regions, TensorMode
-from colossus.tensor_parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ModelParallel:
     mode: type[TensorMode]
     regions: Regions
     shardings: Shardings | None
-    weights: WeightStore
+    weights: GatheredWeights
     sequence: SequenceSplit | None
     batch_scope: BatchScope = field(default_factory=BatchScope)
 
@@ -73,7 +73,7 @@ def _model_parallel(context: ParallelContext) -> ModelParallel:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
     inputs = Activation(batch=nontrivial(context.grid.axes("data")), tokens=nontrivial(context.grid.axes("sequence")))
-    weights = WeightStore(options.weight_scope, coalesce=options.coalesce, precision=context.precision)
+    weights = GatheredWeights(options.weight_scope, coalesce=options.coalesce, precision=context.precision)
     sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
     if context.size("tensor") == 1:
         return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)

@@ -20,13 +20,13 @@ from colossus.comm.first_order import first_order
 from colossus.construct.init import Constant
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
+from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
@@ -50,9 +50,9 @@ class _Norm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         token_dim = require_features_last(x, self, len(self.normalized_shape))
-        local, activation, output_layout = unwrap(x, self.parallel)
+        local, activation, return_layout = unwrap(x, self.parallel)
         y = self.apply_local(local, activation)
-        return wrap(y, activation, output_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
 
     def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
         """The norm of a plain local tensor laid out as ``activation``."""
@@ -66,10 +66,10 @@ class _Norm(Layer):
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.tokens and len(self.normalized_shape) > 1:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: it normalizes over the tokens too, which are split over "
                 f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
-                f"colossus.layers.to_user(x) before it"
+                f"colossus.layers.to_whole(x) before it"
             )
         self.record_uses(activation)
         self._seen.add(activation)
@@ -81,7 +81,7 @@ class _Norm(Layer):
         if tuple(found) != self.normalized_shape:
             sizes = (" x ".join(map(str, each)) for each in (self.normalized_shape, found))
             mine, given = sizes
-            raise refusal(
+            raise located_error(
                 f"{self.title}: it normalizes {mine} features, but its input has {given}: make it "
                 f"{type(self).__name__}({given.replace(' x', ',')}), or call it on what it was made for"
             )

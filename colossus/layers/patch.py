@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples
+from colossus.error_place import located_error
 from colossus.layers.linear import Linear
 from colossus.layout.parameter import Initializer
-from colossus.refusal import refusal
 
 
 class PatchEmbedding(Linear):
@@ -49,7 +49,7 @@ class PatchEmbedding(Linear):
         high, wide = patch_size if isinstance(patch_size, tuple) else (patch_size, patch_size)
         for what, size in (("in_channels", in_channels), ("hidden_size", hidden_size), ("patch_size", min(high, wide))):
             if size < 1:
-                raise refusal(f"PatchEmbedding: {what} = {size} is not a positive number")
+                raise located_error(f"PatchEmbedding: {what} = {size} is not a positive number")
         # Linear's own values are Conv2d's: both draw within 1/sqrt(fan-in), weight and bias
         super().__init__(in_channels * high * wide, hidden_size, bias, dtype=dtype, init=init, bias_init=bias_init)
         self.in_channels, self.hidden_size, self.patch_size = in_channels, hidden_size, (high, wide)
@@ -60,7 +60,7 @@ class PatchEmbedding(Linear):
     def patches(self, images: Tensor) -> Tensor:
         """[batch, channels, height, width] -> [batch, patches, channels * patch height * patch width]."""
         if images.dim() != 4 or images.shape[1] != self.in_channels:
-            raise refusal(
+            raise located_error(
                 f"{self.title}: images have shape {tuple(images.shape)}; [batch, channels, height, width] with "
                 f"{self.in_channels} channels are taken"
             )
@@ -68,7 +68,7 @@ class PatchEmbedding(Linear):
         for name, size, side in (("height", images.shape[2], high), ("width", images.shape[3], wide)):
             if size % side or not size:
                 near = either(nearest_multiples(size, side))
-                raise refusal(f"{self.title}: {name} {size} does not divide into patches of {side}; use {near}")
+                raise located_error(f"{self.title}: {name} {size} does not divide into patches of {side}; use {near}")
         patches = images.unflatten(3, (-1, wide)).unflatten(2, (-1, high))  # [b, c, rows, high, columns, wide]
         return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 

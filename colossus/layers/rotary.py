@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from colossus.error_place import located_error
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.refusal import refusal
 
 _Key = tuple[int, torch.dtype, torch.device]
 
@@ -25,9 +25,9 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: RotaryScaling | None = None) -> None:
         super().__init__()
         if head_dim % 2:
-            raise refusal(f"rotary positions need an even head size, not {head_dim}")
+            raise located_error(f"rotary positions need an even head size, not {head_dim}")
         if not base > 1:
-            raise refusal(f"rotary positions: base = {base} is not above 1 (10000 is common)")
+            raise located_error(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
         self._kind = f"rotary {head_dim} {base} {scaling}"
         self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from colossus.error_place import located_error
 from colossus.layers.host_memory import from_host, is_weight, to_host
-from colossus.refusal import refusal
 from colossus.sequence_parallel.ring import RING_ATTENTION
 
 _c10d = torch.ops._c10d_functional
@@ -77,7 +77,7 @@ class _Kept:
 
     def get(self, func: Any) -> Tensor:
         if isinstance(self._kept, Tensor) and self._kept._version != self._version:
-            raise refusal(
+            raise located_error(
                 f"selective activation checkpointing keeps the result of {func}, but it is changed in place "
                 f"afterwards, so that backward would compute with another one. nn.ReLU(inplace=True) behind it does "
                 f"that: take what makes a new tensor. nn.LSTM, nn.GRU and nn.RNN do it inside of themselves: take "
@@ -140,7 +140,7 @@ class _GiveBack(TorchDispatchMode):
         if not _is_saved(func, args, kwargs):
             return func(*args, **kwargs)
         if not self._kept[func]:
-            raise refusal(
+            raise located_error(
                 f"selective activation checkpointing has no result of {func} any more: the recomputation calls it more "
                 f"often than the forward did, or backward runs twice (retain_graph=True), which type 'full' allows"
             )

@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.parallel_context import ParallelContext, current_context
+from colossus.error_place import located_error
 from colossus.layers.model_parallel import ModelParallel, model_parallel_of
 from colossus.layers.pointwise import is_pointwise
 from colossus.layers.token_dim import TokenDim, tokens_of
 from colossus.layers.tokens import local, with_tokens
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
-from colossus.refusal import refusal
 
 
 class SplitTensor(Tensor):
@@ -37,13 +37,13 @@ class ShardedActivation(SplitTensor):
 
     Attributes:
         activation: how it is split.
-        output_layout: the layout in which a row linear returns its output.
+        return_layout: the layout in which a row linear returns its output.
         num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
-        token_dim: of the tensor in the user layout, where it holds a sequence rank's tokens; else None.
+        token_dim: of the tensor in the whole layout, where it holds a sequence rank's tokens; else None.
     """
 
     activation: Activation
-    output_layout: Activation
+    return_layout: Activation
     parallel: ModelParallel
     num_features: int | None
     token_dim: TokenDim | None
@@ -73,7 +73,7 @@ class ShardedActivation(SplitTensor):
         is_own_view = func is Tensor.view_as and args[0] is args[1]
         with torch._C.DisableTorchFunctionSubclass():
             if not is_own_view and not is_pointwise(func, args, kwargs):
-                raise refusal(_refusal(name, first))
+                raise located_error(_refusal(name, first))
             _check_operands(name, first, (*args, *kwargs.values()))
             out = func(*args, **kwargs)
         if isinstance(out, tuple):
@@ -92,14 +92,14 @@ class ShardedActivation(SplitTensor):
 
     def _like_of(self) -> Callable[[Tensor], Tensor]:
         """`_like`, without holding this tensor: a hook of its own would keep it alive."""
-        how = self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim
+        how = self.activation, self.return_layout, self.parallel, self.num_features, self.token_dim
         return lambda x: wrap(x, *how)
 
     def take_apart(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         return unwrap(self, self.parallel)[0], self._like_of()
 
     def _like(self, x: Tensor) -> Tensor:
-        return wrap(x, self.activation, self.output_layout, self.parallel, self.num_features, self.token_dim)
+        return wrap(x, self.activation, self.return_layout, self.parallel, self.num_features, self.token_dim)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
@@ -118,14 +118,14 @@ def _check_operands(name: str, first: ShardedActivation, operands: tuple[Any, ..
             continue
         if isinstance(operand, ShardedActivation):
             if operand.activation != first.activation:
-                raise refusal(
+                raise located_error(
                     f"{name}: one operand is split as ({first.activation}), the other as ({operand.activation}); bring "
-                    f"both to one layout with colossus.layers.to_user or to_outer"
+                    f"both to one layout with colossus.layers.to_whole or to_residual"
                 )
         elif operand.dim() > 0 or operand.requires_grad:
-            raise refusal(
+            raise located_error(
                 f"{name}: a plain tensor of shape {tuple(operand.shape)} meets an activation that is split "
-                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_user(x) first, "
+                f"({first.activation}). A plain tensor or parameter is whole: call colossus.layers.to_whole(x) first, "
                 f"or inside of a column/row pair let it come from a colossus.layers.Linear(.., split='column'), whose "
                 f"output is split alike (the second matrix of LoRA, say)"
             )
@@ -146,7 +146,7 @@ def _refusal(name: str, x: ShardedActivation) -> str:
         hint = " colossus.layers.LayerNorm and RMSNorm are right on split features."
     return (
         f"{name} on an activation of which this rank holds a shard ({x.activation}; local shape {tuple(x.shape)}) "
-        f"would give wrong values. Call colossus.layers.to_user(x) before it, or keep to our layers and "
+        f"would give wrong values. Call colossus.layers.to_whole(x) before it, or keep to our layers and "
         f"element-by-element functions between a column and a row linear.{hint}"
     )
 
@@ -171,20 +171,20 @@ _RESHAPING: set[Any] = {getattr(Tensor, n).__get__ for n in ("T", "mT", "H", "mH
 def wrap(
     x: Tensor,
     activation: Activation,
-    output_layout: Activation,
+    return_layout: Activation,
     parallel: ModelParallel,
     num_features: int | None = None,
     token_dim: TokenDim | None = None,
 ) -> Tensor:
-    """``x`` marked with how it is split; in the user layout it is plain, or holds a sequence rank's tokens.
+    """``x`` marked with how it is split; in the whole layout it is plain, or holds a sequence rank's tokens.
 
     Args:
         token_dim: `tokens_of` what it was made of: what holds no tokens, or is whole, gives what holds none.
     """
-    if activation == parallel.regions.user:
+    if activation == parallel.regions.whole:
         return x if token_dim is None else with_tokens(x, token_dim, parallel.context.size("sequence"))
     out = x.as_subclass(ShardedActivation)
-    out.activation, out.output_layout, out.parallel = activation, output_layout, parallel
+    out.activation, out.return_layout, out.parallel = activation, return_layout, parallel
     out.num_features, out.token_dim = num_features, token_dim
     return out
 
@@ -192,23 +192,23 @@ def wrap(
 def refuse_heads(x: Tensor) -> None:
     """Whatever is a part of a tensor, but no `ShardedActivation`, is a rank's heads."""
     if isinstance(x, SplitTensor):
-        raise refusal(
+        raise located_error(
             f"{x!r} meets what takes whole tensors or split features: call colossus.layers.merge_heads(x) first"
         )
 
 
 def unwrap(x: Tensor, parallel: ModelParallel) -> tuple[Tensor, Activation, Activation]:
-    """The plain local tensor, how it is split, and its ``output_layout``. A plain tensor is in the user layout."""
+    """The plain local tensor, how it is split, and its ``return_layout``. A plain tensor is in the whole layout."""
     if isinstance(x, ShardedActivation):
         if x.parallel is not parallel:
-            raise refusal(
+            raise located_error(
                 f"an activation of {x.parallel.context} meets a layer of {parallel.context}: a model belongs to one "
                 f"context; where several are alive, run it inside of `with context:`"
             )
         with torch._C.DisableTorchFunctionSubclass():
-            return x.as_subclass(Tensor), x.activation, x.output_layout
+            return x.as_subclass(Tensor), x.activation, x.return_layout
     refuse_heads(x)
-    return local(x), parallel.regions.user, parallel.regions.user
+    return local(x), parallel.regions.whole, parallel.regions.whole
 
 
 def move(x: Tensor, source: Activation, target: Activation, context: ParallelContext) -> Tensor:
@@ -220,8 +220,8 @@ def move(x: Tensor, source: Activation, target: Activation, context: ParallelCon
     return x
 
 
-def to_user(x: Tensor) -> Tensor:
-    """The activation in the user layout: all features on every rank, gradient complete.
+def to_whole(x: Tensor) -> Tensor:
+    """The activation in the whole layout: all features on every rank, gradient complete.
 
     Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `SplitTokens`).
     """
@@ -230,18 +230,18 @@ def to_user(x: Tensor) -> Tensor:
         return x
     parallel, num_features = x.parallel, x.num_features
     shard, activation, _ = unwrap(x, parallel)
-    user = parallel.regions.user
+    user = parallel.regions.whole
     out = move(shard, activation, user, parallel.context)
     out = out if num_features is None or out.shape[-1] == num_features else out[..., :num_features]
     return wrap(out, user, user, parallel, token_dim=x.token_dim)
 
 
-def to_outer(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
+def to_residual(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
     """The activation in the layout between blocks: called once before a stack of blocks, it saves them all gathers."""
     parallel = parallel or (x.parallel if isinstance(x, ShardedActivation) else model_parallel_of(current_context()))
     token_dim = tokens_of(x)
     shard, activation, _ = unwrap(x, parallel)
-    outer = parallel.regions.outer
+    outer = parallel.regions.residual
     num_features = x.num_features if isinstance(x, ShardedActivation) else None
     out = move(shard, activation, outer, parallel.context)
     if num_features is not None and not outer.features:
@@ -253,16 +253,16 @@ def last_token(x: Tensor) -> Tensor:
     """x [batch, tokens, features], whose tokens no ranks split -> [batch, 1, features], laid out as it was."""
     if not isinstance(x, ShardedActivation):
         return x[:, -1:]
-    shard, activation, output_layout = unwrap(x, x.parallel)
-    return wrap(shard[:, -1:], activation, output_layout, x.parallel, x.num_features, x.token_dim)
+    shard, activation, return_layout = unwrap(x, x.parallel)
+    return wrap(shard[:, -1:], activation, return_layout, x.parallel, x.num_features, x.token_dim)
 
 
 def as_batch_of_one(forward: Callable[[Tensor], Any], x: Tensor) -> Any:
     """A layer's ``forward`` on x [features], as on a batch of one sample on every rank."""
     if isinstance(x, ShardedActivation):
         parallel = x.parallel
-        shard, activation, output_layout = unwrap(x, parallel)
-        x = wrap(shard.unsqueeze(0), activation, output_layout, parallel, x.num_features)
+        shard, activation, return_layout = unwrap(x, parallel)
+        x = wrap(shard.unsqueeze(0), activation, return_layout, parallel, x.num_features)
     else:
         x = x.unsqueeze(0)
     out = forward(x)
@@ -273,5 +273,5 @@ def _first_sample(x: Tensor) -> Tensor:
     if not isinstance(x, ShardedActivation):
         return x.squeeze(0)
     parallel, num_features = x.parallel, x.num_features
-    shard, activation, output_layout = unwrap(x, parallel)
-    return wrap(shard.squeeze(0), activation, output_layout, parallel, num_features)
+    shard, activation, return_layout = unwrap(x, parallel)
+    return wrap(shard.squeeze(0), activation, return_layout, parallel, num_features)

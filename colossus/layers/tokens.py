@@ -11,14 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from colossus.error_place import located_error
 from colossus.layers.pointwise import is_pointwise
 from colossus.layers.token_dim import MixedTokensError, TokenDim, aligned, found, tokens_of
 from colossus.layers.token_rules import RULES
-from colossus.refusal import refusal
 
 
 class SplitTokens(Tensor):
-    """A tensor of a model's user region under ``parallel.sequence``: the rank's part of the tokens, in one of its dims.
+    """A tensor of the whole region under ``parallel.sequence``: the rank's part of the tokens, in one of its dims.
 
     What works on each token by itself keeps it, through views, transposes and products with plain matrices; what
     brings tokens together raises, since a rank has some of them only. A plain tensor beside it is whole.
@@ -57,7 +57,7 @@ class SplitTokens(Tensor):
                 if torch._C._current_graph_task_id() != -1 and not _hooks.are_running:
                     # the backward of a user's own autograd function: its sums are those of a rank's part
                     return func(*_plain(args), **_plain(kwargs))
-                raise refusal(_refusal(name, error, first)) from None
+                raise located_error(_refusal(name, error, first)) from None
             # torch copies only what it has the type of
             out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
         if isinstance(out, (tuple, list)):
@@ -82,11 +82,11 @@ def local(x: Tensor) -> Tensor:
         [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
 
     Raises:
-        ValueError: for an activation whose features are split: ``to_user(x)`` comes first.
+        ValueError: for an activation whose features are split: ``to_whole(x)`` comes first.
     """
     if not isinstance(x, SplitTokens):
         if tokens_of(x) is not None:
-            raise refusal(f"local: {x!r} has split features, too: call colossus.layers.to_user(x) first")
+            raise located_error(f"local: {x!r} has split features, too: call colossus.layers.to_whole(x) first")
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
@@ -138,7 +138,7 @@ def require_sequences(x: Tensor, layer: Titled | str) -> TokenDim | None:
 def _refuse_place(x: Tensor, token_dim: TokenDim, layer: Titled | str, takes: str) -> None:
     title = layer if isinstance(layer, str) else layer.title
     flattened = ", flattened with others" if token_dim[1:] != (1, 1) else ""
-    raise refusal(
+    raise located_error(
         f"{title} takes {takes}, but its input of local shape {tuple(_shape(x))} has tokens in dim "
         f"{token_dim.dim}{flattened}"
     )

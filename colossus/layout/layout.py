@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 Dims = tuple[tuple[str, ...], ...]
 Box = tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ class Layout:
         assert self.dims or not self.stored, "a scalar has no rows"
         if len(set(named)) != len(named):
             twice = sorted({axis for axis in named if named.count(axis) > 1})
-            raise refusal(f"layout {self} names axis {', '.join(twice)} twice")
+            raise located_error(f"layout {self} names axis {', '.join(twice)} twice")
 
     @classmethod
     def whole(cls, ndim: int) -> Layout:
@@ -72,7 +72,7 @@ class Layout:
         names = [f"d{index}" for index in range(ndim)]
         unknown = sorted(dims.keys() - set(names))
         if unknown:
-            raise refusal(f"Layout.sharded: no dim {', '.join(unknown)}; dims are {', '.join(names) or 'none'}")
+            raise located_error(f"Layout.sharded: no dim {', '.join(unknown)}; dims are {', '.join(names) or 'none'}")
         return cls(tuple(tuple(dims.get(name, ())) for name in names))
 
     @cached_property
@@ -153,7 +153,7 @@ class Layout:
 
     def _check(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
-            raise refusal(f"layout {self} has {len(self.dims)} dims, the tensor has shape {tuple(shape)}")
+            raise located_error(f"layout {self} has {len(self.dims)} dims, the tensor has shape {tuple(shape)}")
 
     def __str__(self) -> str:
         dims = ", ".join("S(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)

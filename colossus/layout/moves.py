@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from colossus.error_place import located_error
 from colossus.layout.layout import Layout
-from colossus.refusal import refusal
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             reduction, and a value does not become a partial sum.
     """
     if len(source.dims) != len(target.dims):
-        raise refusal(f"cannot go from {source} to {target}: the number of dims differs")
+        raise located_error(f"cannot go from {source} to {target}: the number of dims differs")
     if source.copies or target.copies:
-        raise refusal(f"cannot go from {source} to {target}: copies of shards stay where they are")
+        raise located_error(f"cannot go from {source} to {target}: copies of shards stay where they are")
     dims = [list(axes) for axes in source.dims]
     partial, grad_partial = set(source.partial), set(source.grad_partial)
     out: list[Move] = []
@@ -113,7 +113,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
         grad_partial.update(fresh)
     if partial != set(target.partial):
         new = ", ".join(axis for axis in target.partial if axis not in partial)
-        raise refusal(f"cannot go from {source} to {target}: a value does not become a partial sum over {new}")
+        raise located_error(f"cannot go from {source} to {target}: a value does not become a partial sum over {new}")
     if grad_partial != set(target.grad_partial):
-        raise refusal(f"cannot go from {source} to {target}: a gradient that is partial has to be reduced first")
+        raise located_error(f"cannot go from {source} to {target}: a gradient that is partial has to be reduced first")
     return tuple(out)

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from colossus.error_place import located_error
 from colossus.layout.layout import Box, Layout
-from colossus.refusal import refusal
 
 
 class Initializer(Protocol):
@@ -61,7 +61,7 @@ class ParameterSpec:
             state and other parameters are not; else None.
         gradient_dtype: of its gradients, where it is not the parameter's own; else None.
         is_plain: whether the parameter is a plain torch one: stored whole, its values those that the constructor gave
-            it, in the user layout wherever it is used.
+            it, in the whole layout wherever it is used.
         intervals: of the one shard, which rows of its dim 0 this rank holds: (start, stop) of each range, ascending,
             one below the other in the local buffer; None: those that the layout says.
     """
@@ -112,7 +112,7 @@ class ParameterSpec:
         if self._recorded is None:
             self._recorded = axes
         elif set(self._recorded) != set(axes):
-            raise refusal(
+            raise located_error(
                 f"parameter {self.name or self.description} is used under two layouts: its gradient is partial over "
                 f"{_listed(self._recorded)} at one use and over {_listed(axes)} at another. Use it in one region "
                 f"only, or give each region its own parameter."

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colossus.error_place import located_error
 from colossus.layout.parameter import spec_of
-from colossus.refusal import refusal
 
 #: inside of this block a `SplitParameter` is the plain tensor that the rank holds: for code that knows it as a shard,
 #: and where the time of a step is spent (the type costs some microseconds at each look at it)
@@ -49,10 +49,10 @@ class SplitParameter(nn.Parameter):
             except (RuntimeError, IndexError) as error:
                 if getattr(func, "__name__", "").rstrip("_") + "_" == getattr(func, "__name__", ""):
                     raise  # in place where gradients are wanted: torch says so
-                raise refusal(_refusal(func, args, kwargs)) from error
+                raise located_error(_refusal(func, args, kwargs)) from error
             new = (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and id(leaf) not in known)
             if func in _PRODUCTS or any(leaf.requires_grad for leaf in new):
-                raise refusal(_refusal(func, args, kwargs))
+                raise located_error(_refusal(func, args, kwargs))
         return out
 
 
@@ -66,7 +66,7 @@ class FreedParameter(SplitParameter):
         if func in _ABOUT or func in _BACKWARD:
             return super().__torch_function__(func, types, args, kwargs)
         parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
-        raise refusal(
+        raise located_error(
             f"{spec_of(parameter).name or 'a parameter'}: {getattr(func, '__name__', func)} was called with it while "
             f"its block does not run: parallel.zero = 3 has freed it. {_CALL_THE_BLOCK}"
         )
@@ -90,7 +90,7 @@ class OwnedTable(SplitParameter):
         ):
             return super().__torch_function__(func, types, args, kwargs)
         parameter = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OwnedTable))
-        raise refusal(_refusal_of_table(parameter, getattr(func, "__name__", str(func))))
+        raise located_error(_refusal_of_table(parameter, getattr(func, "__name__", str(func))))
 
 
 #: what to do about a parameter that is gathered with its block

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
-from colossus.layers.head import LMHead
+from colossus.layers.lm_head import LMHead
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import last_token, to_user, wrap
+from colossus.layers.sharded import last_token, to_whole, wrap
 from colossus.layers.token_dim import tokens_of
 from colossus.layers.tokens import local
 from colossus.layout.activation import Activation
@@ -27,10 +27,10 @@ class Decoder(Transformer[DecoderOptions]):
     """Decoder-only language model. A subclass names its options.
 
     Shape:
-        ids [batch, tokens] in the user layout, or dict(ids=..., documents=...) with the number of the document of each
+        ids [batch, tokens] in the whole layout, or dict(ids=..., documents=...) with the number of the document of each
         token, [batch, tokens]: a token looks at its own document only.
         Logits [batch, tokens, vocab_size], under tensor parallelism sharded as its mode does
-        (``colossus.layers.to_user`` makes them whole).
+        (``colossus.layers.to_whole`` makes them whole).
     """
 
     options_class: ClassVar[type[DecoderOptions]]
@@ -57,7 +57,7 @@ class Decoder(Transformer[DecoderOptions]):
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
-        outer = self.parallel.regions.outer
+        outer = self.parallel.regions.residual
         x = self._look_up(ids, outer)
         if self.positions is not None:
             x = run_child(self, "positions", x, outer, outer)
@@ -75,10 +75,10 @@ class Decoder(Transformer[DecoderOptions]):
 
     def _logits(self, hidden: Hidden) -> Tensor:
         x = hidden[0] if isinstance(hidden, tuple) else hidden
-        if self.parallel.batch_info.only_last_token and not self.parallel.regions.outer.tokens:
+        if self.parallel.batch_info.only_last_token and not self.parallel.regions.residual.tokens:
             x = last_token(x)
         x = self.between_blocks(self.norm, x)
-        logits: Tensor = self.head(x if computes_as_ours(self.head) else to_user(x))
+        logits: Tensor = self.head(x if computes_as_ours(self.head) else to_whole(x))
         return logits
 
     def run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:

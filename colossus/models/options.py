@@ -11,9 +11,9 @@ from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.transformer_options import Count, LinearSpec, Probability, TransformerOptions, shardings_of
 from colossus.registry import SEQUENCE_MODES
-from colossus.sequence_parallel.order import length_multiple
 from colossus.sequence_parallel.traffic import cheaper
-from colossus.tensor_parallel.choice import Shardings
+from colossus.sequence_parallel.zigzag import length_multiple
+from colossus.tensor_parallel.choose_sharding import Shardings
 
 
 class DecoderOptions(TransformerOptions):
@@ -98,7 +98,7 @@ class DecoderOptions(TransformerOptions):
         return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True, bias=False)]
 
     def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
+        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
         positions = 0 if self.is_rotary else self.seq_len * self.hidden_size // features
         (head,) = (self.stored(linear, shardings) for linear in self.other_linears())
         if self.sparse_embeddings:
@@ -217,7 +217,7 @@ class ViTOptions(TransformerOptions):
         return 4 * self.num_patches * self._patches.num_weights + 6 * head.num_weights
 
     def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
+        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
         rows = self.num_tokens + (self.pool == "token")  # positions, and the class token
         linears = sum(self.stored(linear, shardings) for linear in (self._patches, *self.other_linears()))
         return self.norm_parameters + rows * self.hidden_size // features + linears

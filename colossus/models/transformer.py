@@ -14,7 +14,7 @@ from colossus.layers.block import TransformerBlock
 from colossus.layers.children import computes_as_ours
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-from colossus.layers.sharded import to_outer, to_user
+from colossus.layers.sharded import to_residual, to_whole
 from colossus.models.transformer_options import TransformerOptions
 from colossus.registry import NORMS
 
@@ -87,7 +87,7 @@ class Transformer(nn.Module, Generic[Options]):
         raise NotImplementedError
 
     def between_blocks(self, module: nn.Module, x: Tensor, **more: Tensor) -> Tensor:
-        """A module that a user put in the place of one of ours gets, and gives, the user layout."""
+        """A module that a user put in the place of one of ours gets, and gives, the whole layout."""
         if computes_as_ours(module):
             return module(x, **more)
-        return to_outer(module(to_user(x), **more), self.parallel)
+        return to_residual(module(to_whole(x), **more), self.parallel)

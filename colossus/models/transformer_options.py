@@ -12,8 +12,8 @@ from colossus.arithmetic import not_a_multiple
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import MLPS, NORMS, TENSOR_MODES, Registry
-from colossus.tensor_parallel.choice import Shardings, unsharded
-from colossus.tensor_parallel.head_counts import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
+from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
+from colossus.tensor_parallel.choose_sharding import Shardings, unsharded
 from colossus.tensor_parallel.mode import MatmulSharding
 
 Count = Annotated[int, Field(ge=1)]
@@ -190,7 +190,7 @@ class TransformerOptions(BaseModel):
         for misfit in indivisible_heads(self.num_heads, self.num_kv_heads, shardings):
             check(misfit.name, misfit.axes)
         if tensor.sequence_sharded and self.token_key is not None:
-            check(self.token_key, shardings.regions.outer.tokens)
+            check(self.token_key, shardings.regions.residual.tokens)
         if not undivided:  # else the lines below say the same
             return of_heads
         problems = []

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from colossus.arithmetic import round_up
 from colossus.construct.init import Constant
+from colossus.error_place import located_error
 from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
 from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import PositionEmbedding
-from colossus.layers.head import Classifier
+from colossus.layers.lm_head import Classifier
 from colossus.layers.loss.accuracy import accuracy
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.patch import PatchEmbedding
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import move, to_user, wrap
+from colossus.layers.sharded import move, to_whole, wrap
 from colossus.layout.activation import Activation
 from colossus.models.options import ViTOptions
 from colossus.models.transformer import INIT, Transformer
-from colossus.refusal import refusal
 from colossus.registry import MODELS
 
 
@@ -36,8 +36,8 @@ class ViT(Transformer[ViTOptions]):
     Options as in `ViTOptions`; with ``norm_eps=1e-12`` it is Hugging Face's ViTForImageClassification.
 
     Shape:
-        images [batch, in_channels, height, width] in the user layout. Logits [batch, num_classes], under tensor
-        parallelism sharded as its mode does (``colossus.layers.to_user`` makes them whole).
+        images [batch, in_channels, height, width] in the whole layout. Logits [batch, num_classes], under tensor
+        parallelism sharded as its mode does (``colossus.layers.to_whole`` makes them whole).
 
     Where tensor ranks split the tokens between blocks (``parallel.tensor.sequence_sharded``), as many are added behind
     the image's as make them divide: no token looks at these, nothing is made of them, and they have no gradient.
@@ -65,12 +65,12 @@ class ViT(Transformer[ViTOptions]):
     @property
     def _whole_tokens(self) -> Activation:
         """The layout between blocks, but with all tokens on each rank."""
-        return replace(self.parallel.regions.outer, tokens=())
+        return replace(self.parallel.regions.residual, tokens=())
 
     @property
     def _num_padded(self) -> int:
         """Tokens between blocks of all ranks that split them, padding included."""
-        return round_up(self.options.num_tokens, self.parallel.context.size(self.parallel.regions.outer.tokens))
+        return round_up(self.options.num_tokens, self.parallel.context.size(self.parallel.regions.residual.tokens))
 
     def _embed(self, images: Tensor) -> Tensor:
         self._check(images)
@@ -86,23 +86,23 @@ class ViT(Transformer[ViTOptions]):
         shape = self.options.image_shape
         if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1:] != shape:
             found = f"of shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"a {type(images).__name__}"
-            raise refusal(
+            raise located_error(
                 f"ViT: its input is {found}, but model.in_channels and model.image_size say images "
                 f"[batch, {', '.join(map(str, shape))}]"
             )
         if not images.is_floating_point():
-            raise refusal(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
+            raise located_error(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
 
     def _embed_patches(self, images: Tensor, target: Activation) -> Tensor:
         patches: nn.Module = self.patches
         if isinstance(patches, PatchEmbedding) and computes_as_ours(patches) and not is_listened_to(patches):
-            embedded: Tensor = patches.apply_local(patches.patches(images), self.parallel.regions.user, target)
+            embedded: Tensor = patches.apply_local(patches.patches(images), self.parallel.regions.whole, target)
             return embedded
         return to_local(patches(images), target, self.parallel)
 
     def _split_tokens(self, x: Tensor) -> Tensor:
         """From the tokens of an image, on each rank, to the layout between blocks, padded."""
-        outer = self.parallel.regions.outer
+        outer = self.parallel.regions.residual
         missing = self._num_padded - x.shape[1]
         padded = F.pad(x, (0, 0, 0, missing)) if missing else x
         return wrap(move(padded, self._whole_tokens, outer, self.parallel.context), outer, outer, self.parallel)
@@ -112,7 +112,7 @@ class ViT(Transformer[ViTOptions]):
         return to_local(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """A block's output in the user layout, without the tokens that were added to those of the image."""
+        """A block's output in the whole layout, without the tokens that were added to those of the image."""
         is_padded = x.dim() == 3 and x.shape[1] == self._num_padded
         return x[:, : self.options.num_tokens] if is_padded else x
 
@@ -125,7 +125,7 @@ class ViT(Transformer[ViTOptions]):
             return self.between_blocks(block, hidden, mask=is_token.view(1, 1, 1, -1))
         # a user's own block never sees the padding
         x = wrap(self._whole(hidden), *(self._whole_tokens,) * 2, self.parallel)
-        return self._split_tokens(to_local(block(to_user(x)), self._whole_tokens, self.parallel))
+        return self._split_tokens(to_local(block(to_whole(x)), self._whole_tokens, self.parallel))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         whole, pool = self._whole_tokens, self.options.pool
@@ -135,7 +135,7 @@ class ViT(Transformer[ViTOptions]):
         pooled = wrap(x.mean(1) if pool == "mean" else x[:, 0], whole, whole, self.parallel)
         if pool == "token":
             pooled = self.between_blocks(self.norm, pooled)
-        logits: Tensor = self.head(pooled if computes_as_ours(self.head) else to_user(pooled))
+        logits: Tensor = self.head(pooled if computes_as_ours(self.head) else to_whole(pooled))
         return logits
 
     def loss(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ def labels_of(batch: Any) -> Tensor:
     """
     labels = batch.get("labels") if isinstance(batch, dict) else batch[1] if len(batch) == 2 else None
     if not isinstance(labels, Tensor):
-        raise refusal(
+        raise located_error(
             "ViT: a batch is (images, labels), or dict(inputs=images, labels=...) with a class for each image"
         )
     return labels

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from colossus.construct.init import Normal
+from colossus.error_place import located_error
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import to_user
+from colossus.layers.sharded import to_whole
 from colossus.models.transformer import INIT, Transformer
 from colossus.models.words_options import WordsOptions
-from colossus.refusal import refusal
 from colossus.registry import MODELS
 
 #: of tables that are looked up, whose rows are learned seldom
@@ -28,7 +28,7 @@ class WordsLM(Transformer[WordsOptions]):
     """Words, and with ``pairs`` hashed pairs of them, to the next word; options as in `WordsOptions`.
 
     Shape:
-        ids [batch, tokens] in the user layout, or with ``pairs`` dict(ids=.., pairs=..), both of that shape.
+        ids [batch, tokens] in the whole layout, or with ``pairs`` dict(ids=.., pairs=..), both of that shape.
         Output [batch, tokens, hidden_size]: what `SampledSoftmax` turns into a loss, in evaluation that of the softmax
         over all words.
     """
@@ -59,11 +59,11 @@ class WordsLM(Transformer[WordsOptions]):
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Tensor:
         ids, pairs = (inputs["ids"], inputs.get("pairs")) if isinstance(inputs, dict) else (inputs, None)
         if (pairs is None) != (self.pairs is None):
-            raise refusal(
+            raise located_error(
                 f"WordsLM: model.pairs = {self.options.pairs}, but the batch has "
                 f"{'no' if pairs is None else 'a key'} 'pairs': give data.pairs the same number"
             )
-        outer = self.parallel.regions.outer if self.lstm is None else self.parallel.regions.user
+        outer = self.parallel.regions.residual if self.lstm is None else self.parallel.regions.whole
         x = self.embedding.call_for(ids, outer)
         if self.pairs is not None and pairs is not None:
             x = x + self.pairs.call_for(pairs, outer)
@@ -71,7 +71,7 @@ class WordsLM(Transformer[WordsOptions]):
 
     def _recur(self, x: Tensor) -> Tensor:
         assert self.lstm is not None
-        out: Tensor = self.lstm(to_user(x))[0]
+        out: Tensor = self.lstm(to_whole(x))[0]
         return x + out
 
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:

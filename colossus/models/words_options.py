@@ -8,7 +8,7 @@ from pydantic import Field
 
 from colossus.models.options import GPTOptions
 from colossus.models.transformer_options import Count, LinearSpec
-from colossus.tensor_parallel.choice import Shardings
+from colossus.tensor_parallel.choose_sharding import Shardings
 
 
 class WordsOptions(GPTOptions):
@@ -74,7 +74,7 @@ class WordsOptions(GPTOptions):
         return 6 * self.num_tokens * self.num_layers * 8 * self.hidden_size**2 + self.other_flops_per_sample()
 
     def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.outer.features) if shardings else 1
+        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
         ways = features if self.hidden_size % features == 0 else 1
         positions = self.seq_len if self.trunk == "gpt" and not self.is_rotary else 0
         rows = 2 * self.vocab_size + self.pairs + positions

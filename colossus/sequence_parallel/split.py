@@ -10,7 +10,7 @@ from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.registry import SEQUENCE_MODES
 from colossus.sequence_parallel.modes import SequenceMode
-from colossus.sequence_parallel.order import length_multiple, require_divisible, zigzag_order
+from colossus.sequence_parallel.zigzag import length_multiple, require_divisible, zigzag_order
 
 #: lengths of sequences whose order is kept
 _MAX_LENGTHS = 8

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossus.comm.conjugate import conjugate
 from colossus.context.groups import AxisGroup
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 _HEADS, _TOKENS = 1, 2
 #: up to here queries, keys and values are exchanged in one call: a small exchange costs its latency, a large one its
@@ -61,7 +61,7 @@ def require_heads(heads: int, kv_heads: int, ranks: int) -> None:
     """
     for what, count in (("heads", heads), ("key/value heads", kv_heads)):
         if count % ranks:
-            raise refusal(
+            raise located_error(
                 f"sequence parallelism by exchange of heads (ulysses): {count} {what} on each tensor rank do not "
                 f"divide over {ranks} ranks, heads are split whole; use a number of ranks that divides {heads} heads "
                 f"and {kv_heads} key/value heads, or mode='ring', which sets no condition on heads"

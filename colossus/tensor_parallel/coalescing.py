@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from torch import Tensor
 
 from colossus.context.precision import Precision
-from colossus.tensor_parallel.route import reduce_wgrad
+from colossus.tensor_parallel.move_plan import reduce_wgrad
 from colossus.tensor_parallel.weight_group import GroupedWeight, WeightGroup
 
 
@@ -32,7 +32,7 @@ class Coalescing:
         """From here on move these weights together, where one collective can."""
         self._asked.update(id(member.weight) for member in members)
         if self.is_wanted and all(member.can_coalesce for member in members):
-            groups = {member.route.forward[0].group for member in members}
+            groups = {member.plan.forward[0].group for member in members}
             dtypes = {member.weight.dtype for member in members}
             if len(groups) == len(dtypes) == 1:
                 group = WeightGroup(members, self._precision)
@@ -50,7 +50,7 @@ class Coalescing:
                 if only is None or id(member.weight) in only:
                     gradient = group.gradients.pop(id(member.weight), None)
                     if gradient is not None:
-                        total = reduce_wgrad(member.weight, gradient, member.route, self._precision).wait()
+                        total = reduce_wgrad(member.weight, gradient, member.plan, self._precision).wait()
                         self._accumulate(member.weight, total)
 
     def clear(self) -> None:

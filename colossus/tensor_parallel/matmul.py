@@ -25,14 +25,14 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.moves import moves
 from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.move_plan import MovePlan, run
 from colossus.tensor_parallel.panels import flat, product, wgrad_product
-from colossus.tensor_parallel.route import Route, run
-from colossus.tensor_parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True)
-class MatmulRoutes:
+class MatmulPlans:
     """The moves of one linear, for x of one layout and number of dims and y of another layout.
 
     Attributes:
@@ -43,10 +43,10 @@ class MatmulRoutes:
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
     """
 
-    x: Route
-    w: Route
-    y: Route
-    weights: WeightStore
+    x: MovePlan
+    w: MovePlan
+    y: MovePlan
+    weights: GatheredWeights
     keep: bool
     panels: bool
     adds_bias: bool
@@ -58,20 +58,20 @@ def matmul_routes(
     target: Activation,
     ndim: int,
     context: ParallelContext,
-    weights: WeightStore,
+    weights: GatheredWeights,
     *,
     rows: Sequence[int] = (),
-) -> MatmulRoutes:
+) -> MatmulPlans:
     """The moves of a linear whose x has ``ndim`` dims, comes as ``source`` and whose y is wanted as ``target``.
 
     Args:
-        rows: of a fused weight, as `Route.of` takes it.
+        rows: of a fused weight, as `MovePlan.of` takes it.
     """
     x, y = sharding.x.at(ndim), sharding.y.at(ndim)
-    return MatmulRoutes(
-        x=Route.of(moves(source.at(ndim), x), context),
-        w=Route.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
-        y=Route.of(moves(y, target.at(ndim)), context),
+    return MatmulPlans(
+        x=MovePlan.of(moves(source.at(ndim), x), context),
+        w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), context, rows),
+        y=MovePlan.of(moves(y, target.at(ndim)), context),
         weights=weights,
         keep=context.options.keep_gathered,
         panels=context.options.panels,
@@ -79,7 +79,7 @@ def matmul_routes(
     )
 
 
-def weight_gradient(routes: MatmulRoutes, dy: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(routes: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
     """wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
@@ -112,16 +112,16 @@ class _Matmul(torch.autograd.Function):
         3D column  x [M/ij, K/k]   weight [N/ji, K/k]       y [M/ik, N/j]   a: [M/i, K/k]; b: [N/j, K/k];
                                                                             c: the sum [M/i, N/j] is scattered over k
 
-    Saved are x (gathered where ``MatmulRoutes.keep`` says so, else stored) and the weight (gathered where
-    ``WeightStore.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored as it
-    is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
+    Saved are x (gathered where ``MatmulPlans.keep`` says so, else stored) and the weight (gathered where
+    ``GatheredWeights.keeps`` says so). The bias is added by one of the ranks whose products are summed. It is stored
+    as it is added, so that dbias needs no move here; what it is replicated over is summed with the other gradients.
 
     Under `torch.autocast` x comes in its dtype, which y and dy then have; the weight is cast before it is gathered, and
     its gradient to that of ``weight.grad`` before it is reduced (`reduce_wgrad`).
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulPlans) -> Tensor:
         gather = routes.x.forward
         if routes.keep:
             x, gather = run(gather, x).wait(), ()
@@ -143,7 +143,7 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = saved_tensors(ctx)  # first: under checkpointing this runs a user's forward
         with torch._C.DisableTorchFunctionSubclass():
-            routes: MatmulRoutes = ctx.routes
+            routes: MatmulPlans = ctx.routes
             weights = routes.weights
             weight: Tensor = ctx.parameter
             needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
@@ -160,13 +160,13 @@ class _Matmul(torch.autograd.Function):
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
-def _deferred_wgrad(routes: MatmulRoutes, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+def _deferred_wgrad(routes: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
     dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
     if dw is not None:
         routes.weights.deferral.accumulate(weight, dw.wait())
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulRoutes) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulPlans) -> Tensor:
     """y = x @ weight.T + bias: local tensors, in the layouts that ``routes`` were made for."""
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
         return _Matmul.apply(to_product_dtype(x), weight, bias, routes)

@@ -23,13 +23,13 @@ class Regions:
     """The layouts that activations have in a model, by where they are.
 
     Attributes:
-        user: what a user's ``forward`` sees: all features on every rank, gradient complete.
-        outer: between blocks.
+        whole: what a user's ``forward`` sees: all features on every rank, gradient complete.
+        residual: between blocks.
         inner: between a column and a row linear, and inside attention.
     """
 
-    user: Activation
-    outer: Activation
+    whole: Activation
+    residual: Activation
     inner: Activation
 
 
@@ -111,15 +111,14 @@ class TensorMode:
     def batch_ways(cls, sizes: AxisSizes) -> int:
         """What the samples of a microbatch must be a multiple of, for every region to split them evenly."""
         regions = cls.regions(Activation(), sequence_sharded=False)
-        ways = [math.prod(sizes[axis] for axis in x.batch) for x in (regions.user, regions.outer, regions.inner)]
+        ways = [math.prod(sizes[axis] for axis in x.batch) for x in (regions.whole, regions.residual, regions.inner)]
         return math.lcm(*ways)
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
-        """The ways to compute a ``column`` linear (outer to inner) or a ``row`` linear (inner to outer).
+        """The ways to compute a ``column`` linear (residual to inner) or a ``row`` linear (inner to residual).
 
-        Of several the one that moves fewest bytes is taken (`colossus.tensor_parallel.choice`). A linear outside of a
-        pair may take any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the
+        Of several the one that moves fewest bytes is taken (`choose_sharding.py`). A linear outside of a pair may take any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the
         vocabulary.
         """
         raise NotImplementedError

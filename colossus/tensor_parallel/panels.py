@@ -23,14 +23,14 @@ from torch import Tensor
 from colossus.comm.collectives import Pending
 from colossus.comm.recorded import is_recorded
 from colossus.comm.streamed import stream_all_gather, stream_reduce_scatter
-from colossus.tensor_parallel.route import BoundMove, run
+from colossus.tensor_parallel.move_plan import BoundCollective, run
 
 
 def product(
     a: Tensor,
     b: Tensor,
-    gather: Sequence[BoundMove],
-    reduce: Sequence[BoundMove],
+    gather: Sequence[BoundCollective],
+    reduce: Sequence[BoundCollective],
     bias: Tensor | None = None,
     *,
     panels: bool,
@@ -54,7 +54,7 @@ def product(
     return run(reduce, torch.nn.functional.linear(a, b, bias), owned=True)
 
 
-def wgrad_product(dy: Tensor, x: Tensor, gather: Sequence[BoundMove], *, panels: bool) -> Tensor:
+def wgrad_product(dy: Tensor, x: Tensor, gather: Sequence[BoundCollective], *, panels: bool) -> Tensor:
     """dY.T @ X with X moved by ``gather`` before: [c, r], still to be reduced."""
     if not (panels and gather and gather[-1].operation == "gather") or is_recorded():
         return flat(dy).t() @ flat(run(gather, x).wait())
@@ -79,7 +79,7 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _product_with_gathered_a(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundMove) -> Tensor:
+def _product_with_gathered_a(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundCollective) -> Tensor:
     size, n = a.shape[move.dim], move.group.size
     if move.dim == a.dim() - 1:
         out = a.new_empty(flat(a).shape[0], b.shape[0])
@@ -102,7 +102,7 @@ def _product_with_gathered_a(a: Tensor, b: Tensor, bias: Tensor | None, move: Bo
     return out
 
 
-def _product_with_scattered_c(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundMove) -> Tensor:
+def _product_with_scattered_c(a: Tensor, b: Tensor, bias: Tensor | None, move: BoundCollective) -> Tensor:
     n = move.group.size
     shape = [*a.shape[:-1], b.shape[0]]
     shape[move.dim] //= n
@@ -129,6 +129,6 @@ def _linear_out(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         out.copy_(result.view(out.shape))
 
 
-def _divides(a: Tensor, b: Tensor, move: BoundMove) -> bool:
+def _divides(a: Tensor, b: Tensor, move: BoundCollective) -> bool:
     size = b.shape[0] if move.dim == a.dim() - 1 else a.shape[move.dim]
     return size % move.group.size == 0

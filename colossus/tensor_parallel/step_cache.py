@@ -11,7 +11,7 @@ from torch import Tensor
 from colossus.comm.collectives import Pending
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.dtypes import gradient_dtype
-from colossus.tensor_parallel.route import Route, reduce_wgrad, run
+from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _GatheredWeight:
     """
 
     weight: Tensor
-    route: Route
+    plan: MovePlan
     state: tuple[int, int, torch.dtype]
     gathered: Tensor
     gradient: Tensor | None = None
@@ -42,12 +42,12 @@ class StepCache:
         #: whether backwards are those of a step's last microbatch
         self.is_last = False
 
-    def gather(self, weight: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
+    def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Tensor:
         held, state = self._held.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
         if held is None or held.state != state:
-            gathered = run(route.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
+            gathered = run(plan.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
             gradient = None if held is None else held.gradient
-            held = self._held[id(weight)] = _GatheredWeight(weight, route, state, gathered, gradient)
+            held = self._held[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
         return held.gathered
 
     def holds(self, weight: Tensor) -> bool:
@@ -61,14 +61,14 @@ class StepCache:
         if not self.is_last:
             return None
         total, held.gradient = held.gradient, None
-        return reduce_wgrad(weight, total, held.route, self._precision)
+        return reduce_wgrad(weight, total, held.plan, self._precision)
 
     def flush(self, only: Container[int] | None) -> None:
         """Reduce what no backward has; free the weights. Of those in ``only``, by id; None: all."""
         for key in [key for key in self._held if only is None or key in only]:
             held = self._held.pop(key)
             if held.gradient is not None:
-                total = reduce_wgrad(held.weight, held.gradient, held.route, self._precision).wait()
+                total = reduce_wgrad(held.weight, held.gradient, held.plan, self._precision).wait()
                 self._accumulate(held.weight, total)
 
     def clear(self) -> None:

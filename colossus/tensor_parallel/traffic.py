@@ -57,8 +57,7 @@ class MatmulTraffic:
 
         Args:
             keep: the gathered x is kept from forward; else it is gathered again.
-            weights: scope of the weight (see `colossus.tensor_parallel.weight_store`); ``step`` counts one microbatch
-                of a step.
+            weights: scope of the weight (see `GatheredWeights`); ``step`` counts one microbatch of a step.
         """
         again = (Traffic() if keep else self.x.forward) + (self.w.forward if weights == "matmul" else Traffic())
         return self.y.backward + self.x.backward + self.w.backward + again

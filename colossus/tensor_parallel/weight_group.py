@@ -13,20 +13,20 @@ from colossus.comm.collectives import Pending
 from colossus.context.groups import AxisGroup
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.dtypes import gradient_dtype
-from colossus.tensor_parallel.route import Route, to_output_major, to_rank_major
+from colossus.tensor_parallel.move_plan import MovePlan, to_output_major, to_rank_major
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
-    """A weight with its route: one gather in forward, one reduce-scatter of its gradient."""
+    """A weight with its plan: one gather in forward, one reduce-scatter of its gradient."""
 
     weight: nn.Parameter
-    route: Route
+    plan: MovePlan
 
     @property
     def can_coalesce(self) -> bool:
         """Whether the weight is moved by one all-gather, as a group of weights can be."""
-        return [move.operation for move in self.route.forward] == ["gather"]
+        return [move.operation for move in self.plan.forward] == ["gather"]
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class WeightGroup:
 
     @property
     def group(self) -> AxisGroup:
-        return self.members[0].route.forward[0].group
+        return self.members[0].plan.forward[0].group
 
     @property
     def has_hooks(self) -> bool:
@@ -97,7 +97,7 @@ class WeightGroup:
 
 def _unstack(member: GroupedWeight, shards: Tensor) -> Tensor:
     """[rank, *stored shape] to the gathered weight."""
-    move = member.route.forward[0]
+    move = member.plan.forward[0]
     if move.dim == 0:
         return to_output_major(shards.flatten(0, 1), move.rows or (shards.shape[1],), len(shards))
     return shards.movedim(0, move.dim).flatten(move.dim, move.dim + 1)
@@ -105,7 +105,7 @@ def _unstack(member: GroupedWeight, shards: Tensor) -> Tensor:
 
 def _stack(member: GroupedWeight, gradient: Tensor, ranks: int) -> Tensor:
     """A gradient of the gathered weight to [rank, *stored shape]."""
-    move = member.route.forward[0]
+    move = member.plan.forward[0]
     if move.dim == 0:
         return to_rank_major(gradient, move.rows or (gradient.shape[0] // ranks,), ranks).unflatten(0, (ranks, -1))
     return gradient.unflatten(move.dim, (ranks, -1)).movedim(move.dim, 0)

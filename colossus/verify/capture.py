@@ -19,7 +19,7 @@ from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.sharded import to_user
+from colossus.layers.sharded import to_whole
 from colossus.layers.tokens import local
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
@@ -105,7 +105,7 @@ class Recorder(Hook):
             if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
         ]
         info = RankInfo(
-            batch_shard=context.index(model_parallel_of(context).regions.user.batch),
+            batch_shard=context.index(model_parallel_of(context).regions.whole.batch),
             modules=self._capture.modules,
             rank_of=dict(engine.pipeline.rank_of),
             without_dropout=(*self._dropout.modules, *sorted(self._dropout.calls)),
@@ -170,7 +170,7 @@ class _BeforeUpdate(StepObserver):
 
 
 class ForwardCapture(StepObserver):
-    """Fingerprints the outputs of every module whose output is in the user layout, or can be moved to it.
+    """Fingerprints the outputs of every module whose output is in the whole layout, or can be moved to it.
 
     It observes the stages: a pipeline does not call the model itself, so the model's output is what the last stage
     returns. Modules inside of one of our layers compute on shards, in layouts that only the layer knows, and are
@@ -230,7 +230,7 @@ class ForwardCapture(StepObserver):
     def _record(self, name: str, output: Any) -> None:
         self._counts[name] += 1
         for path, tensor in tensors(output):
-            value = self._without_padding(local(to_user(tensor.detach())))
+            value = self._without_padding(local(to_whole(tensor.detach())))
             if value.dim():
                 call = Call(self._stage, name, self._counts[name], path)
                 tokens = token_fingerprints(value, len(self._positions)) if self._positions else {}

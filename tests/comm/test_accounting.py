@@ -137,7 +137,7 @@ def _block(context: ParallelContext, options: dict[str, Any]) -> dict[str, Any]:
     block = build(lambda: layers.TransformerBlock(HIDDEN, 4, **options), context)
     parallel = block.parallel
     tokens = TOKENS // context.size("tensor") if context.options.sequence_sharded else TOKENS
-    outer = parallel.regions.outer
+    outer = parallel.regions.residual
     x = torch.randn(BATCH, tokens, HIDDEN, requires_grad=True)
     with accounting.count() as there:
         y = block(wrap(x * 1.0, outer, outer, parallel))

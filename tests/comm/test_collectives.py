@@ -464,10 +464,10 @@ def _gradients(context: ParallelContext, kind: str) -> dict[str, Any]:
     for name, factory in blocks.items():
         model = build(lambda n=name, f=factory: _stack(f, n == "swiglu"), context, dtype=torch.float64)
         x = random_parts(1, (3, 8, 12), torch.float64, 5)[0].requires_grad_()
-        y = layers.to_outer(x, model[0].parallel if name != "pair" else model[0].norm.parallel)
+        y = layers.to_residual(x, model[0].parallel if name != "pair" else model[0].norm.parallel)
         for block in model:
             y = _again(block, y, context, kind) if name == "pair" else block(y)
-        y = layers.to_user(y)
+        y = layers.to_whole(y)
         with accounting.count() as moved:
             y.square().sum().backward()
         out[name] = y.detach(), x.grad, full_state_dict(model, context, gradients=True), moved.rows()

@@ -39,7 +39,7 @@ def moved(context: ParallelContext, kind: str, dropout: float) -> Traffic:
     weights.begin_step()
     weights.set_last_microbatch()
     with accounting.count() as counted:
-        layers.to_user(block(layers.to_outer(x, block.parallel))).square().sum().backward()
+        layers.to_whole(block(layers.to_residual(x, block.parallel))).square().sum().backward()
         weights.end_step()
     return Traffic(counted.calls(), counted.bytes() / 4)
 
@@ -58,7 +58,7 @@ def repeated(context: ParallelContext) -> Traffic:
         source, target = shardings.default_layouts(split)
         traffic = matmul_traffic(sharding, source, target, (BATCH, TOKENS, inner), sum(outputs.values()), sizes)
         total += traffic.recomputed(is_last=number == 3, keep=options.keep_gathered, weights=options.weight_scope)
-    outer = model_parallel_of(context).regions.outer
+    outer = model_parallel_of(context).regions.residual
     ranks = context.size(outer.features) if outer.features else 1
     if ranks > 1:  # each norm gathers a mean and a square of each row
         rows = BATCH * TOKENS / context.size(outer.batch)
@@ -118,7 +118,7 @@ def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
             x = torch.ones(2, TOKENS, HIDDEN, requires_grad=True)
             parallel = model_parallel_of(context)
             split = layers.sharded.wrap(
-                x, parallel.regions.user, parallel.regions.user, parallel, token_dim=layers.token_dim.TokenDim(1)
+                x, parallel.regions.whole, parallel.regions.whole, parallel, token_dim=layers.token_dim.TokenDim(1)
             )
             with accounting.count() as counted:
                 layers.local(block(split)).square().sum().backward()

@@ -172,7 +172,7 @@ def test_norms_of_split_features_compute_in_float32(mode: str) -> None:
             model: Any = colossus.build(lambda norm=norm: norm(HIDDEN), context)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 narrow = own(context, x * scale).bfloat16()
-                out = layers.to_user(model(layers.to_outer(narrow, model.parallel)))
+                out = layers.to_whole(model(layers.to_residual(narrow, model.parallel)))
                 want = plain(HIDDEN)(narrow)
             assert out.dtype == want.dtype
             found.append((out.dtype, ((out - want).norm() / want.norm()).item()))

@@ -491,15 +491,15 @@ def test_norms_and_losses_of_low_precision_compute_in_float32(mode: str) -> None
         found = []
         for ours, plain in ((layers.LayerNorm, nn.LayerNorm), (layers.RMSNorm, nn.RMSNorm)):
             model: Any = colossus.build(lambda ours=ours: ours(width), context)
-            out = layers.to_user(model(layers.to_outer(own(context, x), model.parallel)))
+            out = layers.to_whole(model(layers.to_residual(own(context, x), model.parallel)))
             want = plain(width).double()(own(context, x).double())
             gap = (out.double() - want).norm() / want.norm()
             if out.dtype != torch.bfloat16 or not gap < 2**-8:
                 found.append(f"{plain.__name__}: {out.dtype}, {gap:.3g}")
         parallel = model_parallel_of(context)
-        split = layers.to_outer(own(context, logits), parallel)
+        split = layers.to_residual(own(context, logits), parallel)
         loss, _ = layers.cross_entropy(split, own(context, labels))
-        total, axes = loss.detach().double(), parallel.regions.user.batch
+        total, axes = loss.detach().double(), parallel.regions.whole.batch
         if axes:
             torch.distributed.all_reduce(total, group=context.group(axes).process_group)
         if loss.dtype != torch.float32 or not relative(total.item(), wanted.sum().item()) < 1e-5:

@@ -63,7 +63,7 @@ class Everything(nn.Module):
         x = self.rms(x) + self.norm(x) + self.dropout(self.mlp(x))
         x = x + self.back(F.gelu(self.adapted(x)))
         a, b = self.fused(x)
-        classes, words = layers.to_user(self.classes(x)), layers.to_user(self.head(x))
+        classes, words = layers.to_whole(self.classes(x)), layers.to_whole(self.head(x))
         return torch.cat((self.alone(x), a, b, classes, words), -1)
 
 

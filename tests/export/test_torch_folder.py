@@ -67,7 +67,7 @@ def write(rank: int, root: Path, precision: str, plan: dict[str, Any]) -> dict[s
         engine.model.eval()
         with torch.no_grad(), engine.context:
             inputs = batch["inputs"].to(next(plain.parameters()).dtype) if options["type"] == "ViT" else batch["inputs"]
-            found[name] = layers.to_user(engine.model(inputs)), plain(inputs)
+            found[name] = layers.to_whole(engine.model(inputs)), plain(inputs)
         engine.close()
     return found
 

@@ -105,13 +105,13 @@ def differences(context: ParallelContext, case: Case, dtype: torch.dtype) -> Ite
         part, count = layers.cross_entropy(out, labels, label_smoothing=0.1, z_loss=0.01)
         right, valid = layers.accuracy(out, labels, k=2)
         ours_numbers = torch.stack([part.detach().double(), count.double(), right, valid])
-        axes = model_parallel_of(context).regions.user.batch
+        axes = model_parallel_of(context).regions.whole.batch
         if axes:
             torch.distributed.all_reduce(ours_numbers, group=context.group(axes).process_group)
         yield from close("loss and accuracy", ours_numbers, want.output, dtype)
         part.backward()
     else:
-        out = layers.to_user(out)
+        out = layers.to_whole(out)
         yield from close("output", out, own(context, want.output), dtype)
         (out * own(context, _weights_of(want.output))).sum().backward()
     for index, (x, gradient) in enumerate(zip(mine, want.inputs, strict=True)):

@@ -33,7 +33,7 @@ class Between(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return layers.to_user(self.layer(layers.to_outer(x), *more))
+        return layers.to_whole(self.layer(layers.to_residual(x), *more))
 
 
 class Sampled(nn.Module):

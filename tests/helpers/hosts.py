@@ -12,9 +12,9 @@ from helpers.launching import FOREIGN, ROOT, TINY, environment
 
 sys.path.insert(0, str(ROOT))  # the benchmarks are no part of the installed package
 
-from benchmarks.hosts import Host, launch_words, refusal
+from benchmarks.hosts import Host, launch_words, located_error
 
-_REASON = refusal()
+_REASON = located_error()
 needs_hosts = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 

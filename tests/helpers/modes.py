@@ -55,10 +55,10 @@ MODES = {
 
 
 def own(context: ParallelContext, x: Tensor) -> Tensor:
-    """What the user layout gives this rank of a global batch, or of a mask, which may have none."""
+    """What the whole layout gives this rank of a global batch, or of a mask, which may have none."""
     if x.shape[0] != BATCH:
         return x
-    axes = model_parallel_of(context).regions.user.batch
+    axes = model_parallel_of(context).regions.whole.batch
     return x.chunk(context.size(axes) if axes else 1)[context.index(axes)]
 
 

@@ -66,10 +66,10 @@ def body(rank: int, folders: Path, plan: dict[str, Any], written: Path) -> dict[
         logits = None
         if not ({"pipeline", "zero"} & plan.keys()):
             with torch.no_grad():
-                axes = model_parallel_of(engine.context).regions.user.batch
+                axes = model_parallel_of(engine.context).regions.whole.batch
                 parts = batch_for(kind)["inputs"].chunk(engine.context.size(axes) if axes else 1)
                 at = engine.context.index(axes) if axes else 0
-                logits = at, len(parts), layers.to_user(engine.model.eval()(parts[at]))
+                logits = at, len(parts), layers.to_whole(engine.model.eval()(parts[at]))
         colossus.hf.save(engine, written / kind, max_shard_bytes=20_000)
         losses, gradients = [], {}
         index, count = engine.context.index("data"), engine.context.size("data")
@@ -156,7 +156,7 @@ def test_in_fp32_and_of_unchanged_transformers(tmp_path: Path) -> None:
     def logits_of(rank: int, path: Path, kind: str, precision: str, dtype: torch.dtype) -> Tensor:
         engine = colossus.initialize(config_of(path, {}, precision))
         with torch.no_grad():
-            return layers.to_user(engine.model.eval()(batch_for(kind, dtype=dtype)["inputs"]))
+            return layers.to_whole(engine.model.eval()(batch_for(kind, dtype=dtype)["inputs"]))
 
     for kind in CONFIGS:
         for precision, dtype, most in (("fp32", torch.float32, 1e-5), ("fp64", torch.float64, 1e-6)):

@@ -78,7 +78,7 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.steps:
-            x = layers.to_user(self.late(layers.to_outer(x)))
+            x = layers.to_whole(self.late(layers.to_residual(x)))
         self.steps += 1
         return x
 
@@ -275,7 +275,7 @@ def test_numpy_integers_are_sizes() -> None:
             outputs.append(
                 colossus.build(lambda: layers.Embedding(eight, np.int64(4)), context)(torch.tensor([[1, 7]]))
             )
-        return [tuple(layers.to_user(y[0] if isinstance(y, tuple) else y).shape) for y in outputs]
+        return [tuple(layers.to_whole(y[0] if isinstance(y, tuple) else y).shape) for y in outputs]
 
     shapes = [(2, 3, 6), (2, 3, 4), (2, 3, 8), (2, 3, 5), (2, 3, 8), (1, 2, 4)]
     assert run_ranks(2, body) == [shapes] * 2

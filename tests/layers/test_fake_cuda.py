@@ -35,7 +35,7 @@ def run_case(context: ParallelContext, name: str, times: int) -> list[str]:
     with Waits(allowed=True) as waits:
         for _ in range(times):  # what is made once, and what is found again
             with context, precision.autocast(context.device):
-                out = layers.to_user(model(*inputs))
+                out = layers.to_whole(model(*inputs))
             out.float().sum().backward()
     assert out.device == context.device
     for key, parameter in model.named_parameters():

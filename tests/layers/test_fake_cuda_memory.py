@@ -32,7 +32,7 @@ class Mixed(nn.Module):
         self.plain, self.dropout = nn.Linear(HIDDEN, HIDDEN), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.plain(layers.to_user(self.block(x))))
+        return self.dropout(self.plain(layers.to_whole(self.block(x))))
 
 
 def checkpointed(rank: int, mode: Mode, precision: str, kinds: list[tuple[str, bool]]) -> list[tuple[list[str], int]]:
@@ -87,7 +87,7 @@ def deferred(rank: int, mode: Mode, precision: str) -> dict[str, Any]:
 def _backward_in_two(model: nn.Module, x: Tensor, context: ParallelContext) -> int:
     weights = model_parallel_of(context).weights
     with context, DeferredWgrad(weights), context.precision.autocast(context.device):
-        y = layers.to_user(model(x))
+        y = layers.to_whole(model(x))
     with weights.deferral.deferred() as tasks:
         y.float().sum().backward()
     assert x.grad is not None

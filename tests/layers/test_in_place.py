@@ -65,11 +65,11 @@ class BetweenBlocks(nn.Module):
         self.first, self.last, self.ours = here.Linear(HIDDEN, HIDDEN), here.Linear(HIDDEN, HIDDEN), ours
 
     def forward(self, x: Tensor) -> Tensor:
-        out = layers.to_outer(x, self.first.parallel) if self.ours else x.clone()
+        out = layers.to_residual(x, self.first.parallel) if self.ours else x.clone()
         out = self.first(out)
         out += 1.0
         out = torch.relu_(self.last(out))
-        out = layers.to_user(out)
+        out = layers.to_whole(out)
         out = self.last(out)
         out += x
         return out

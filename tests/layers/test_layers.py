@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
 def run(context: ParallelContext, model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     """Output, input gradients, whole parameters and whole summed gradients of sum(model(..) * weights)."""
     inputs = tuple(x.clone().requires_grad_() if x.is_floating_point() else x for x in inputs)
-    out = layers.to_user(model(*inputs))
+    out = layers.to_whole(model(*inputs))
     (out * numbers(*out.shape, seed=9, dtype=out.dtype)).sum().backward()
     for parameter in model.parameters():
         axes = gradient_sum_axes(parameter, context)
@@ -157,7 +157,7 @@ def test_norms_between_blocks(ranks: int, sharded: bool) -> None:
         def forward(self, x: Tensor) -> Tensor:
             if isinstance(self.norm, (nn.LayerNorm, nn.RMSNorm)):
                 return self.norm(x)
-            return layers.to_user(self.norm(layers.to_outer(x)))
+            return layers.to_whole(self.norm(layers.to_residual(x)))
 
     kinds = [("LayerNorm", {}), ("LayerNorm", {"bias": False}), ("RMSNorm", {"eps": 1e-6}),
              ("LayerNorm", {"elementwise_affine": False})]  # fmt: skip
@@ -200,7 +200,7 @@ def test_cross_entropy_of_a_split_vocabulary(ranks: int, vocabulary: int) -> Non
         loss.backward()
         state = full_state_dict(head, context)["weight"]
         gradient = full_state_dict(head, context, gradients=True)["weight"]
-        return loss.detach(), count, held.grad, state, gradient, layers.to_user(logits).detach()
+        return loss.detach(), count, held.grad, state, gradient, layers.to_whole(logits).detach()
 
     for (smoothing, z_loss), (loss, count, dx, weight, dw, whole) in (
         pair for found in run_ranks(ranks, body) for pair in zip(terms, found, strict=True)
@@ -263,13 +263,13 @@ def test_what_would_be_wrong_on_a_part_is_refused_in_words(name: str, act: Calla
         def forward(self, x: Tensor) -> Any:
             return self.up(x)
 
-    refuse(Column, outside, f"({name}).*(to_user|Dropout)")
+    refuse(Column, outside, f"({name}).*(to_whole|Dropout)")
 
 
 def test_tokens_split_between_blocks_are_guarded_too() -> None:
     def body(context: ParallelContext) -> None:
         with context:
-            x = layers.to_outer(torch.ones(2, 4, 4))
+            x = layers.to_residual(torch.ones(2, 4, 4))
         assert tuple(x.shape) == (2, 2, 4)
         x.mean(1)
 
@@ -318,7 +318,7 @@ def test_two_uses_that_disagree_are_an_error() -> None:
             self.norm = layers.LayerNorm(4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.norm(layers.to_user(self.norm(layers.to_outer(x))))
+            return self.norm(layers.to_whole(self.norm(layers.to_residual(x))))
 
     def body(context: ParallelContext) -> None:
         model = colossus.build(Bad, context)

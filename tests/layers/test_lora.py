@@ -69,7 +69,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.outer:
-            x = layers.to_outer(x)
+            x = layers.to_residual(x)
         x = x + self.down(F.gelu(self.up(x)))
         gate, value = self.gate(x)
         return self.lone(x + self.out(gate.sigmoid() * value))

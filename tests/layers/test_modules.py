@@ -203,7 +203,7 @@ def differences(context: ParallelContext, name: str, place: str, options: dict[s
     want, input_gradient, expected = reference_of(name)
     ours = colossus.build(changed(name, options), context, dtype=torch.float64)
     mine = own(context, X).clone().requires_grad_()
-    out = layers.to_user(ours(layers.to_outer(mine, ours.parallel) if place == "outer" else mine))
+    out = layers.to_whole(ours(layers.to_residual(mine, ours.parallel) if place == "outer" else mine))
     (out * own(context, W)).sum().backward()
     found = compare("output", out, own(context, want))
     found += compare("gradient of the input", mine.grad, own(context, input_gradient))
@@ -278,7 +278,7 @@ def listened(context: ParallelContext) -> dict[str, Any]:
 
     def moved() -> tuple[int, float]:
         with accounting.count() as counter:
-            layers.to_user(block(x)).square().sum().backward()
+            layers.to_whole(block(x)).square().sum().backward()
         return counter.calls(), counter.bytes()
 
     def count(kind: str, name: str) -> Callable[..., None]:
@@ -321,7 +321,7 @@ def test_hooks_are_called_once_and_move_nothing(mode: str) -> None:
 def inside(context: ParallelContext) -> list[Any]:
     seen: list[Any] = []
     block: Any = colossus.build(lambda: layers.TransformerBlock(HIDDEN, HEADS, None, WIDE), context)
-    block.mlp.up.register_forward_hook(lambda module, args, out: seen.append((out, layers.to_user(out).shape)))
+    block.mlp.up.register_forward_hook(lambda module, args, out: seen.append((out, layers.to_whole(out).shape)))
     block(own(context, X.float()))
     return [(isinstance(out, layers.ShardedActivation), tuple(whole)) for out, whole in seen]
 
@@ -464,7 +464,7 @@ def trained(context: ParallelContext, name: str) -> dict[str, Tensor]:
     }
     assert set(heard.values()) == {1}
     loss.backward()
-    axes = model_parallel_of(context).regions.user.batch
+    axes = model_parallel_of(context).regions.whole.batch
     total = loss.detach().clone()
     if axes:
         torch.distributed.all_reduce(total, group=context.group(axes).process_group)

@@ -168,14 +168,14 @@ def test_what_mixes_elements_draws_or_meets_a_plain_tensor_stays_refused() -> No
     for told in run_ranks(2, body):
         for name, message in told.items():
             assert message.startswith(name.strip()), (name, message)
-            assert "to_user" in message, (name, message)
+            assert "to_whole" in message, (name, message)
 
 
 def test_operands_that_are_split_differently_are_refused() -> None:
     def body(context: ParallelContext) -> None:
         up: Any = colossus.build(lambda: layers.Linear(4, 4, split="column"), context)
         x = torch.ones(2, 4, 4)
-        torch.maximum(up(x), layers.to_outer(x, up.parallel))
+        torch.maximum(up(x), layers.to_residual(x, up.parallel))
 
     with pytest.raises(RankError, match=r"maximum: one operand is split as .* bring both to one layout"):
         run_ranks(2, body, sequence_sharded=True)

@@ -74,7 +74,7 @@ def test_gradients_of_split_activations_are_split_activations() -> None:
         other.retain_grad()
         model.down(other).square().sum().backward()
         seen.append(told(lambda: other.grad.norm()))
-        whole = layers.to_user(other.grad)
+        whole = layers.to_whole(other.grad)
         return full_state_dict(model, context), seen, x.grad, whole
 
     ranks = run_ranks(2, body)

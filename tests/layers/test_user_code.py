@@ -165,13 +165,13 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "glu": (r"dict\(gate=n, value=n\)", lambda net, x: F.glu(net.up(x))),
     "view": ("split_heads", lambda net, x: net.up(x).view(*x.shape[:2], 4, 6)),
     "layer_norm": ("colossus.layers.LayerNorm", lambda net, x: F.layer_norm(net.up(x), (WIDE,))),
-    "softmax": ("to_user", lambda net, x: net.up(x).softmax(-1)),
-    "cat": ("to_user", lambda net, x: torch.cat((net.up(x), net.key(x)), -1)),
-    "__setitem__": ("to_user", lambda net, x: net.up(x).clone().__setitem__((slice(None), 0), 0.0)),
-    "__getitem__": ("to_user", lambda net, x: net.up(x)[torch.ones(x.shape[:2], dtype=torch.bool)]),
-    "mul": ("to_user", lambda net, x: net.up(x) * (x[..., :1] > 0)),
-    "broadcast_tensors": ("to_user", lambda net, x: torch.distributions.Normal(net.up(x), 1.0)),
-    "logsumexp": ("to_user", lambda net, x: torch.distributions.Categorical(logits=net.up(x))),
+    "softmax": ("to_whole", lambda net, x: net.up(x).softmax(-1)),
+    "cat": ("to_whole", lambda net, x: torch.cat((net.up(x), net.key(x)), -1)),
+    "__setitem__": ("to_whole", lambda net, x: net.up(x).clone().__setitem__((slice(None), 0), 0.0)),
+    "__getitem__": ("to_whole", lambda net, x: net.up(x)[torch.ones(x.shape[:2], dtype=torch.bool)]),
+    "mul": ("to_whole", lambda net, x: net.up(x) * (x[..., :1] > 0)),
+    "broadcast_tensors": ("to_whole", lambda net, x: torch.distributions.Normal(net.up(x), 1.0)),
+    "logsumexp": ("to_whole", lambda net, x: torch.distributions.Categorical(logits=net.up(x))),
 }
 
 

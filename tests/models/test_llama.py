@@ -49,7 +49,7 @@ def differences(context: ParallelContext) -> list[str]:
         loss.backward()
         want.backward()
         total = loss.detach().clone()
-        axes = model_parallel_of(context).regions.user.batch
+        axes = model_parallel_of(context).regions.whole.batch
         if axes:
             torch.distributed.all_reduce(total, group=context.group(axes).process_group)
         for parameter in ours.parameters():

@@ -62,7 +62,7 @@ def differences(context: ParallelContext) -> list[str]:
             for name, module in ours.named_modules():
                 if isinstance(module, layers.Attention | layers.PatchEmbedding | layers.ClassToken):
                     module.register_forward_hook(lambda *_, name=name: calls.append(name))
-        logits = layers.to_user(ours(own(context, IMAGES)))
+        logits = layers.to_whole(ours(own(context, IMAGES)))
         wanted = own(context, twin(IMAGES))
         if kind == "listened to" and calls != ["patches", "class_token", "blocks.0.attention", "blocks.1.attention"]:
             found.append(f"{kind}: {calls}")
@@ -256,7 +256,7 @@ def test_batches_that_are_refused() -> None:
 
 def _class_token(context: ParallelContext) -> list[str]:
     token: Any = colossus.build(lambda: layers.ClassToken(8), context)
-    outer = layers.to_outer(torch.zeros(2, 4, 8))
+    outer = layers.to_residual(torch.zeros(2, 4, 8))
     told = []
     for x in (outer, torch.zeros(4, 8)):
         try:

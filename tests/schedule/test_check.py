@@ -25,7 +25,7 @@ def copy(name: str) -> Actions:
     return [list(own) for own in SCHEDULES[name]]
 
 
-def refusal(actions: Actions, microbatches: int = MICROBATCHES, bound: list[int] | None = None) -> str:
+def located_error(actions: Actions, microbatches: int = MICROBATCHES, bound: list[int] | None = None) -> str:
     with pytest.raises(ValueError, match="rank") as caught:
         check(actions, microbatches, bound)
     return str(caught.value)
@@ -43,7 +43,7 @@ def test_a_dropped_action_is_named() -> None:
     for name, rank, index in PLACES:
         actions = copy(name)
         dropped = actions[rank].pop(index)
-        message = refusal(actions)
+        message = located_error(actions)
         assert message.startswith(f"rank {rank}, "), (name, dropped, message)
         assert str(dropped) in message, (name, dropped, message)
 
@@ -53,7 +53,7 @@ def test_an_action_done_twice_is_named() -> None:
         actions = copy(name)
         action = actions[rank][index]
         actions[rank].insert(index + 1, action)
-        message = refusal(actions)
+        message = located_error(actions)
         assert message.startswith(f"rank {rank}, action {index + 1} ({action}) "), (name, message)
         assert "comes after the step" in message or f"is done already by action {index}; drop one" in message
 
@@ -85,7 +85,7 @@ def test_an_action_on_another_rank_is_named() -> None:
         actions = copy(name)
         moved = actions[1].pop(2)
         actions[2].insert(0, moved)
-        assert f"({moved})" in refusal(actions)
+        assert f"({moved})" in located_error(actions)
 
 
 def naive(actions: Actions) -> Actions:
@@ -114,7 +114,7 @@ def naive(actions: Actions) -> Actions:
 
 def test_two_sends_that_face_each_other() -> None:
     actions = naive(make_schedule("1f1b", 2, 2))
-    assert refusal(actions, 2) == (
+    assert located_error(actions, 2) == (
         "rank 0, action 3 (send of the activation of microbatch 1 from stage 0 to stage 1) waits for ever for "
         "rank 1, action 3 (send of the gradient of microbatch 0 from stage 1 to stage 0), which waits for rank 0. "
         "A send ends when it is received: let one of them come after what the other waits for, or leave out all sends "
@@ -127,20 +127,20 @@ def test_two_sends_that_face_each_other() -> None:
 def test_the_naive_order_hangs_wherever_values_go_both_ways() -> None:
     for ranks in range(2, 6):
         for microbatches in range(2, 6):
-            assert "waits for ever" in refusal(naive(make_schedule("1f1b", ranks, microbatches)), microbatches)
+            assert "waits for ever" in located_error(naive(make_schedule("1f1b", ranks, microbatches)), microbatches)
 
 
 def test_values_in_another_order_than_awaited() -> None:
     actions = make_schedule("gpipe", 2, 2)
     first, second = (actions[1].index(Action("receive_activation", 1, index, 0)) for index in range(2))
     actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
-    message = refusal(actions, 2)
+    message = located_error(actions, 2)
     assert "rank 1" in message
     assert "action" in message
 
 
 def test_activations_in_flight_above_the_bound() -> None:
-    message = refusal(SCHEDULES["gpipe"], bound=[3, 2, 1])
+    message = located_error(SCHEDULES["gpipe"], bound=[3, 2, 1])
     assert message == (
         "rank 1, action 7 (forward of microbatch 2 on stage 1) makes 3 activations in flight, and the schedule "
         "promises at most 2; put a backward before it"
@@ -182,7 +182,7 @@ def test_odd_actions(own: list[Action], message: str) -> None:
 def test_stages_and_ranks_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="rank 1 of 2 has no stage: give it one, or use fewer ranks"):
         check([[Action("forward")], []], 1)
-    message = refusal([[Action("forward", 0, 0)], [Action("forward", 0, 1)]])
+    message = located_error([[Action("forward", 0, 0)], [Action("forward", 0, 1)]])
     assert message.startswith("rank 1, action 0 (forward of microbatch 1 on stage 0): stage 0 is on rank 0")
 
 

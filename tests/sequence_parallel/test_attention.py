@@ -27,9 +27,9 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.layers import activation_checkpoint, selective_checkpoint
 from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.sequence_parallel.order import local_indices, require_divisible, zigzag_order
 from colossus.sequence_parallel.tiles import ScoreBlock
 from colossus.sequence_parallel.traffic import attention_traffic, cheaper
+from colossus.sequence_parallel.zigzag import local_indices, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
 

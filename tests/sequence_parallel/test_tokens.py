@@ -1,4 +1,4 @@
-"""The user region under ``parallel.sequence``: what works on each token by itself is right, the rest is refused."""
+"""The whole region under ``parallel.sequence``: what works on each token by itself is right, the rest is refused."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def results_of(model: nn.Module, x: Tensor, call: Callable[[Tensor], Tensor]) ->
     """Its output, the gradient of x, and all others."""
     model.zero_grad()
     leaf = x.clone().requires_grad_()
-    y = layers.to_user(call(leaf))
+    y = layers.to_whole(call(leaf))
     y.sin().sum().backward()
     assert leaf.grad is not None
     results = [y.detach(), leaf.grad, *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
@@ -77,7 +77,7 @@ def block_by_block(context: ParallelContext, backend: str) -> tuple[int, float]:
     x = own(context, hidden("cpu").double())
 
     def between_blocks(x: Tensor) -> Tensor:
-        out: Tensor = model(layers.to_outer(x))
+        out: Tensor = model(layers.to_residual(x))
         return out
 
     wanted = results_of(model, x, between_blocks)

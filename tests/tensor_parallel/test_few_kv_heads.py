@@ -196,7 +196,7 @@ def _keys_alone(context: ParallelContext) -> float:
     copies = {"key": 2, "value": 2}
     linear = build(lambda: layers.Linear(6, {"key": 2, "value": 2}, split="column", copies=copies), context)
     linear.double()
-    sum((layers.to_user(part) * scales).square().sum() for part in linear(x)).backward()
+    sum((layers.to_whole(part) * scales).square().sum() for part in linear(x)).backward()
     CopiedGradients(linear.parameters(), context).sum()
     plain = {name: weight.requires_grad_() for name, weight in full_state_dict(linear, context).items()}
     parts = [x @ plain[f"{name}.weight"].t() + plain[f"{name}.bias"] for name in ("key", "value")]

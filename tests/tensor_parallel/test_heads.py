@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "a scale of heads": (lambda m, h: split(h) * torch.ones(4, 1, 1), "mul.*a tensor of shape .4, 1, 1. meets 2 of 4"),
     "a parameter": (lambda m, h: split(h) * nn.Parameter(torch.ones(())), "meets 2 of 4 heads"),
     "a layer": (lambda m, h: m.down(split(h)), "merge_heads"),
-    "to_user": (lambda m, h: layers.to_user(split(h)), "2 of 4 heads.*merge_heads"),
+    "to_whole": (lambda m, h: layers.to_whole(split(h)), "2 of 4 heads.*merge_heads"),
     "a plain linear": (lambda m, h: nn.Linear(4, 4)(split(h)), "linear on 2 of 4 heads"),
     "a plain key": (
         lambda m, h: F.scaled_dot_product_attention(split(h), torch.ones(2, 4, 3, 4), torch.ones(2, 4, 3, 4)),
@@ -199,7 +199,7 @@ def test_what_would_be_wrong_on_some_heads_is_refused() -> None:
 def test_split_tokens_are_no_heads() -> None:
     def body(context: ParallelContext) -> None:
         with context:
-            layers.split_heads(layers.to_outer(torch.ones(2, 4, 4)), 2)
+            layers.split_heads(layers.to_residual(torch.ones(2, 4, 4)), 2)
 
     with pytest.raises(RankError, match=r"split_heads: tokens are split .*an attention must see them all"):
         run_ranks(2, body, sequence_sharded=True)

@@ -27,7 +27,7 @@ from colossus.comm.conjugate import start
 from colossus.comm.shared_memory import enable
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.tensor_parallel import route
+from colossus.tensor_parallel import move_plan
 
 HIDDEN, HEADS, WIDE = 24, 6, 36
 
@@ -61,7 +61,7 @@ def bend(x: Tensor) -> Tensor:
 
 
 def together(*parts: Tensor) -> Tensor:
-    return torch.cat([layers.to_user(part) for part in parts], -1)
+    return torch.cat([layers.to_whole(part) for part in parts], -1)
 
 
 class PlainFused(nn.Module):
@@ -95,7 +95,7 @@ class Tied(nn.Module):
         self.head = layers.LMHead(HIDDEN, vocabulary, bias, tied_to=self.embedding if tie else None)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(layers.to_outer(self.embedding(ids))))
+        return self.head(self.norm(layers.to_residual(self.embedding(ids))))
 
 
 class PlainTied(nn.Module):
@@ -195,7 +195,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"layer norm, {title}", partial(layers.LayerNorm, HIDDEN, bias=bias),
                        partial(nn.LayerNorm, HIDDEN, bias=bias), (x,))  # fmt: skip
             yield Case(f"layer norm between blocks, {title}",
-                       lambda b=bias: Sequential(layers.to_outer, "norm", norm=layers.LayerNorm(HIDDEN, bias=b)),
+                       lambda b=bias: Sequential(layers.to_residual, "norm", norm=layers.LayerNorm(HIDDEN, bias=b)),
                        lambda b=bias: Sequential("norm", norm=nn.LayerNorm(HIDDEN, bias=b)), (x + 3.0,))  # fmt: skip
             yield Case(f"mlp, {title}",
                        lambda b=bias: layers.MLP(HIDDEN, WIDE, b),
@@ -214,10 +214,10 @@ def cases() -> Iterator[Case]:
                            (x,), loss=True)  # fmt: skip
         yield Case(f"rms norm, {ndim}-D", partial(layers.RMSNorm, HIDDEN), partial(nn.RMSNorm, HIDDEN), (x,))
         yield Case(f"rms norm between blocks, {ndim}-D",
-                   lambda: Sequential(layers.to_outer, "norm", norm=layers.RMSNorm(HIDDEN, eps=1e-6)),
+                   lambda: Sequential(layers.to_residual, "norm", norm=layers.RMSNorm(HIDDEN, eps=1e-6)),
                    lambda: Sequential("norm", norm=nn.RMSNorm(HIDDEN, eps=1e-6)), (x,))  # fmt: skip
         if ndim > 2:
-            for place in (layers.to_user, layers.to_outer):
+            for place in (layers.to_whole, layers.to_residual):
                 yield Case(f"positions {place.__name__}, {ndim}-D",
                            lambda p=place: Sequential(p, "at", at=layers.PositionEmbedding(9, HIDDEN)),
                            lambda: Sequential("at", at=PlainPositions()), (x,))  # fmt: skip
@@ -227,7 +227,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"attention, mask of {name}, causal {causal}",
                        partial(layers.Attention, HIDDEN, HEADS, causal=causal), partial(PlainMasked, causal),
                        (x, mask))  # fmt: skip
-    for place in (layers.to_user, layers.to_outer):
+    for place in (layers.to_whole, layers.to_residual):
         for kind in ("gpt", "llama"):
             o = options_of(kind, HIDDEN, HEADS, WIDE)
             more = dict(bias=o.bias, rotary=o.positions == "rotary")
@@ -376,7 +376,7 @@ def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]
             pending = start(operation, x, group, dim, to_dim, owned=owned)
             return pending.then(lambda y: y * 0.5) if operation == what else pending
 
-        route.start = partly
+        move_plan.start = partly
     return compare_all(context, chosen, [torch.float64])
 
 
@@ -394,7 +394,14 @@ def broken(context: ParallelContext, chosen: list[Case], what: str) -> list[str]
 )
 def test_a_broken_sum_is_seen(mode: str, what: str) -> None:
     chosen = [
-        case for case in ALL if case.title in ("mlp, 3-D, bias True", "block, gpt, to_user", "block, llama, to_outer")
+        case
+        for case in ALL
+        if case.title
+        in (
+            "mlp, 3-D, bias True",
+            "block, gpt, to_whole",
+            "block, llama, to_residual",
+        )
     ]
     prepare(chosen, [torch.float64])
     for found in MODES[mode].run(broken, chosen, what, timeout=60):

@@ -76,7 +76,7 @@ def cases() -> Iterator[Case]:
             )
     yield Case(
         "in front of a block",
-        lambda: Between(layers.Embedding(ROWS, 24, sparse=True), layers.LayerNorm(24), layers.to_outer),
+        lambda: Between(layers.Embedding(ROWS, 24, sparse=True), layers.LayerNorm(24), layers.to_residual),
         lambda: Between(nn.Embedding(ROWS, 24), nn.LayerNorm(24), lambda x: x),
         (integers(ROWS, BATCH, TOKENS),),
     )
@@ -93,10 +93,10 @@ def test_rows_are_looked_up_in_every_mode(mode: str) -> None:
         found = compare_all(context, CASES, [torch.float64])
         layer: Any = colossus.build(lambda: layers.Embedding(ROWS, 24, sparse=True), context)
         regions = model_parallel_of(context).regions
-        x = layer.call_for(own(context, integers(ROWS, BATCH, TOKENS)), regions.outer)
-        if regions.outer != regions.user and getattr(x, "activation", None) != regions.outer:
+        x = layer.call_for(own(context, integers(ROWS, BATCH, TOKENS)), regions.residual)
+        if regions.residual != regions.whole and getattr(x, "activation", None) != regions.residual:
             found.append(f"laid out as {x!r}")
-        layers.to_user(x).sum().backward()
+        layers.to_whole(x).sum().backward()
         if not layer.weight.grad.is_sparse:
             found.append("a dense gradient")
         return found
@@ -134,10 +134,10 @@ def test_a_sampled_loss_in_every_mode(mode: str) -> None:
         )
         mine, own_labels = own(context, x).clone().requires_grad_(), own(context, labels)
         found = {}
-        batch = model_parallel_of(context).regions.user.batch
+        batch = model_parallel_of(context).regions.whole.batch
         group = context.group(batch)
         for name in ("whole", "sampled"):
-            place = layers.to_outer if name == "sampled" else lambda each: each
+            place = layers.to_residual if name == "sampled" else lambda each: each
             loss, count = layer.train(name == "sampled")(place(mine), own_labels)
             sums = torch.stack([loss.detach(), count])
             if batch:

@@ -31,7 +31,7 @@ def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int]
     assert layer.sharding is not None
     source, target = parallel.shardings.default_layouts(split)
     local = own(context, torch.zeros(*SHAPE[:2], sizes[0]))
-    x = wrap(local, parallel.regions.user, parallel.regions.user, parallel)
+    x = wrap(local, parallel.regions.whole, parallel.regions.whole, parallel)
     local_x = torch.zeros([math.ceil(n) for n in _local(SHAPE[:2] + sizes[:1], source, context)], requires_grad=True)
     assert x.shape[-1] == sizes[0]
     parallel.weights.begin_step()
@@ -82,7 +82,7 @@ def block(mode: Mode, keep: bool, weights: str, microbatches: int = 1, hidden: i
     """The four linears of a transformer block, by their shardings."""
     from colossus.layout.activation import Activation
     from colossus.registry import TENSOR_MODES
-    from colossus.tensor_parallel.choice import Shardings
+    from colossus.tensor_parallel.choose_sharding import Shardings
     from colossus.tensor_parallel.mode import MatmulSharding
 
     kind = TENSOR_MODES.get(mode.name)
@@ -176,7 +176,7 @@ def _block(context: ParallelContext, options: list[dict[str, Any]]) -> list[tupl
         with with_options(context, **chosen) as policy:
             layer = build(lambda: layers.TransformerBlock(NARROW, HEADS), policy)
             parallel = model_parallel_of(policy)
-            outer = parallel.regions.outer
+            outer = parallel.regions.residual
             x = torch.zeros(outer.at(3).chunk((SAMPLES, TOKENS, NARROW), policy.grid.sizes), requires_grad=True)
             parallel.weights.begin_step()
             with accounting.count() as moved:

@@ -14,12 +14,12 @@ def gradient_sum_axes(parameter: nn.Parameter, context: ParallelContext) -> tupl
     """The axes over which this rank's gradient of a parameter is a partial sum: the one answer to that question.
 
     Layers record them at each use of a parameter. One that none has recorded is a plain torch module's, whose input is
-    in the user layout: sharded over the batch only. Over the axes that cut a parameter for storage its gradient has
+    in the whole layout: sharded over the batch only. Over the axes that cut a parameter for storage its gradient has
     been scattered.
     """
     spec = spec_of(parameter)
     recorded = spec.gradient_axes
-    axes = recorded if recorded is not None else model_parallel_of(context).regions.user.shard_axes
+    axes = recorded if recorded is not None else model_parallel_of(context).regions.whole.shard_axes
     nontrivial = {axis for axis in axes if context.grid.sizes[axis] > 1 and axis not in spec.layout.stored}
     return tuple(axis for axis in context.grid.names if axis in nontrivial)
 

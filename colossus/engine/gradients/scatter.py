@@ -16,7 +16,7 @@ from colossus.engine.prefetch import BlockRuns
 from colossus.engine.row_gradients import RowGradients
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layout.split_parameter import as_shards
-from colossus.tensor_parallel.weight_store import WeightStore
+from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 
 #: how many reduce-scatters may be under way: what has been given to one is freed when it is done
@@ -44,7 +44,7 @@ class GradientScatter:
         runs: BlockRuns,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
         context: ParallelContext,
-        weights: WeightStore,
+        weights: GatheredWeights,
     ) -> None:
         self._context, self._weights, self._runs = context, weights, runs
         stage_of = self._stage_of = {

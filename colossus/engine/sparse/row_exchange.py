@@ -13,7 +13,7 @@ from torch import Tensor
 from colossus.comm import uneven
 from colossus.engine.sparse.levels import Level
 from colossus.engine.sparse.row_cache import RowCache
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 from colossus.rows.row_gradient import RowGradient
 
 
@@ -225,9 +225,9 @@ class RowExchange:
             _, word = self._agree(number, [0] * self.levels[number].group.size, word)
         told, self._disagreement = self._disagreement, None
         if told is not None:
-            raise refusal(told, RuntimeError)
+            raise located_error(told, RuntimeError)
         if word.rank != self._rank:
-            error = refusal(
+            error = located_error(
                 f"rank {word.rank} cannot go on with its lookups in {self._tables[word.table].name!r}, whose rows all "
                 f"ranks exchange together: its own error says why",
                 RuntimeError,

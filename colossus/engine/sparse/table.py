@@ -14,8 +14,8 @@ from colossus.comm.uncompiled import uncompiled
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.sparse.bad_ids import in_words, outside
 from colossus.engine.sparse.ways.way import Way
+from colossus.error_place import located_error
 from colossus.layout.parameter import spec_of
-from colossus.refusal import refusal
 from colossus.rows.row_gradient import RowGradient
 from colossus.rows.rules import Features
 from colossus.tensor_parallel.dtypes import gradient_dtype
@@ -67,7 +67,7 @@ class Table:
                 self._refuse(ids)
 
     def _refuse(self, ids: Tensor) -> NoReturn:
-        error: ValueError = refusal(in_words(self.name, ids, self.num_rows, self._context))
+        error: ValueError = located_error(in_words(self.name, ids, self.num_rows, self._context))
         if torch._C._current_graph_task_id() == -1:  # no recomputation, of which the other ranks know nothing
             with suppress(RuntimeError):  # another rank fails, too, which is told there
                 self.way.fail()

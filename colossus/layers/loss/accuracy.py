@@ -19,10 +19,10 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
 
     Args:
         logits: [.., vocabulary], plain or with split features.
-        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the user layout.
+        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
 
     Returns:
-        (correct, count): float64 scalars over the samples this rank holds in the user layout; sum them over the ranks
+        (correct, count): float64 scalars over the samples this rank holds in the whole layout; sum them over the ranks
         that hold other samples.
     """
     labels = local(labels)
@@ -46,4 +46,4 @@ def accuracy(logits: Tensor, labels: Tensor, *, k: int = 1, ignore_index: int = 
     if split.group is not None:
         higher = collectives.all_reduce(higher, split.group, owned=True).wait()
     correct = ((higher < k) & valid).sum().double()
-    return split.to_user_sum(correct), count
+    return split.to_whole_sum(correct), count

@@ -27,18 +27,18 @@ def cross_entropy(
     """Sum of the losses of all valid tokens, and their number.
 
     The engine divides by the number of valid tokens of the global batch, so that the loss does not depend on how the
-    batch is split: sum and number are of the samples this rank holds in the user layout. A vocabulary that is
+    batch is split: sum and number are of the samples this rank holds in the whole layout. A vocabulary that is
     split over ranks costs one all-gather, of 3 numbers per token and rank (4 with smoothing).
 
     Args:
         logits: [.., vocabulary], plain or with split features.
-        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the user layout.
+        labels: [..] in 0..vocabulary-1, or ``ignore_index``; in the whole layout.
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         z_loss: weight of the squared log-partition, which keeps logits from drifting (2204.02311, section 5).
 
     Returns:
         (sum, count): scalars, the same on all tensor ranks that hold the same samples. In 3D a rank's sum is its share
-        of the sum over all ranks (see `SplitLogits.to_user_sum`), since other ranks have the logits of its samples.
+        of the sum over all ranks (see `SplitLogits.to_whole_sum`), since other ranks have the logits of its samples.
 
     Raises:
         ValueError: for shapes that do not fit, and for labels outside the vocabulary (checked on CPU).
@@ -59,7 +59,7 @@ def cross_entropy(
         return loss, count
     check_range(labels.masked_fill(~valid, 0), split.total, "labels")
     loss = _CrossEntropy.apply(flat, labels.reshape(-1), valid.reshape(-1), split, label_smoothing, z_loss)
-    return split.to_user_sum(loss), count
+    return split.to_whole_sum(loss), count
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.construct.init import Constant, torch_linear
+from colossus.error_place import located_error
 from colossus.layers import log_uniform
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
@@ -21,7 +22,6 @@ from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 
 #: classes of which an evaluation has the rows at once
@@ -48,7 +48,7 @@ class SampledSoftmax(Layer):
         ignore_index: a label that counts for nothing.
 
     Shape:
-        x [.., hidden_size], labels [..] in the user layout -> (sum, count), scalars over the samples that this rank
+        x [.., hidden_size], labels [..] in the whole layout -> (sum, count), scalars over the samples that this rank
         holds. weight [num_classes, hidden_size], split by features as activations between blocks are or replicated
         where they do not divide; bias [num_classes, 1], a table, too.
 
@@ -74,7 +74,7 @@ class SampledSoftmax(Layer):
         super().__init__()
         hidden_size, num_classes, num_samples = map(operator.index, (hidden_size, num_classes, num_samples))
         if num_samples < 1 or (unique and num_samples > num_classes):
-            raise refusal(
+            raise located_error(
                 f"SampledSoftmax: num_samples = {num_samples} different ones of num_classes = {num_classes}: give 1 to "
                 f"{num_classes}, or unique=False"
             )
@@ -88,7 +88,7 @@ class SampledSoftmax(Layer):
         bias_init, shape = bias_init or Constant(0.0), {"": (num_classes, 1)}
         self.bias = self.make_parameter(shape, Layout.whole(2), bias_init, dtype=dtype) if bias else None
         self.decide_gradients(self.weight, self.looked_up)
-        self.decide_gradients(self.bias, self.parallel.regions.user)
+        self.decide_gradients(self.bias, self.parallel.regions.whole)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         require_features_last(x, self)
@@ -96,7 +96,9 @@ class SampledSoftmax(Layer):
         x, source, _ = unwrap(x, self.parallel)
         x = move(x, source, self.looked_up, self.context)
         if labels.shape != x.shape[:-1]:
-            raise refusal(f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank")
+            raise located_error(
+                f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank"
+            )
         is_counted = labels != self.ignore_index
         if (table := row_source(self.weight)) is not None:
             table.require_ids(labels.masked_fill(~is_counted, 0))

@@ -12,12 +12,12 @@ from torch import Tensor
 from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
+from colossus.error_place import located_error
 from colossus.layers.sharded import ShardedActivation, unwrap
 from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.refusal import refusal
-from colossus.tensor_parallel.route import Route, run
+from colossus.tensor_parallel.move_plan import MovePlan, run
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SplitLogits:
         local: [.., columns], of which those behind the first ``stop - start`` are padding.
         group: over which the columns are split; None when the rank has all.
         start, stop: the rank's columns, of ``total``.
-        sum_over, shared_by: see `to_user_sum`; None and 1 when the rank's rows are those of its own samples.
+        sum_over, shared_by: see `to_whole_sum`; None and 1 when the rank's rows are those of its own samples.
     """
 
     local: Tensor
@@ -39,8 +39,8 @@ class SplitLogits:
     sum_over: AxisGroup | None = None
     shared_by: int = 1
 
-    def to_user_sum(self, local_sum: Tensor) -> Tensor:
-        """From a sum over the rank's rows to one that the user layout can add up over ranks; its gradient is unchanged.
+    def to_whole_sum(self, local_sum: Tensor) -> Tensor:
+        """From a sum over the rank's rows to one that the whole layout adds up over ranks; its gradient is unchanged.
 
         In 3D the rank's rows are not those of its samples. The sums are added over ``sum_over`` and divided by
         ``shared_by``, the ranks of different samples that then hold the same sum: the sum over all ranks is exact, that
@@ -57,7 +57,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
 
     Args:
         logits: [.., columns], plain or with split features.
-        labels: [..], in the user layout.
+        labels: [..], in the whole layout.
 
     Raises:
         ValueError: for shapes that do not fit.
@@ -70,11 +70,11 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
         return SplitLogits(logits, None, 0, width, width), labels
     parallel = logits.parallel
     shard, activation, _ = unwrap(logits, parallel)
-    context, ndim, user = parallel.context, shard.dim(), parallel.regions.user
+    context, ndim, user = parallel.context, shard.dim(), parallel.regions.whole
     rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
         _check(logits, labels, labels)
-    own = labels if rows == user_rows else run(Route.of(moves(user_rows, rows), context).forward, labels).wait()
+    own = labels if rows == user_rows else run(MovePlan.of(moves(user_rows, rows), context).forward, labels).wait()
     _check(logits, labels, own)
     group = context.group(activation.features)
     width = shard.shape[-1]
@@ -93,7 +93,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
 def _check(logits: Tensor, labels: Tensor, own: Tensor) -> None:
     """``own``: the labels of the rank's rows."""
     if own.shape != logits.shape[:-1]:
-        raise refusal(
+        raise located_error(
             f"labels have shape {tuple(labels.shape)}, logits {tuple(logits.shape)}: all dims but the last must agree"
         )
 

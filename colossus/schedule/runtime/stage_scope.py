@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from colossus.refusal import refusal
+from colossus.error_place import located_error
 
 
 class MetaTensorGuard(TorchFunctionMode):
@@ -32,7 +32,7 @@ class MetaTensorGuard(TorchFunctionMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.is_meta:
                     name = getattr(func, "__name__", str(func))
-                    raise refusal(
+                    raise located_error(
                         f"stage {self._stage}: {name} on a tensor of shape {tuple(leaf.shape)} that has no values "
                         f"here. It belongs to another stage, or somebody took hold of it while the model was built "
                         f"(w = self.head.weight in pipeline_blocks, say). {MUST_NAME_ALL}"

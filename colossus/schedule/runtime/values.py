@@ -94,7 +94,7 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
                 )
             index_of[id(item)] = len(tensors)
             sharding = (
-                (item.activation, item.output_layout, item.num_features)
+                (item.activation, item.return_layout, item.num_features)
                 if isinstance(item, ShardedActivation)
                 else None
             )
@@ -127,8 +127,8 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
             roots.append(local.requires_grad_())
             local = _unsafe_view(local, local.shape)  # no leaf: a stage may begin with an operation in place
         if leaf.sharding is not None:
-            activation, output_layout, num_features = leaf.sharding
-            local = wrap(local, activation, output_layout, parallel, num_features, leaf.token_dim)
+            activation, return_layout, num_features = leaf.sharding
+            local = wrap(local, activation, return_layout, parallel, num_features, leaf.token_dim)
         else:
             local = with_tokens(local, leaf.token_dim, parallel.context.size("sequence"))
         made.append(local)

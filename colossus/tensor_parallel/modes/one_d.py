@@ -29,13 +29,13 @@ class OneD(TensorMode):
 
     @classmethod
     def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
-        outer = replace(inputs, tokens=inputs.tokens + AXIS) if sequence_sharded else inputs
-        return Regions(user=inputs, outer=outer, inner=replace(inputs, features=AXIS))
+        residual = replace(inputs, tokens=inputs.tokens + AXIS) if sequence_sharded else inputs
+        return Regions(whole=inputs, residual=residual, inner=replace(inputs, features=AXIS))
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         if split == "column":
-            x = replace(regions.user, grad_partial=AXIS)
+            x = replace(regions.whole, grad_partial=AXIS)
             return (MatmulSharding(x=x, weight=BY_OUT, gathered_weight=BY_OUT, y=regions.inner),)
-        y = replace(regions.user, partial=AXIS)
+        y = replace(regions.whole, partial=AXIS)
         return (MatmulSharding(x=regions.inner, weight=BY_IN, gathered_weight=BY_IN, y=y),)

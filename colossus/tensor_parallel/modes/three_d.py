@@ -32,14 +32,14 @@ class ThreeD(TensorMode):
 
     @classmethod
     def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
-        user = replace(inputs, batch=(*inputs.batch, "i", "j"))
+        whole = replace(inputs, batch=(*inputs.batch, "i", "j"))
         inner = replace(inputs, batch=(*inputs.batch, "i", "k"), features=("j",))
-        return Regions(user=user, outer=replace(user, features=("k",)), inner=inner)
+        return Regions(whole=whole, residual=replace(whole, features=("k",)), inner=inner)
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         gathered, contracted = ("j", "k") if split == "column" else ("k", "j")
-        rows = replace(regions.user, batch=regions.user.batch[:-1])
+        rows = replace(regions.whole, batch=regions.whole.batch[:-1])
         sharding = MatmulSharding(
             x=replace(rows, features=(contracted,), grad_partial=(gathered,)),
             weight=Layout(((gathered, "i"), (contracted,))),

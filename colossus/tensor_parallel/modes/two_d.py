@@ -29,22 +29,22 @@ class TwoD(TensorMode):
 
     @classmethod
     def regions(cls, inputs: Activation, *, sequence_sharded: bool) -> Regions:
-        user = replace(inputs, batch=inputs.batch + cls.batch_axes)
-        split = replace(user, features=COL)
-        return Regions(user=user, outer=split, inner=split)
+        whole = replace(inputs, batch=inputs.batch + cls.batch_axes)
+        split = replace(whole, features=COL)
+        return Regions(whole=whole, residual=split, inner=split)
 
     @classmethod
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         move_x = MatmulSharding(
-            x=replace(regions.user, grad_partial=COL),
+            x=replace(regions.whole, grad_partial=COL),
             weight=Layout((COL, ROW)),
             gathered_weight=Layout((COL, ()), grad_partial=ROW),
             y=regions.inner,
         )
         reduce_y = MatmulSharding(
-            x=regions.outer,
+            x=regions.residual,
             weight=Layout((ROW, COL)),
             gathered_weight=Layout(((), COL), grad_partial=ROW),
-            y=replace(regions.user, partial=COL),
+            y=replace(regions.whole, partial=COL),
         )
         return move_x, reduce_y

@@ -26,7 +26,7 @@ class Kit:
         layers.Dropout,
     )
     split_heads, merge_heads = staticmethod(layers.split_heads), staticmethod(layers.merge_heads)
-    to_user = staticmethod(layers.to_user)
+    to_whole = staticmethod(layers.to_whole)
     MLP = layers.MLP
 
 
@@ -60,7 +60,7 @@ class PlainKit:
         return x.transpose(-3, -2).flatten(-2)
 
     @staticmethod
-    def to_user(x: Tensor) -> Tensor:
+    def to_whole(x: Tensor) -> Tensor:
         return x
 
 

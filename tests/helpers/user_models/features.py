@@ -365,10 +365,10 @@ class NormBehindToUser(Stack):
         def __init__(self, kit: Any) -> None:
             super().__init__()
             self.up, self.down = kit.Linear(WIDTH, HIDDEN, split="column"), kit.Linear(HIDDEN, WIDTH)
-            self.to_user = kit.to_user
+            self.to_whole = kit.to_whole
 
         def forward(self, x: Tensor) -> Tensor:
-            h = self.to_user(self.up(x))
+            h = self.to_whole(self.up(x))
             out: Tensor = self.down(h / h.sum(-1, keepdim=True).abs().add(1.0))
             return out
 

@@ -169,7 +169,7 @@ class Cell:
 
     Attributes:
         outcome: ``equal``; ``refused`` or ``differs`` as it should; or what is not as it should be.
-        words: of the refusal, or of the difference.
+        words: of the located_error, or of the difference.
     """
 
     model: str

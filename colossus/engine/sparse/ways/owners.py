@@ -11,8 +11,8 @@ from colossus.engine.sparse.placement import Placement, bins_for
 from colossus.engine.sparse.row_cache import RowCache
 from colossus.engine.sparse.row_exchange import RowExchange
 from colossus.engine.sparse.ways.way import Way
+from colossus.error_place import located_error
 from colossus.layout.split_parameter import as_shards
-from colossus.refusal import refusal
 from colossus.rows.row_gradient import RowGradient
 
 
@@ -85,7 +85,7 @@ class Owners(Way):
         own = self.caches[0]
         if torch._C._current_graph_task_id() != -1:  # a recomputation: the other ranks may be elsewhere
             if len(own.missing(ids)):
-                raise refusal(
+                raise located_error(
                     f"{self.name!r}: a backward looks up rows that are not here any more. Under activation "
                     f"checkpointing the recomputation must look up what the forward did; and it finds rows in "
                     f"engine.train_step alone: in a backward of your own leave activation checkpointing out, or hold "

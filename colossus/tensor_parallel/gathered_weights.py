@@ -18,7 +18,7 @@ from colossus.comm.collectives import Pending, Ready
 from colossus.comm.recorded import is_recorded
 from colossus.context.precision import Precision
 from colossus.tensor_parallel.coalescing import Coalescing
-from colossus.tensor_parallel.route import Route, reduce_wgrad, run
+from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run
 from colossus.tensor_parallel.step_cache import StepCache
 from colossus.tensor_parallel.weight_group import WeightGroup
 from colossus.tensor_parallel.wgrad_deferral import WgradDeferral
@@ -26,7 +26,7 @@ from colossus.tensor_parallel.wgrad_deferral import WgradDeferral
 SCOPES = ("matmul", "microbatch", "step")
 
 
-class WeightStore:
+class GatheredWeights:
     """The weights of one model on this rank, as tensor parallelism moves them.
 
     The engine calls `begin_step` and `end_step`; outside of a step the scope ``step`` works as ``microbatch`` does, and
@@ -53,18 +53,18 @@ class WeightStore:
         """Whether backward uses the weight that forward gathered."""
         return self.scope != "matmul"
 
-    def gather(self, weight: Tensor, route: Route, dtype: torch.dtype) -> Pending:
-        """The weight as it is multiplied: its shard, cast and moved by ``route.forward``, or what was kept of that."""
+    def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
+        """The weight as it is multiplied: its shard, cast and moved by ``plan.forward``, or what was kept of that."""
         group = self._group_of(weight)
         if group is not None:
             return Ready(group.gather(weight, dtype))
-        changes = bool(route.forward) or dtype != weight.dtype
+        changes = bool(plan.forward) or dtype != weight.dtype
         # under selective checkpointing the recorder keeps the gathered weight, and gives it back
         if not (self._in_step and self.scope == "step" and changes) or is_recorded():
-            return run(route.forward, weight.to(dtype), owned=dtype != weight.dtype)
-        return Ready(self._cache.gather(weight, route, dtype))
+            return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype)
+        return Ready(self._cache.gather(weight, plan, dtype))
 
-    def reduce(self, weight: Tensor, gradient: Tensor, route: Route) -> Pending | None:
+    def reduce(self, weight: Tensor, gradient: Tensor, plan: MovePlan) -> Pending | None:
         """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later.
 
         The sum over ranks is taken in the precision's dtype of reduction.
@@ -74,7 +74,7 @@ class WeightStore:
             return group.reduce(weight, gradient, self.deferral.accumulate)
         # hooks on the weight are called at each backward; a compiler is not to ask for one weight, of one layer
         if is_recorded() or not self._cache.holds(weight) or weight._backward_hooks:
-            return reduce_wgrad(weight, gradient, route, self._precision)
+            return reduce_wgrad(weight, gradient, plan, self._precision)
         return self._cache.reduce(weight, gradient)
 
     def _group_of(self, weight: Tensor) -> WeightGroup | None:

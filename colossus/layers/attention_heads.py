@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.error_place import located_error
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pointwise import is_pointwise
 from colossus.layers.sharded import PASSED_ON, ShardedActivation, SplitTensor, unwrap, wrap
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
 
 
 class SplitHeads(SplitTensor):
@@ -27,12 +27,12 @@ class SplitHeads(SplitTensor):
 
     Attributes:
         activation: how the features were split that became heads.
-        output_layout: as of `ShardedActivation`.
+        return_layout: as of `ShardedActivation`.
         num_heads: of all ranks.
     """
 
     activation: Activation
-    output_layout: Activation
+    return_layout: Activation
     parallel: ModelParallel
     num_heads: int
 
@@ -60,31 +60,31 @@ class SplitHeads(SplitTensor):
             return type(out)(first._like(name, each) for each in out)
 
     def take_apart(self) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        how = self.activation, self.output_layout, self.parallel, self.num_heads
+        how = self.activation, self.return_layout, self.parallel, self.num_heads
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor), lambda x: _mark(x, *how)
 
     def _like(self, name: str, x: Tensor) -> Tensor:
         if x.shape[:-2] != self.shape[:-2]:
-            raise refusal(self._refusal(name))
-        return _mark(x, self.activation, self.output_layout, self.parallel, self.num_heads)
+            raise located_error(self._refusal(name))
+        return _mark(x, self.activation, self.return_layout, self.parallel, self.num_heads)
 
     def _check_dims(self, name: str, dims: tuple[Any, ...]) -> None:
         """That a function works along the last two dims only: tokens and head_dim, which a rank has whole."""
         last = (-1, -2, self.dim() - 1, self.dim() - 2)
         if not dims or any(dim not in last for dim in dims):
-            raise refusal(self._refusal(name))
+            raise located_error(self._refusal(name))
 
     def _check_operand(self, name: str, x: Tensor, *, split_only: bool) -> None:
         if isinstance(x, SplitHeads):
             if (x.activation, x.num_heads) != (self.activation, self.num_heads):
-                raise refusal(
+                raise located_error(
                     f"{name}: one operand has {self.num_heads} heads ({self.activation}), the other {x.num_heads} "
                     f"({x.activation}): split both into as many, split_heads(x, {self.num_heads}), or repeat what has "
                     f"fewer before it is split (in scaled_dot_product_attention, enable_gqa=True)"
                 )
         elif split_only or isinstance(x, SplitTensor) or x.requires_grad or any(size > 1 for size in x.shape[:-2]):
-            raise refusal(
+            raise located_error(
                 f"{name}: a tensor of shape {tuple(x.shape)} meets {self.shape[-3]} of {self.num_heads} heads "
                 f"({self.activation}). Beside them may stand what has no gradient and no dims before the last two: the "
                 f"rest belongs before colossus.layers.split_heads or behind merge_heads"
@@ -104,21 +104,21 @@ class SplitHeads(SplitTensor):
         name = "scaled_dot_product_attention"
         for x in (query, key, value):
             if not isinstance(x, SplitHeads) or x.activation != self.activation:
-                raise refusal(f"{name}: query, key and value must all come from colossus.layers.split_heads")
+                raise located_error(f"{name}: query, key and value must all come from colossus.layers.split_heads")
         if dropout_p:
-            raise refusal(
+            raise located_error(
                 f"{name}: dropout_p = {dropout_p} would drop the same of the heads of every rank; put "
                 f"colossus.layers.Dropout behind merge_heads, or use colossus.layers.Attention(dropout=...)"
             )
         if attn_mask is not None and not isinstance(attn_mask, SplitHeads):
-            axes = self.activation.batch, self.parallel.regions.user.batch
+            axes = self.activation.batch, self.parallel.regions.whole.batch
             here, user = (self.parallel.context.size(each) if each else 1 for each in axes)
             attn_mask = local_mask(attn_mask, query.shape[0] * here // user, self.activation, self.parallel)
         out = F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         assert isinstance(query, SplitHeads)
-        return _mark(out, self.activation, self.output_layout, self.parallel, query.num_heads)
+        return _mark(out, self.activation, self.return_layout, self.parallel, query.num_heads)
 
     def _refusal(self, name: str) -> str:
         return (
@@ -169,7 +169,7 @@ def _tensors(values: Any) -> Any:
 
 def _mark(x: Tensor, activation: Activation, output: Activation, parallel: ModelParallel, num_heads: int) -> Tensor:
     out = x.as_subclass(SplitHeads)
-    out.activation, out.output_layout, out.parallel, out.num_heads = activation, output, parallel, num_heads
+    out.activation, out.return_layout, out.parallel, out.num_heads = activation, output, parallel, num_heads
     return out
 
 
@@ -177,7 +177,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     """[batch, .., tokens, heads * head_dim] -> [batch, .., heads, tokens, head_dim], for an attention of one's own.
 
     Of a plain tensor a plain tensor. Of features that are split, as ``Linear(split="column")`` leaves them, the rank's
-    heads, `SplitHeads`: ``F.scaled_dot_product_attention`` takes them, with a mask in the user layout.
+    heads, `SplitHeads`: ``F.scaled_dot_product_attention`` takes them, with a mask in the whole layout.
 
     Args:
         heads: of all ranks; of keys and values it may be fewer than of queries (``enable_gqa=True``).
@@ -191,27 +191,32 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
         activation = x.activation
         ways = parallel.context.size(activation.features) if activation.features else 1
         if activation.tokens:
-            raise refusal(
+            raise located_error(
                 f"split_heads: tokens are split ({activation}), and an attention must see them all. Between blocks "
                 f'colossus.layers.Linear(split="column") gathers them; under parallel.sequence use '
                 f"colossus.layers.Attention, which passes keys and values between the ranks"
             )
         if x.num_features is not None:
-            raise refusal(f"split_heads: these {x.num_features} features are padded, as a vocabulary is, not heads")
+            raise located_error(
+                f"split_heads: these {x.num_features} features are padded, as a vocabulary is; no heads"
+            )
     features = x.shape[-1] * ways
     if heads < 1 or features % heads:
-        raise refusal(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
+        raise located_error(f"split_heads: {not_a_multiple('features', features, f'heads = {heads}', max(heads, 1))}")
     if heads % ways:
-        raise refusal(
+        raise located_error(
             f"split_heads: heads = {heads} does not divide over the {ways} ranks of {','.join(activation.features)}; "
-            f"heads are split whole: take {either(nearest_multiples(heads, ways))}, or colossus.layers.to_user(x) first"
+            f"heads are split whole: take {either(nearest_multiples(heads, ways))}, or "
+            f"colossus.layers.to_whole(x) first"
         )
     if x.dim() < 3:
-        raise refusal(f"split_heads: x has shape {tuple(x.shape)}; it takes [batch, .., tokens, heads * head_dim]")
+        raise located_error(
+            f"split_heads: x has shape {tuple(x.shape)}; it takes [batch, .., tokens, heads * head_dim]"
+        )
     if parallel is None or not isinstance(x, ShardedActivation):
         return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
-    local, _, output_layout = unwrap(x, parallel)
-    return _mark(local.unflatten(-1, (heads // ways, -1)).transpose(-3, -2), activation, output_layout, parallel, heads)
+    local, _, return_layout = unwrap(x, parallel)
+    return _mark(local.unflatten(-1, (heads // ways, -1)).transpose(-3, -2), activation, return_layout, parallel, heads)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -220,14 +225,14 @@ def merge_heads(x: Tensor) -> Tensor:
     Of a rank's heads it gives split features, which ``Linear(split="row")`` takes.
     """
     if isinstance(x, ShardedActivation):
-        raise refusal(f"merge_heads takes what colossus.layers.split_heads gave; this is split by {x.activation}")
+        raise located_error(f"merge_heads takes what colossus.layers.split_heads gave; this is split by {x.activation}")
     if x.dim() < 4:
-        raise refusal(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
+        raise located_error(f"merge_heads: x has shape {tuple(x.shape)}; it takes [batch, .., heads, tokens, head_dim]")
     if not isinstance(x, SplitHeads):
         return x.transpose(-3, -2).flatten(-2)
     with torch._C.DisableTorchFunctionSubclass():
         merged = x.as_subclass(Tensor).transpose(-3, -2).flatten(-2)
-    return wrap(merged, x.activation, x.output_layout, x.parallel)
+    return wrap(merged, x.activation, x.return_layout, x.parallel)
 
 
 def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: ModelParallel) -> Tensor:
@@ -236,11 +241,11 @@ def local_mask(mask: Tensor, batch: int, activation: Activation, parallel: Model
     Where it is broadcast over samples or heads, its gradient, if any, is summed over the ranks that split them.
 
     Args:
-        mask: its batch in the user layout, with all heads and tokens.
-        batch: samples in the user layout.
+        mask: its batch in the whole layout, with all heads and tokens.
+        batch: samples in the whole layout.
         activation: how samples and heads are split here.
     """
-    user = parallel.regions.user
+    user = parallel.regions.whole
     dims = mask.dim()
     by_sample = dims > 3 and mask.shape[0] == batch
     by_head = dims > 2 and mask.shape[-3] > 1

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.construct.init import torch_linear
+from colossus.error_place import located_error
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, unwrap, wrap
@@ -18,8 +19,7 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.refusal import refusal
-from colossus.tensor_parallel.matmul import MatmulRoutes, matmul, matmul_routes
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
 
 
 class LMHead(Layer):
@@ -33,7 +33,7 @@ class LMHead(Layer):
 
     Shape:
         input [.., hidden_size]; output [.., vocab_size], a `ShardedActivation` of [.., ceil(vocab_size / ranks)] where
-        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_user`` gathers it.
+        the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_whole`` gathers it.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class LMHead(Layer):
             shape = {"": (vocab_size, hidden_size)}
             self.weight = self.make_parameter(shape, layout, init or torch_linear(hidden_size), dtype=dtype)
         elif (tied_to.num_embeddings, tied_to.embedding_dim) != (vocab_size, hidden_size):
-            raise refusal(
+            raise located_error(
                 f"LMHead({hidden_size}, {vocab_size}) cannot be tied to an embedding of {tied_to.num_embeddings} x "
                 f"{tied_to.embedding_dim}: they share one weight, so give both the same sizes"
             )
         elif tied_to.sparse:
-            raise refusal(
+            raise located_error(
                 f"{type(self).__name__}({hidden_size}, {vocab_size}) cannot be tied to an embedding with sparse=True: "
                 f"the logits of all words give all rows of the table a gradient, which is dense. Leave sparse out, or "
                 f"tie nothing"
@@ -72,8 +72,8 @@ class LMHead(Layer):
         self.bias_layout = Layout(self.sharding.weight.dims[:1] if self.sharding else ((),))
         bias_init = bias_init or torch_linear(hidden_size)
         self.bias = self.make_parameter({"": (vocab_size,)}, self.bias_layout, bias_init, dtype=dtype) if bias else None
-        self._routes: dict[tuple[Activation, int], MatmulRoutes] = {}
-        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.user,) * 2
+        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
+        x, y = (self.sharding.x, self.sharding.y) if self.sharding else (self.parallel.regions.whole,) * 2
         if tied_to is None:
             self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
@@ -84,21 +84,21 @@ class LMHead(Layer):
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
         token_dim = require_features_last(x, self)
-        local, source, output_layout = unwrap(x, self.parallel)
+        local, source, return_layout = unwrap(x, self.parallel)
         inner = self.parallel.regions.inner
-        routes = self._routes.get((source, local.dim()))
+        routes = self._move_plans.get((source, local.dim()))
         if routes is None:
-            routes = self._routes[source, local.dim()] = self._make_routes(source, local.dim())
+            routes = self._move_plans[source, local.dim()] = self._make_routes(source, local.dim())
         try:
             y = matmul(local, self.weight, self._gathered_bias(), routes)
         except (ValueError, RuntimeError) as error:
             self.name_error(error, local, source, self.hidden_size)
             raise
-        if inner == self.parallel.regions.user:  # every rank has all columns, and the padding
-            return wrap(y[..., : self.vocab_size], inner, output_layout, self.parallel, token_dim=token_dim)
-        return wrap(y, inner, output_layout, self.parallel, self.vocab_size, token_dim)
+        if inner == self.parallel.regions.whole:  # every rank has all columns, and the padding
+            return wrap(y[..., : self.vocab_size], inner, return_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, inner, return_layout, self.parallel, self.vocab_size, token_dim)
 
-    def _make_routes(self, source: Activation, ndim: int) -> MatmulRoutes:
+    def _make_routes(self, source: Activation, ndim: int) -> MatmulPlans:
         assert self.sharding is not None
         self.check_stored(self.weight, self.sharding.weight)
         inner = self.parallel.regions.inner

@@ -18,7 +18,7 @@ from colossus.tensor_parallel.dtypes import gradient_dtype
 
 
 @dataclass(frozen=True)
-class BoundMove:
+class BoundCollective:
     """One move over the ranks of a group.
 
     Attributes:
@@ -55,48 +55,48 @@ def to_rank_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Route:
+class MovePlan:
     """The moves of one operand (``forward``) and of its gradient (``backward``), each in the order they run in."""
 
-    forward: tuple[BoundMove, ...]
-    backward: tuple[BoundMove, ...]
+    forward: tuple[BoundCollective, ...]
+    backward: tuple[BoundCollective, ...]
 
     @classmethod
-    def of(cls, moves: Sequence[Move], context: ParallelContext, rows: Sequence[int] = ()) -> Route:
+    def of(cls, moves: Sequence[Move], context: ParallelContext, rows: Sequence[int] = ()) -> MovePlan:
         """Bind moves to the groups of a context.
 
         Args:
             rows: of a fused weight, the rows that each output has in the rank's stored shard.
         """
-        forward: list[BoundMove] = []
-        backward: list[BoundMove] = []
+        forward: list[BoundCollective] = []
+        backward: list[BoundCollective] = []
         local_rows = tuple(rows)
         for move in moves:
             group = context.group(move.axes)
             n = context.size(move.axes)
             if move.forward != "identity":
-                forward.append(BoundMove(move.forward, group, move.dim, move.to_dim, local_rows))
+                forward.append(BoundCollective(move.forward, group, move.dim, move.to_dim, local_rows))
             if move.backward != "identity":
                 dims = (move.to_dim, move.dim) if move.backward == "all_to_all" else (move.dim, move.to_dim)
-                backward.insert(0, BoundMove(move.backward, group, *dims, local_rows))
+                backward.insert(0, BoundCollective(move.backward, group, *dims, local_rows))
             if move.dim == 0 and move.forward == "gather":
                 local_rows = tuple(count * n for count in local_rows)
         return cls(tuple(forward), tuple(backward))
 
 
-def reduce_wgrad(weight: Tensor, gradient: Tensor, route: Route, precision: Precision) -> Pending:
+def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Precision) -> Pending:
     """The rank's shard of a weight's gradient, from its share of the sum, which may be overwritten.
 
     The sum over ranks is taken in the precision's dtype of reduction; the shard has that of ``weight.grad``.
     """
     dtype = gradient_dtype(weight)
-    if not route.backward:
+    if not plan.backward:
         return Ready(gradient.to(dtype))
-    total = run(route.backward, gradient.to(precision.reduce_dtype(dtype)), owned=True)
+    total = run(plan.backward, gradient.to(precision.reduce_dtype(dtype)), owned=True)
     return total if precision.reduce_dtype(dtype) == dtype else total.then(lambda shard: shard.to(dtype))
 
 
-def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:
+def run(moves: Sequence[BoundCollective], x: Tensor, *, owned: bool = False) -> Pending:
     """Make the moves, of which the last is only started. ``owned``: ``x`` may be overwritten."""
     if not moves:
         return Ready(x)

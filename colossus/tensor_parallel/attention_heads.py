@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
-from colossus.tensor_parallel.choice import IndivisibleSize, Shardings
+from colossus.tensor_parallel.choose_sharding import IndivisibleSize, Shardings
 
 
 def head_problems(

@@ -53,17 +53,17 @@ class Shardings:
         cls, mode: type[TensorMode], inputs: Activation, sizes: AxisSizes, *, sequence_sharded: bool, keep: bool = False
     ) -> Shardings:
         full = mode.regions(inputs, sequence_sharded=sequence_sharded)
-        user, outer, inner = (region.drop_trivial_axes(sizes) for region in (full.user, full.outer, full.inner))
+        whole, residual, inner = (region.drop_trivial_axes(sizes) for region in (full.whole, full.residual, full.inner))
         column, row = (
             tuple(dict.fromkeys(sharding.drop_trivial_axes(sizes) for sharding in mode.shardings(split, full)))
             for split in ("column", "row")
         )
-        return cls(Regions(user, outer, inner), column, row, sizes, keep)
+        return cls(Regions(whole, residual, inner), column, row, sizes, keep)
 
     def default_layouts(self, split: str | None) -> tuple[Activation, Activation]:
         """The layouts of x before and of y after a linear, unless its caller wants others."""
-        user, outer, inner = self.regions.user, self.regions.outer, self.regions.inner
-        return {"column": (outer, inner), "row": (inner, outer)}.get(split or "", (user, user))
+        whole, residual, inner = self.regions.whole, self.regions.residual, self.regions.inner
+        return {"column": (residual, inner), "row": (inner, residual)}.get(split or "", (whole, whole))
 
     def candidates(self, split: str | None) -> tuple[MatmulSharding, ...]:
         """The shardings that a linear can take, its sizes aside."""
@@ -139,5 +139,5 @@ class Shardings:
 
 
 def unsharded(regions: Regions) -> MatmulSharding:
-    """The weight replicated, x and y in the user layout: for a linear outside of a pair whose sizes do not divide."""
-    return MatmulSharding(x=regions.user, weight=Layout.whole(2), gathered_weight=Layout.whole(2), y=regions.user)
+    """The weight replicated, x and y in the whole layout: for a linear outside of a pair whose sizes do not divide."""
+    return MatmulSharding(x=regions.whole, weight=Layout.whole(2), gathered_weight=Layout.whole(2), y=regions.whole)

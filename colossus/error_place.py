@@ -1,6 +1,6 @@
 """Where in a model an error was met: which module ran, and the user's line that called what refuses.
 
-Both are found after the fact, among the frames between the refusal and the engine: a module is the ``self`` of some
+Both are found after the fact, among the frames between the error and the engine: a module is the ``self`` of some
 frame. So nothing is kept, and nothing costs anything, until something fails.
 """
 
@@ -45,7 +45,7 @@ def name_modules_of(model: Any) -> None:
     _models.add(model)
 
 
-def refusal(text: str, kind: type[_Error] = ValueError) -> _Error:  # type: ignore[assignment]
+def located_error(text: str, kind: type[_Error] = ValueError) -> _Error:  # type: ignore[assignment]
     """The error to raise for ``text``; a second line says where in the user's model it is, if it is in one.
 
     ``(in blocks.3.mlp (MyMLP), at model.py:41: h = self.up(x)[:, 0])``
@@ -55,7 +55,7 @@ def refusal(text: str, kind: type[_Error] = ValueError) -> _Error:  # type: igno
 
 
 def add_place(error: BaseException) -> None:
-    """Note on an error that passes the engine where in the model it was met; one made by `refusal` says so already."""
+    """Note on an error that passes the engine where in the model it was met; a `located_error` says so already."""
     trace = error.__traceback__
     place = _place(reversed(list(traceback.walk_tb(trace)))) if isinstance(error, Exception) else ""
     notes = getattr(error, "__notes__", ())
@@ -64,7 +64,7 @@ def add_place(error: BaseException) -> None:
 
 
 def _stack() -> Iterator[tuple[FrameType, int]]:
-    """The frames of the caller of `refusal`, innermost first, with their lines."""
+    """The frames of the caller of `located_error`, innermost first, with their lines."""
     return traceback.walk_stack(sys._getframe(2))
 
 
