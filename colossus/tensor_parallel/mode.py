@@ -118,8 +118,8 @@ class TensorMode:
     def shardings(cls, split: str, regions: Regions) -> tuple[MatmulSharding, ...]:
         """The ways to compute a ``column`` linear (residual to inner) or a ``row`` linear (inner to residual).
 
-        Of several the one that moves fewest bytes is taken (`choose_sharding.py`). A linear outside of a pair may take any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the
-        vocabulary.
+        Of several the one that moves fewest bytes is taken (`choose_sharding.py`). A linear outside of a pair may take
+        any of both kinds. An embedding is the dgrad of a column linear: its ids are one-hot rows over the vocabulary.
         """
         raise NotImplementedError
 
