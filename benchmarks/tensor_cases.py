@@ -2,7 +2,6 @@
 
 A name is the mode, its ranks (along each axis where there are several) and ``keep`` for the policy that trades memory
 for traffic: x is kept as gathered and weights are gathered once per microbatch. Without it both are gathered again.
-``panels`` streams the products.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Case:
         mode: ``plain``, ``dtensor`` or a tensor mode.
         shape: ranks along each axis of the mode.
         keep, weights: policies of colossus, see `colossus.tensor_parallel.gathered_weights`.
-        panels: products are streamed, see `colossus.tensor_parallel.panels`.
     """
 
     mode: str
@@ -41,13 +39,11 @@ class Case:
     sequence_sharded: bool = False
     keep: bool = False
     weights: str = "matmul"
-    panels: bool = False
 
     @property
     def name(self) -> str:
         ranks = "" if self.mode == PLAIN else "x".join(map(str, self.shape))
         parts = (self.mode, "sequence" if self.sequence_sharded else "", ranks, "keep" if self.keep else "")
-        parts += ("panels" if self.panels else "",)
         return "-".join(filter(None, parts))
 
     @property
@@ -71,7 +67,6 @@ class Case:
             sequence_sharded=self.sequence_sharded,
             keep_gathered=self.keep,
             weight_scope=self.weights,
-            panels=self.panels,
         )
         return ParallelContext(self.grid, rank, options=options, connect=connect, device=device)
 
@@ -87,7 +82,7 @@ def _cases() -> dict[str, Case]:
         cases += [Case("1d", (n,)), Case("1d", (n,), sequence_sharded=True), Case(DTENSOR, (n,))]
     for mode, shape in (("2d", (2, 2)), ("2d", (2, 3)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2))):
         again = Case(mode, shape)
-        cases += [again, replace(again, keep=True, weights="microbatch"), replace(again, panels=True)]
+        cases += [again, replace(again, keep=True, weights="microbatch")]
     cases.sort(key=lambda case: case.world)
     return {case.name: case for case in cases}
 

@@ -212,7 +212,7 @@ SHAPE = blocks.Shape(tokens=32, heads=4, kv_heads=4, head_dim=8)
 
 
 def test_blocks_run_on_a_device() -> None:
-    (found,) = run_fake_ranks(4, blocks_on_device, ["1d-4", "2d-2x2-panels"])
+    (found,) = run_fake_ranks(4, blocks_on_device, ["1d-4", "2d-2x2"])
     whole = 4 * SMALL.tokens * SMALL.hidden
     assert found == [(whole, True), (whole // 4, True)]
     (found,) = run_fake_ranks(1, lambda rank: Worker(CASES[PLAIN], SMALL, False, rank).run.dy.device)

@@ -73,8 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         model=dict(activation_checkpoint="selective"), schedule=dict(microbatches=2),
         parallel=dict(tensor=dict(weights="step")),
     ),
-    "coalesce": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(coalesce=True, gathered="keep"))),
-    "panels": dict(parallel=dict(tensor=dict(panels=True))),
+    "keep": dict(schedule=dict(microbatches=2), parallel=dict(tensor=dict(weights="microbatch", gathered="keep"))),
 }  # fmt: skip
 
 
@@ -135,10 +134,10 @@ def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps
 CHOSEN = {
     "data2_tensor2": ("accumulation", "small_buckets", "weights_step"),
     "tensor2_sharded": (
-        "llama_like", "loss_terms", "full_checkpoint", "selective_checkpoint", "gpipe", "sgd", "coalesce",
+        "llama_like", "loss_terms", "full_checkpoint", "selective_checkpoint", "gpipe", "sgd",
     ),
-    "2d": ("llama_like", "weights_step_selective", "panels"),
-    "3d_2x1x2": ("coalesce",),
+    "2d": ("llama_like", "weights_step_selective"),
+    "3d_2x1x2": ("keep",),
 }  # fmt: skip
 
 
@@ -151,7 +150,6 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.parametrize(("variant", "plan"), list(pairs()))
 @pytest.mark.rest(
     "weights_step_selective-2d",
-    "panels-2d",
     "small_buckets-data2_tensor2",
     "gpipe-tensor2_sharded",
     "loss_terms-tensor2_sharded",

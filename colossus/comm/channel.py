@@ -31,55 +31,11 @@ DTYPES = [
 ]
 
 
-class _Operation:
-    """A collective that was started on a channel. One message to and from every peer says that its slot is filled."""
+class _Collective:
+    """A collective that was started on a channel: one function consumes the tensors of all ranks at once.
 
-    def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int) -> None:
-        self._channel, self._header, self._turn = channel, header, turn
-        self._unread = dict(channel.peers)
-
-    def publish(self, shape: torch.Size, fill: Fill) -> None:
-        """Fill this rank's slot, as a tensor of this shape, and notify all peers."""
-        fill(self.view(self._channel.index, shape))
-        for rank in self._channel.peers:
-            self.notify(rank)
-
-    def notify(self, rank: int) -> None:
-        """Say to a peer that it can read what it needs of this rank's slot."""
-        with self._channel.errors_naming(rank):
-            self._channel.peers[rank].sendall(_HEADER.pack(*self._header))
-
-    def await_rank(self, rank: int) -> None:
-        """Wait until a peer's slot is filled, and check that it runs the same collective."""
-        peer = self._unread.pop(rank, None)
-        if peer is None:
-            return
-        with self._channel.errors_naming(rank):
-            theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
-        if theirs != self._header:
-            raise located_error(self._channel.mismatch(rank, self._header, theirs), RuntimeError)
-
-    def await_all(self) -> None:
-        for rank in list(self._unread):
-            self.await_rank(rank)
-
-    def view(self, rank: int, shape: torch.Size) -> Tensor:
-        """A rank's slot as a tensor."""
-        _, size, dtype = self._header
-        return self._channel.slots[rank][self._turn][:size].view(DTYPES[dtype]).view(shape)
-
-    def finish(self) -> None:
-        """Called before the next collective starts: nothing of the slots may be needed after this."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """All has been read."""
-        self.await_all()
-        self._channel.release(self)
-
-
-class _Collective(_Operation):
-    """One function consumes the tensors of all ranks at once."""
+    One message to and from every peer says that its slot is filled.
+    """
 
     def __init__(
         self,
@@ -90,62 +46,32 @@ class _Collective(_Operation):
         fill: Fill,
         consume: Consume,
     ) -> None:
-        super().__init__(channel, header, turn)
+        self._channel, self._header, self._turn = channel, header, turn
         self._shape, self._consume = shape, consume
         self._result: Tensor | None = None
-        self.publish(shape, fill)
-
-    def finish(self) -> None:
-        if self._result is None:
-            self.await_all()
-            self._result = self._consume([self.view(rank, self._shape) for rank in range(self._channel.size)])
-            self._channel.release(self)
+        self._unread = dict(channel.peers)
+        fill(self._view(channel.index))
+        for rank, peer in channel.peers.items():
+            with channel.errors_naming(rank):
+                peer.sendall(_HEADER.pack(*header))
 
     def wait(self) -> Tensor:
-        self.finish()
-        assert self._result is not None
+        """The result; called before the next collective starts, after which nothing of the slots may be needed."""
+        if self._result is None:
+            for rank in list(self._unread):
+                peer = self._unread.pop(rank)
+                with self._channel.errors_naming(rank):
+                    theirs = _HEADER.unpack(read_exactly(peer, _HEADER.size))
+                if theirs != self._header:
+                    raise located_error(self._channel.mismatch(rank, self._header, theirs), RuntimeError)
+            self._result = self._consume([self._view(rank) for rank in range(self._channel.size)])
+            self._channel.release(self)
         return self._result
 
-
-class Gathering(_Operation):
-    """An all-gather whose shards are read one by one where they lie; they are valid until `close`."""
-
-    def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, x: Tensor) -> None:
-        super().__init__(channel, header, turn)
-        self._shape = x.shape
-        self._copies: list[Tensor] | None = None
-        self.publish(x.shape, lambda slot: slot.copy_(x.detach()))
-
-    def shard(self, rank: int) -> Tensor:
-        if self._copies is not None:
-            return self._copies[rank]
-        self.await_rank(rank)
-        return self.view(rank, self._shape)
-
-    def finish(self) -> None:  # another collective starts: keep what may still be asked for
-        self.await_all()
-        self._copies = [self.view(rank, self._shape).clone() for rank in range(self._channel.size)]
-        self._channel.release(self)
-
-
-class Scattering(_Operation):
-    """An all-to-all: one chunk for every rank is written in place, then the chunks written for this rank are read."""
-
-    def __init__(self, channel: Channel, header: tuple[int, int, int], turn: int, shape: torch.Size) -> None:
-        super().__init__(channel, header, turn)
-        self._shape = torch.Size((channel.size, *shape))
-
-    def outgoing(self, rank: int) -> Tensor:
-        """Where to write the chunk for a rank, before `notify`."""
-        return self.view(self._channel.index, self._shape)[rank]
-
-    def received(self, rank: int) -> Tensor:
-        """The chunk that a rank wrote for this one; valid until `close`."""
-        self.await_rank(rank)
-        return self.view(rank, self._shape)[self._channel.index]
-
-    def finish(self) -> None:
-        raise RuntimeError("another collective began before this exchange was closed")
+    def _view(self, rank: int) -> Tensor:
+        """A rank's slot as a tensor."""
+        _, size, dtype = self._header
+        return self._channel.slots[rank][self._turn][:size].view(DTYPES[dtype]).view(self._shape)
 
 
 class Channel:
@@ -161,7 +87,7 @@ class Channel:
         self.slots = slots
         self.slot_bytes = slots[0][0].numel()
         self._sequence = 0
-        self._open: _Operation | None = None
+        self._open: _Collective | None = None
 
     def start(self, x: Tensor, consume: Consume) -> Callable[[], Tensor]:
         """Share ``x`` with the group; the function returned waits for the others and gives ``consume`` of all tensors.
@@ -179,25 +105,14 @@ class Channel:
         self._open = operation
         return operation.wait
 
-    def gather(self, x: Tensor) -> Gathering:
-        """Share ``x`` with the group, and read the tensors of the others one by one."""
-        self._open = gathering = Gathering(self, *self._next(x.nbytes, x.dtype), x)
-        return gathering
-
-    def scatter(self, shape: torch.Size, dtype: torch.dtype) -> Scattering:
-        """Write a chunk of ``shape`` for every rank, and read theirs. All chunks together: at most ``slot_bytes``."""
-        size = self.size * math.prod(shape) * dtype.itemsize
-        self._open = scattering = Scattering(self, *self._next(size, dtype), shape)
-        return scattering
-
     def _next(self, size: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int]:
         """Finish what is open; header and turn of the next collective."""
         if self._open is not None:
-            self._open.finish()
+            self._open.wait()
         self._sequence += 1
         return (self._sequence, size, DTYPES.index(dtype)), self._sequence & 1
 
-    def release(self, operation: _Operation) -> None:
+    def release(self, operation: _Collective) -> None:
         """This collective is over, its slots are no longer needed."""
         if self._open is operation:
             self._open = None

@@ -237,14 +237,13 @@ def _maximum_(total: Tensor, x: Tensor) -> Tensor:
     return torch.maximum(total, x, out=total)
 
 
-def record(operation: str, x: Tensor, group: AxisGroup, *, num_chunks: int = 1, what: str = "") -> log.Entry | None:
-    """Log and count a collective of ``num_chunks`` tensors like ``x``, under ``<operation> <what>``; compiled code does
-    neither."""
+def record(operation: str, x: Tensor, group: AxisGroup, *, what: str = "") -> log.Entry | None:
+    """Log and count a collective of ``x``, under ``<operation> <what>``; compiled code does neither."""
     if torch.compiler.is_compiling():
         return None
     axes, name = str(group), f"{operation} {what}" if what else operation
     for counter in accounting.listeners:
-        counter.add(name, axes, x.dtype, cost.sent(operation, group.size, num_chunks * x.nbytes))
+        counter.add(name, axes, x.dtype, cost.sent(operation, group.size, x.nbytes))
     return log.record(name, axes, tuple(x.shape), x.dtype)
 
 

@@ -118,10 +118,6 @@ class TensorSection(SizedSection):
     gathered: Literal["again", "keep"] = "again"
     #: a gathered weight is held for one "matmul", for a "microbatch", or for a "step" with all its microbatches
     weights: Literal["matmul", "microbatch", "step"] = "matmul"
-    #: matmuls multiply one panel of what they gather or reduce while the next one travels
-    panels: bool = False
-    #: the weights of attention, and those of an MLP, are gathered and their gradients reduced in one call each
-    coalesce: bool = False
 
     @model_validator(mode="before")
     @classmethod

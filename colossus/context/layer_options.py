@@ -16,8 +16,6 @@ class LayerOptions:
         sequence_sharded: whether 1D shards activations between blocks by tokens.
         keep_gathered: whether inputs gathered in forward are kept for backward, instead of gathered again.
         weight_scope: for how long a gathered weight is held: ``matmul``, ``microbatch`` or ``step``.
-        panels: whether matmuls stream what they gather and reduce (see `colossus.tensor_parallel.panels`).
-        coalesce: whether weights used one after the other move in one collective.
     """
 
     tensor_mode: str = "1d"
@@ -25,8 +23,6 @@ class LayerOptions:
     sequence_sharded: bool = False
     keep_gathered: bool = False
     weight_scope: str = "matmul"
-    panels: bool = False
-    coalesce: bool = False
 
     @classmethod
     def from_config(cls, parallel: Any) -> LayerOptions:
@@ -38,6 +34,4 @@ class LayerOptions:
             sequence_sharded=tensor.sequence_sharded,
             keep_gathered=tensor.gathered == "keep",
             weight_scope=tensor.weights,
-            panels=tensor.panels,
-            coalesce=tensor.coalesce,
         )

@@ -125,7 +125,7 @@ class ParameterStore:
 
     def scatter(self, parameters_by_stage: Mapping[int, Sequence[nn.Parameter]]) -> GradientScatter:
         """What makes the gradients of stored parameters from those of the parameters that compute sees."""
-        return GradientScatter(self._blocks, self._runs, parameters_by_stage, self._context, self.weights)
+        return GradientScatter(self._blocks, self._runs, parameters_by_stage, self.weights)
 
     def accept_gradients(self) -> None:
         """The sums are complete: the stored parameters get them, also those on the host, which waits for them once."""

@@ -16,7 +16,7 @@ from colossus.layers.children import is_listened_to, run_child
 from colossus.layers.dropout import Dropout
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear, coalesce_weights
+from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
@@ -123,7 +123,6 @@ class Attention(Layer):
             documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
             return self.apply_local(x.unsqueeze(0), source, target, mask, documents).squeeze(0)
         inner = self.parallel.regions.inner
-        coalesce_weights(self, self.qkv, self.out)
         query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
         cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)

@@ -15,8 +15,7 @@ from colossus.comm.first_order import first_order
 from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
-from colossus.tensor_parallel.matmul import bias_gradient
-from colossus.tensor_parallel.panels import flat
+from colossus.tensor_parallel.product import bias_gradient, product, wgrad_product
 
 
 class DeferredWgrad(TorchFunctionMode):
@@ -69,14 +68,14 @@ class _Linear(torch.autograd.Function):
         ctx.weights, ctx.parameter = weights, weight  # under checkpointing the saved weight is another tensor
         if product_dtype(x) is not None:  # not left to autocast, which would keep a cast that has no gradient
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return not_a_view(F.linear(x, weight, bias))
+        return not_a_view(product(x, weight, bias))
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = saved_tensors(ctx)
         needs_x, _, needs_b, _ = ctx.needs_input_grad
-        dx = dy @ weight.to(dy.dtype) if needs_x else None
+        dx = product(dy, weight.to(dy.dtype).t()) if needs_x else None
         db = bias_gradient(dy) if needs_b else None
         parameter = ctx.parameter
         if ctx.weights.deferral.takes(parameter):
@@ -87,4 +86,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return (flat(dy).t() @ flat(x)).to(gradient_dtype(weight))
+    return wgrad_product(dy, x).to(gradient_dtype(weight))

@@ -7,24 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossus.construct.init import torch_linear
 from colossus.error_place import located_error
-from colossus.layers.children import computes_as_ours
 from colossus.layers.layer import Layer
 from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
 from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer, copies_along, rows_of
 from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.move_plan import MovePlan
-from colossus.tensor_parallel.weight_group import GroupedWeight
+from colossus.tensor_parallel.product import product
 
 SPLITS = (None, "column", "row")
 #: rows of the input of a fused linear for which, without a backward, its outputs are computed one by one
@@ -141,7 +137,7 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:
-            return self._outputs(F.linear(x, self.weight, self.bias))
+            return self._outputs(product(x, self.weight, self.bias))
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
         token_dim = require_features_last(x, self)
@@ -157,7 +153,7 @@ class Linear(Layer):
         if self.sharding is None:
             if self.is_fused and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * self.in_features:
                 return self._one_by_one(x)
-            return self._outputs(F.linear(x, self.weight, self.bias))
+            return self._outputs(product(x, self.weight, self.bias))
         key = (source, target, x.dim())
         routes = self._move_plans.get(key)
         if routes is None:
@@ -176,23 +172,16 @@ class Linear(Layer):
         """The outputs of one row in one product, of a few rows in one each: MKL takes up to a fifth longer for few rows
         and many columns."""
         if x.numel() <= 2 * self.in_features:
-            return self._outputs(F.linear(x, self.weight, self.bias))
+            return self._outputs(product(x, self.weight, self.bias))
         weights = self.weight.split_with_sizes(self.local_outputs)
         biases = (None,) * len(weights) if self.bias is None else self.bias.split_with_sizes(self.local_outputs)
-        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     def _matmul_target(self, target: Activation) -> Activation:
         """The layout to which the matmul moves y: over features, several outputs are moved one by one after it."""
         assert self.sharding is not None
         one_by_one = self.is_fused and self.sharding.y.features != target.features
         return self.sharding.y if one_by_one else target
-
-    @property
-    def grouped_weight(self) -> GroupedWeight:
-        """The weight with its plan, to be coalesced with others."""
-        assert self.sharding is not None
-        gather = moves(self.sharding.weight, self.sharding.gathered_weight)
-        return GroupedWeight(self.weight, MovePlan.of(gather, self.context, self._local_rows()))
 
     def _local_rows(self) -> list[int]:
         """Of a fused linear, the rows of each output in the local weight."""
@@ -220,16 +209,3 @@ class Linear(Layer):
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{copies}{where}"
-
-
-def coalesce_weights(owner: Layer, *linears: nn.Module) -> None:
-    """Let the weights of linears that follow each other move in one collective, where the config asks for it.
-
-    Not those of a user's own module or ``forward``, which may leave a weight unused.
-    """
-    weights = owner.parallel.weights
-    if not weights.coalescing.is_wanted or not owner.is_split:
-        return
-    ours = [linear for linear in linears if isinstance(linear, Linear) and computes_as_ours(linear)]
-    if len(ours) == len(linears) and not weights.coalescing.is_coalesced(ours[0].weight):
-        weights.coalescing.coalesce(*(linear.grouped_weight for linear in ours))

@@ -6,7 +6,6 @@ import operator
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.construct.init import torch_linear
@@ -20,6 +19,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
+from colossus.tensor_parallel.product import product
 
 
 class LMHead(Layer):
@@ -80,7 +80,7 @@ class LMHead(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sharding is None:
-            return F.linear(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias)
         if x.dim() == 1:
             return as_batch_of_one(self.forward, x)
         token_dim = require_features_last(x, self)

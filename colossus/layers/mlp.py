@@ -10,7 +10,7 @@ from torch import Tensor
 
 from colossus.layers.children import run_child
 from colossus.layers.layer import Layer
-from colossus.layers.linear import Linear, coalesce_weights
+from colossus.layers.linear import Linear
 from colossus.layers.sharded import unwrap, wrap
 from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
@@ -34,7 +34,6 @@ class _ColumnRowPair(Layer):
 
     def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
         inner = self.parallel.regions.inner
-        coalesce_weights(self, self.up, self.down)
         up = run_child(self, "up", x, source, inner, outputs=self.num_outputs)
         return run_child(self, "down", self._activation(up), inner, target)
 

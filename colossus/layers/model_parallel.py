@@ -73,7 +73,7 @@ def _model_parallel(context: ParallelContext) -> ModelParallel:
         return tuple(axis for axis in axes if sizes[axis] > 1)
 
     inputs = Activation(batch=nontrivial(context.grid.axes("data")), tokens=nontrivial(context.grid.axes("sequence")))
-    weights = GatheredWeights(options.weight_scope, coalesce=options.coalesce, precision=context.precision)
+    weights = GatheredWeights(options.weight_scope, precision=context.precision)
     sequence = SequenceSplit(context) if context.size("sequence") > 1 else None
     if context.size("tensor") == 1:
         return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,36 +18,47 @@ from torch import Tensor
 from colossus.comm.collectives import Pending, Ready
 from colossus.comm.recorded import is_recorded
 from colossus.context.precision import Precision
-from colossus.tensor_parallel.coalescing import Coalescing
+from colossus.tensor_parallel.dtypes import gradient_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, reduce_wgrad, run
-from colossus.tensor_parallel.step_cache import StepCache
-from colossus.tensor_parallel.weight_group import WeightGroup
 from colossus.tensor_parallel.wgrad_deferral import WgradDeferral
 
 SCOPES = ("matmul", "microbatch", "step")
 
 
+@dataclass
+class _GatheredWeight:
+    """A weight that stays gathered during a step, and the sum of its gradients so far, not reduced yet.
+
+    Attributes:
+        state: of the weight when it was gathered; another one asks for another gather.
+    """
+
+    weight: Tensor
+    plan: MovePlan
+    state: tuple[int, int, torch.dtype]
+    gathered: Tensor
+    gradient: Tensor | None = None
+
+
 class GatheredWeights:
     """The weights of one model on this rank, as tensor parallelism moves them.
 
-    The engine calls `begin_step` and `end_step`; outside of a step the scope ``step`` works as ``microbatch`` does, and
-    nothing is coalesced.
+    The engine calls `begin_step` and `end_step`; outside of a step the scope ``step`` works as ``microbatch`` does.
 
     Attributes:
         scope: one of `SCOPES`.
-        coalescing: which weights move in one collective.
         deferral: of wgrad, to a later action of the schedule.
     """
 
-    def __init__(self, scope: str = "matmul", *, coalesce: bool = False, precision: Precision | None = None) -> None:
+    def __init__(self, scope: str = "matmul", *, precision: Precision | None = None) -> None:
         if scope not in SCOPES:
             raise ValueError(f"weights = {scope!r}: use one of {', '.join(SCOPES)}")
         self.scope = scope
         self.deferral = WgradDeferral()
         self._precision = precision or Precision()
-        self.coalescing = Coalescing(coalesce and scope != "step", self.deferral.accumulate, self._precision)
-        self._cache = StepCache(self.deferral.accumulate, self._precision)
-        self._in_step = False
+        #: by id, the weights that stay gathered for the step
+        self._held: dict[int, _GatheredWeight] = {}
+        self._in_step = self._is_last = False
 
     @property
     def keeps(self) -> bool:
@@ -55,50 +67,55 @@ class GatheredWeights:
 
     def gather(self, weight: Tensor, plan: MovePlan, dtype: torch.dtype) -> Pending:
         """The weight as it is multiplied: its shard, cast and moved by ``plan.forward``, or what was kept of that."""
-        group = self._group_of(weight)
-        if group is not None:
-            return Ready(group.gather(weight, dtype))
         changes = bool(plan.forward) or dtype != weight.dtype
         # under selective checkpointing the recorder keeps the gathered weight, and gives it back
         if not (self._in_step and self.scope == "step" and changes) or is_recorded():
             return run(plan.forward, weight.to(dtype), owned=dtype != weight.dtype)
-        return Ready(self._cache.gather(weight, plan, dtype))
+        held, state = self._held.get(id(weight)), (weight._version, weight.data_ptr(), dtype)
+        if held is None or held.state != state:
+            gathered = run(plan.forward, weight.detach().to(dtype), owned=dtype != weight.dtype).wait()
+            gradient = None if held is None else held.gradient
+            held = self._held[id(weight)] = _GatheredWeight(weight, plan, state, gathered, gradient)
+        return Ready(held.gathered)
 
     def reduce(self, weight: Tensor, gradient: Tensor, plan: MovePlan) -> Pending | None:
         """The rank's shard of a weight's gradient, from the wgrad of one multiplication; None when it comes later.
 
         The sum over ranks is taken in the precision's dtype of reduction.
         """
-        group = self._group_of(weight)
-        if group is not None:
-            return group.reduce(weight, gradient, self.deferral.accumulate)
         # hooks on the weight are called at each backward; a compiler is not to ask for one weight, of one layer
-        if is_recorded() or not self._cache.holds(weight) or weight._backward_hooks:
+        if is_recorded() or id(weight) not in self._held or weight._backward_hooks:
             return reduce_wgrad(weight, gradient, plan, self._precision)
-        return self._cache.reduce(weight, gradient)
-
-    def _group_of(self, weight: Tensor) -> WeightGroup | None:
-        return None if is_recorded() or not self._in_step else self.coalescing.group_of(weight)
+        held = self._held[id(weight)]
+        gradient = gradient.to(gradient_dtype(weight))
+        held.gradient = gradient if held.gradient is None else held.gradient.add_(gradient)
+        if not self._is_last:
+            return None
+        total, held.gradient = held.gradient, None
+        return reduce_wgrad(weight, total, held.plan, self._precision)
 
     # -- a step -------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """From here to `end_step` a weight is gathered again only when it changes."""
-        self._cache.clear()
+        self.abandon_step()
         self._in_step = True
 
     def set_last_microbatch(self, is_last: bool = True) -> None:
         """Whether backwards from here on are those of a step's last microbatch, after which gradients are reduced."""
-        self._cache.is_last = is_last
+        self._is_last = is_last
 
     def flush(self, only: Container[int] | None = None) -> None:
         """Reduce gradients that no backward has (of weights that the last microbatch did not use); free the weights.
 
         Args:
-            only: ids of the weights to flush, of coalesced ones all or none; None: all.
+            only: ids of the weights to flush; None: all.
         """
-        self._cache.flush(only)
-        self.coalescing.flush(only)
+        for key in [key for key in self._held if only is None or key in only]:
+            held = self._held.pop(key)
+            if held.gradient is not None:
+                total = reduce_wgrad(held.weight, held.gradient, held.plan, self._precision).wait()
+                self.deferral.accumulate(held.weight, total)
 
     def end_step(self) -> None:
         """`flush` all weights, and close the step."""
@@ -109,6 +126,5 @@ class GatheredWeights:
 
     def abandon_step(self) -> None:
         """Close the step, without reducing what is left."""
-        self._cache.clear()
-        self.coalescing.clear()
-        self._in_step = False
+        self._held.clear()
+        self._in_step = self._is_last = False

@@ -28,7 +28,7 @@ from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan, run
-from colossus.tensor_parallel.panels import flat, product, wgrad_product
+from colossus.tensor_parallel.product import bias_gradient, product, wgrad_product
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class MatmulPlans:
         x, w, y: routes of the operands.
         weights: gathers the weight and reduces its gradient.
         keep: whether the gathered x is kept for backward; else it is gathered again.
-        panels: whether products are streamed (see `colossus.tensor_parallel.panels`).
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
     """
 
@@ -48,7 +47,6 @@ class MatmulPlans:
     y: MovePlan
     weights: GatheredWeights
     keep: bool
-    panels: bool
     adds_bias: bool
 
 
@@ -74,7 +72,6 @@ def matmul_routes(
         y=MovePlan.of(moves(y, target.at(ndim)), context),
         weights=weights,
         keep=context.options.keep_gathered,
-        panels=context.options.panels,
         adds_bias=all(context.coordinates[axis] == 0 for axis in sharding.y.partial),
     )
 
@@ -84,12 +81,7 @@ def weight_gradient(routes: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
-    return wgrad_product(dy, x, () if routes.keep else routes.x.forward, panels=routes.panels)
-
-
-def bias_gradient(dy: Tensor) -> Tensor:
-    """dy [.., o] summed over all dims but the last: [o]."""
-    return flat(dy).sum(0)
+    return wgrad_product(dy, x if routes.keep else run(routes.x.forward, x).wait())
 
 
 class _Matmul(torch.autograd.Function):
@@ -136,7 +128,8 @@ class _Matmul(torch.autograd.Function):
         if w_gathered is None:
             w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
         added = bias.to(dtype) if bias is not None and routes.adds_bias else None
-        return not_a_view(product(x, w_gathered, gather, routes.y.forward, added, panels=routes.panels).wait())
+        y = product(run(gather, x).wait(), w_gathered, added)
+        return not_a_view(run(routes.y.forward, y, owned=True).wait())
 
     @staticmethod
     @first_order
@@ -151,7 +144,7 @@ class _Matmul(torch.autograd.Function):
             dx = dw = None
             if needs_x:
                 w_gathered = w if weights.keeps else weights.gather(weight, routes.w, dy.dtype).wait()
-                dx = product(dy, w_gathered.t(), (), routes.x.backward, panels=routes.panels)
+                dx = run(routes.x.backward, product(dy, w_gathered.t()), owned=True)
             if needs_w and weights.deferral.takes(weight):
                 weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
             elif needs_w:

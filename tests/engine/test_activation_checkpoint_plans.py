@@ -66,16 +66,15 @@ def repeated(context: ParallelContext) -> Traffic:
     return total
 
 
-@pytest.mark.rest("1d-False")
-@pytest.mark.parametrize("panels", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.rest("1d")
 @pytest.mark.parametrize(
     "mode", ["1d", "1d_sequence", "2d", *(pytest.param(name, marks=pytest.mark.long) for name in ("2.5d_depth2", "3d"))]
 )
-def test_a_block_repeats_no_collective_that_nothing_needs(mode: str, panels: bool) -> None:
+def test_a_block_repeats_no_collective_that_nothing_needs(mode: str) -> None:
     def body(context: ParallelContext) -> list[Any]:
         found: list[Any] = []
         for keep, weights in ((False, "matmul"), (True, "matmul"), (False, "microbatch"), (True, "step")):
-            policy = dict(keep_gathered=keep, weight_scope=weights, panels=panels)
+            policy = dict(keep_gathered=keep, weight_scope=weights)
             under = with_options(context, **policy)
             plain, full, selective = (moved(under, kind, 0.1) for kind in ("none", "full", "selective"))
             again = Traffic(full.calls - plain.calls, full.elements - plain.elements)
@@ -85,7 +84,7 @@ def test_a_block_repeats_no_collective_that_nothing_needs(mode: str, panels: boo
     for policy, again, formula, selective, plain in (entry for rank in MODES[mode].run(body) for entry in rank):
         assert again.calls == formula.calls, policy
         assert again.elements == pytest.approx(formula.elements, rel=1e-12), policy
-        if not panels and policy["weight_scope"] == "matmul":
+        if policy["weight_scope"] == "matmul":
             assert selective == plain, policy  # it keeps the results
 
 
@@ -100,7 +99,7 @@ def test_a_repeated_reduction_would_be_seen(name: str, broken: Any, monkeypatch:
     """What is saved when the forward is over, or behind the reduction, is saved too late."""
     monkeypatch.setattr(name, broken)
     with pytest.raises(AssertionError, match="keep_gathered"):
-        test_a_block_repeats_no_collective_that_nothing_needs("1d", False)
+        test_a_block_repeats_no_collective_that_nothing_needs("1d")
 
 
 def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
@@ -151,7 +150,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "1f1b": (2, dict(pipeline=2), dict(schedule=dict(type="1f1b", microbatches=4))),
     "zb-h1": (2, dict(pipeline=2), dict(schedule=dict(type="zb-h1", microbatches=4))),
     "zb-v": (2, dict(pipeline=2), dict(schedule=dict(type="zb-v", microbatches=4))),
-    "2d": (4, dict(tensor=dict(mode="2d", size=4, coalesce=True)), {}),
+    "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
     "ulysses, 1d": (4, dict(sequence=dict(size=2, mode="ulysses"), tensor=2), {}),
     "zb-v, 1d": (4, dict(pipeline=2, tensor=2), dict(schedule=dict(type="zb-v", microbatches=4))),
     "2.5d": (4, dict(tensor=dict(mode="2.5d", size=4, depth=1)), {}),

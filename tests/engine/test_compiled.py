@@ -30,7 +30,6 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "1d, sequence-sharded": (2, dict(tensor=dict(size=2, sequence_sharded=True)), {}),
     "1d, weights once a step": (2, dict(tensor=dict(size=2, weights="step")), dict(schedule=dict(microbatches=2))),
     "2d, checkpointing": (4, dict(tensor=dict(mode="2d", size=4)), dict(train=dict(activation_checkpoint="full"))),
-    "2d, coalesced": (4, dict(tensor=dict(mode="2d", size=4, coalesce=True)), {}),
     "3d": (8, dict(tensor=dict(mode="3d", size=8)), {}),
 }
 

@@ -45,7 +45,6 @@ SEVERAL: dict[str, Case] = {
         dict(schedule=dict(microbatches=2)),
     ),
     "hsdp": (dict(data=4, zero=dict(stage=3, shard=2)), "fp32", {}),
-    "zero 2 x tensor, coalesced": (dict(data=2, zero=2, tensor=dict(size=2, coalesce=True)), "fp32", {}),
     "hierarchical": (dict(data=4, strategy=dict(type="hierarchical", per_host=2)), "fp32", {}),
     "compressed": (dict(data=4, strategy=dict(type="all_reduce", compress="bf16")), "fp32", {}),
     "powersgd": (
@@ -58,7 +57,7 @@ SEVERAL: dict[str, Case] = {
 #: with ``-m long`` only
 LATER = {
     *("fp32", "fp64", "SGD", "data", "zero 2, groups", "zero 3 by step", "zero 3 by microbatch", "hsdp", "compressed"),
-    *("zero 2 x tensor, coalesced", "slowmo", "zero 3 x tensor, coalesced"),
+    "slowmo",
 }
 
 
@@ -160,7 +159,6 @@ WAITING: dict[str, tuple[Case, list[int]]] = {
         ),
         [3] * 4,
     ),
-    "zero 3 x tensor, coalesced": ((dict(data=2, zero=3, tensor=dict(size=2, coalesce=True)), "fp32", {}), [1] * 4),
     "local_sgd": ((dict(data=4, strategy=dict(type="local_sgd", period=3, post_local=1)), "bf16", {}), [0, 0, 2, 0]),
     "slowmo": ((dict(data=4, strategy=dict(type="slowmo", period=3)), "fp32", {}), [0, 2, 0, 0]),
     "diloco": (

@@ -74,7 +74,7 @@ def products() -> Iterator[Any]:
         "1d sequence sharded": (4, dict(pipeline=2, tensor=dict(size=2, sequence_sharded=True)), "1f1b"),
         "1d": (4, dict(pipeline=2, tensor=dict(size=2)), "zb-h1"),
         "2d step": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4, **weights)), "zb-h1"),
-        "2d v": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4, coalesce=True)), "zb-v"),
+        "2d v": (8, dict(pipeline=2, tensor=dict(mode="2d", size=4)), "zb-v"),
         "2.5d": (4, dict(pipeline=2, tensor=dict(mode="2.5d", size=2, depth=2)), "1f1b"),
         "3d": (8, dict(pipeline=2, tensor=dict(mode="3d", shape=(2, 1, 2))), "interleaved"),
         "3d step": (8, dict(pipeline=2, tensor=dict(mode="3d", shape=(2, 1, 2), **weights)), "zb-v"),

@@ -34,8 +34,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "data": (2, dict(data=2), {}),
     "1d": (2, dict(tensor=dict(size=2, sequence_sharded=True)), {}),
     "2d": (4, dict(tensor=dict(mode="2d", size=4)), {}),
-    "2d step": (4, dict(tensor=dict(mode="2d", size=4, weights="step", panels=True)), dict(microbatches=2)),
-    "2d coalesced": (4, dict(tensor=dict(mode="2d", size=4, coalesce=True)), {}),
+    "2d step": (4, dict(tensor=dict(mode="2d", size=4, weights="step")), dict(microbatches=2)),
     "2.5d": (8, dict(tensor=dict(mode="2.5d", size=8)), {}),
     "3d": (4, dict(tensor=dict(mode="3d", shape=(2, 1, 2))), {}),
     "sequence": (2, dict(sequence=dict(size=2, mode="ring")), {}),
@@ -47,7 +46,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "zero 3": (2, dict(data=2, zero=3), dict(microbatches=2)),
     "zero 3 x zb-v": (4, dict(data=2, zero=3, pipeline=2), dict(type="zb-v", microbatches=2)),
 }
-LONG = ("zero 1", "zero 2 x 2d", "zero 3 x zb-v", "2d step", "2d coalesced", "2.5d", "1f1b", "data x 1d")
+LONG = ("zero 1", "zero 2 x 2d", "zero 3 x zb-v", "2d step", "2.5d", "1f1b", "data x 1d")
 
 
 def settings(precision: Any, parallel: dict[str, Any], schedule: dict[str, Any], **train: Any) -> dict[str, Any]:
@@ -412,11 +411,10 @@ def bytes_of(counted: Counted, operation: str, axes: str, dtype: torch.dtype | N
     ("mode", "gathers", "reductions"),
     [
         pytest.param(dict(mode="2d", size=4), ["row"], ["row"], marks=pytest.mark.long),
-        pytest.param(dict(mode="2d", size=4, coalesce=True), ["row"], ["row"], marks=pytest.mark.long),
         pytest.param(dict(mode="2.5d", size=8), ["row"], ["row"], marks=pytest.mark.long),
         (dict(mode="3d", size=4, shape=(2, 1, 2)), ["i"], ["i"]),
     ],
-    ids=["2d", "coalesced", "2.5d", "3d"],
+    ids=["2d", "2.5d", "3d"],
 )
 def test_weights_travel_in_half_the_bytes(mode: dict[str, Any], gathers: list[str], reductions: list[str]) -> None:
     """On the axes on which nothing but weights is gathered, and their gradients are reduce-scattered."""

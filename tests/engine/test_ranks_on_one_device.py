@@ -33,7 +33,7 @@ from colossus.launch.device_check import check_device
 
 PLANS: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": dict(data=2, tensor=2),
-    "2d, panels": dict(tensor=dict(mode="2d", size=4, panels=True)),
+    "2d": dict(tensor=dict(mode="2d", size=4)),
     "zero 3": dict(data=2, zero=3, tensor=dict(size=2, sequence_sharded=True)),
     "zero 1, ring": dict(data=2, zero=1, sequence=dict(size=2, mode="ring")),
     "ulysses": dict(data=2, sequence=dict(size=2, mode="ulysses")),
@@ -53,7 +53,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 #: of the plans, those that are run by default
-SHORT = ("2d, panels", "zero 3", "zero 1, ring", "pipeline")
+SHORT = ("2d", "zero 3", "zero 1, ring", "pipeline")
 
 
 def both_ways(rank: int, given: dict[str, dict[str, Any]]) -> list[str]:
@@ -128,7 +128,7 @@ def on_fake_devices(rank: int, given: dict[str, dict[str, Any]], backend: str) -
 def test_a_backend_is_given_tensors_of_its_device_alone(backend: str) -> None:
     given = configs()
     # not the ring: its attention is one operation for torch, and inside of it fake tensors have no device
-    others = {name: given[name] for name in ("2d, panels", "zero 3", "ulysses")}
+    others = {name: given[name] for name in ("2d", "zero 3", "ulysses")}
     if backend == "nccl":
         others["offload"] = config_of(dict(data=2, zero=dict(stage=2, offload=True), tensor=2), 2, "fp16")
         others["average"] = config_of(dict(data=2, tensor=2, strategy=dict(type="local_sgd", period=1)), 2, "fp32")

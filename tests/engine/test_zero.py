@@ -52,14 +52,13 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         dict(data=2, pipeline=2, tensor=dict(mode="2d", shape=(2, 1))),
         dict(type="interleaved", microbatches=2),
     ),
-    "coalesced": (4, dict(data=2, tensor=dict(mode="2d", shape=(2, 1), coalesce=True)), dict(microbatches=2)),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": dict(type="AdamW", lr=1e-3, weight_decay=0.1),
     "SGD": dict(type="SGD", lr=0.02, momentum=0.9, weight_decay=0.01),
 }
 #: in the default suite: each stage under some plan of each kind, for each optimizer
-DEFAULT = {("1d", 2), ("1d", 3), ("coalesced", 1), ("zb-v", 3), ("sequence", 3), ("hsdp", 2)}
+DEFAULT = {("1d", 2), ("1d", 3), ("zb-v", 3), ("sequence", 3), ("hsdp", 2)}
 
 
 def settings(

@@ -38,7 +38,7 @@ PLANS = {
     "pipeline_1d": ["parallel.pipeline=2", "parallel.tensor=2"],
     "data_1d": ["parallel.data=2", "parallel.tensor=2"],
     "data_pipeline": ["parallel.data=2", "parallel.pipeline=2"],
-    "1d_4_options": ["parallel.tensor=dict(size=4,weights='step',coalesce=True,panels=True)"],
+    "1d_4_options": ["parallel.tensor=dict(size=4,weights='step')"],
 }
 LONG_PLANS = {
     "2d_2x4": ["parallel.tensor=dict(mode='2d',shape=(2,4))"],

@@ -83,10 +83,9 @@ CASES: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
 ]
 
 
-@pytest.mark.rest("1d-True", "1d_sequence-False", "3d_2x1x2-True", "2d-False")
-@pytest.mark.parametrize("panels", [False, True])
+@pytest.mark.rest("1d_sequence", "2d")
 @pytest.mark.parametrize("name", ["1d", "1d_sequence", "2d", "3d_2x1x2", *long("3d")])
-def test_outputs_changed_in_place(name: str, panels: bool) -> None:
+def test_outputs_changed_in_place(name: str) -> None:
     x = torch.randn(BATCH, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def body(context: ParallelContext) -> list[tuple[dict[str, Tensor], Tensor, Tensor]]:
@@ -100,7 +99,7 @@ def test_outputs_changed_in_place(name: str, panels: bool) -> None:
             results.append((full_state_dict(model, context), out.detach(), mine.grad))
         return results
 
-    ranks = MODES[name].run(body, panels=panels)
+    ranks = MODES[name].run(body)
     for index, (_, plain) in enumerate(CASES):
         twin = plain().double()
         twin.load_state_dict(ranks[0][index][0])

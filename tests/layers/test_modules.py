@@ -254,15 +254,14 @@ def test_as_in_torch_at_every_place(mode: str) -> None:
     check(mode, [(name, place, {}) for name in CHANGES for place in ("user", "outer")])
 
 
-@pytest.mark.parametrize("options", [dict(coalesce=True), dict(weight_scope="step")], ids=str)
-def test_weights_that_move_together_or_stay(options: dict[str, Any]) -> None:
-    """A weight that a user's own module may leave unused is not gathered with others."""
+def test_weights_that_stay_gathered_for_a_step() -> None:
+    """Of which a user's own module may leave some unused."""
 
     def body(context: ParallelContext) -> list[str]:
         names = ("forward hooks of mlp.up", "replace_up", "lora_up", "own_row", "replace_out")
         return [line for name in names for line in differences(context, name, "outer", {})]
 
-    for found in MODES["2d"].run(body, **options):
+    for found in MODES["2d"].run(body, weight_scope="step"):
         assert not found, "\n".join(found)
 
 

@@ -103,10 +103,8 @@ class Hooked(nn.Module):
         return gradient.clamp(-0.5, 0.5) + 0.01
 
 
-@pytest.mark.rest("1-options0", "1-options2", "3-options1")
-@pytest.mark.parametrize(
-    "options", [dict(weights="microbatch", coalesce=True), dict(coalesce=True), dict(weights="step")]
-)
+@pytest.mark.rest("1-options0", "3-options1")
+@pytest.mark.parametrize("options", [dict(weights="microbatch"), dict(weights="step")])
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_a_hook_of_a_weight_is_called_once_for_each_backward(options: dict[str, Any], microbatches: int) -> None:
     same(dict(**SPLIT, **options), Hooked, microbatches)

@@ -69,11 +69,8 @@ MORE: dict[str, Case] = {
         for kind in ("full", "selective")
         for offload in (False, True)
     },
-    **{f"GPT, {tensor}, panels": of(tensor, GPT, parallel=dict(tensor=dict(panels=True))) for tensor in TENSOR},
     **{
-        f"GPT, {tensor}, gathered once": of(
-            tensor, GPT, parallel=dict(tensor=dict(weights="step", gathered="keep", coalesce=True))
-        )
+        f"GPT, {tensor}, gathered once": of(tensor, GPT, parallel=dict(tensor=dict(weights="step", gathered="keep")))
         for tensor in TENSOR
     },
     "GPT, full": alone(GPT, **recomputed(type="full")),

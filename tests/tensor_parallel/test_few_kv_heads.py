@@ -40,7 +40,7 @@ RUNS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "pipeline2_1d_3_of_1": (6, dict(pipeline=2, tensor=3), 1, {}),
     "sequence2_1d_2_of_1": (4, dict(sequence=2, tensor=2), 1, LLAMA),
     "2d_2_of_1": (4, dict(tensor=dict(mode="2d", size=4)), 1, {}),
-    "2d_1x6_of_3": (6, dict(tensor=dict(mode="2d", shape=(1, 6), coalesce=True)), 3, LLAMA),
+    "2d_1x6_of_3": (6, dict(tensor=dict(mode="2d", shape=(1, 6))), 3, LLAMA),
     "2.5d_2_of_1": (8, dict(tensor=dict(mode="2.5d", size=8, depth=2)), 1, {}),
     "3d_2_of_1": (8, dict(tensor=dict(mode="3d", size=8)), 1, {}),
     "3d_1x2x2_2_of_1": (4, dict(tensor=dict(mode="3d", shape=(1, 2, 2))), 1, LLAMA),

@@ -24,7 +24,6 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.comm.conjugate import start
-from colossus.comm.shared_memory import enable
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.tensor_parallel import move_plan
@@ -492,23 +491,3 @@ def test_mode_files_are_small_and_share_nothing() -> None:
         for index in range(len(body) - 5):
             window = tuple(body[index : index + 6])
             assert seen.setdefault(window, path.name) == path.name, f"{path.name} repeats {window} of {seen[window]}"
-
-
-@pytest.mark.parametrize(
-    ("mode", "shared_memory"),
-    [
-        *(("1d_sequence", True), ("2d", False), ("2d_2x3", True), ("3d", True)),
-        *(pytest.param(*more, marks=pytest.mark.long) for more in (("2d", True), ("3d", False))),
-    ],
-)
-def test_panels(mode: str, shared_memory: bool) -> None:
-    """Streamed, through shared memory and through point-to-point messages."""
-
-    def body(context: ParallelContext) -> list[str]:
-        enable(shared_memory)
-        return compare_all(context, chosen, [torch.float64])
-
-    chosen = SOME if shared_memory else SOME[::3]
-    prepare(chosen, [torch.float64])
-    for found in MODES[mode].run(body, timeout=120, panels=True):
-        assert not found, "\n".join(found[:20])

@@ -31,7 +31,7 @@ from benchmarks.workload import Workload
 from colossus.sequence_parallel.traffic import attention_traffic
 
 MODES = (
-    "1d-2", "1d-sequence-2", "1d-4", "1d-sequence-4", "2d-2x2", "2d-2x2-keep", "2d-2x2-panels", "2.5d-2x2x2",
+    "1d-2", "1d-sequence-2", "1d-4", "1d-sequence-4", "2d-2x2", "2d-2x2-keep", "2.5d-2x2x2",
     "3d-2x2x2", "3d-2x2x2-keep",
 )  # fmt: skip
 SEQUENCES = (("ring", 2), ("ring", 4), ("ulysses", 4), ("hybrid", 4))

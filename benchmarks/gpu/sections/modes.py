@@ -19,8 +19,7 @@ from colossus.registry import TENSOR_MODES
 
 #: options of the layers under which nothing may change, with the mode in which they are tried
 VARIANTS = {
-    "2d_2x3 panels": ("2d_2x3", dict(panels=True)),
-    "2.5d_depth2 coalesced": ("2.5d_depth2", dict(coalesce=True, keep_gathered=True)),
+    "2.5d_depth2 inputs kept": ("2.5d_depth2", dict(keep_gathered=True)),
     "3d weights kept for a step": ("3d", dict(weight_scope="step")),
 }
 

@@ -63,7 +63,6 @@ PLANS: dict[str, Plan] = {
     "zero 3, copies on 2": Plan(4, dict(data=4, zero=dict(stage=3, shard=2))),
     "hierarchical": Plan(4, dict(data=4, strategy=dict(type="hierarchical", hosts=2))),
     "2d": Plan(4, dict(tensor=dict(mode="2d", size=4))),
-    "2d panels": Plan(4, dict(tensor=dict(mode="2d", size=4, panels=True))),
     "data 2 x tensor 2": Plan(4, dict(data=2, tensor=2)),
     "sequence 4 ring": Plan(4, dict(sequence=dict(size=4, mode="ring"))),
     "sequence 4 hybrid": Plan(4, dict(sequence=dict(size=4, mode="hybrid"))),

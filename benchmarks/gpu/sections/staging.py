@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures, LeftOut
 from benchmarks.gpu.sections.streams import CYCLES
-from colossus.comm import collectives, objects, shared_memory, streamed, uneven
+from colossus.comm import collectives, objects, shared_memory, uneven
 from colossus.comm.links import Links
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
@@ -84,10 +84,6 @@ def every_collective(group: AxisGroup, device: torch.device) -> None:
             exchanged = torch.cat([y.chunk(WORLD, 1)[me] for y in of_rank], 0)
             require(collectives.all_to_all(x, group, 1, 0).wait(), exchanged, "all_to_all")
             require(collectives.broadcast(x.contiguous().clone(), group, 1), of_rank[1], "broadcast")
-            for rank, shard in streamed.stream_all_gather(x, group):
-                require(shard, of_rank[rank], "a streamed all_gather")
-            addend = partial(_write_addend, x)
-            require(streamed.stream_reduce_scatter(addend, x, x.shape, group), total + me * WORLD, "a streamed sum")
         rows = of_rank[me].to(device)
         table = [[1, 3], [2, 2]]
         lengths, _ = uneven.agree(table[me], group, device)
@@ -97,11 +93,6 @@ def every_collective(group: AxisGroup, device: torch.device) -> None:
         gathered = uneven.all_gather(parts[me].to(device), [1, 2], group).wait()
         require(gathered, torch.cat(parts), "all_gather of uneven parts")
     assert objects.all_gather_object({"rank": me}, group) == [{"rank": rank} for rank in range(WORLD)]
-
-
-def _write_addend(x: Tensor, rank: int, out: Tensor) -> None:
-    """Of the shard of a rank: other numbers for each."""
-    out.copy_(x).add_(rank)
 
 
 def messages(group: AxisGroup, device: torch.device) -> None:

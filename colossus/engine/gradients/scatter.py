@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import nn
 
-from colossus.comm import collectives
-from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.buckets import LocalSum
 from colossus.engine.gradients.stage_buckets import gradient_in_parts
 from colossus.engine.prefetch import BlockRuns
@@ -43,10 +40,9 @@ class GradientScatter:
         blocks: Sequence[ShardedBlock],
         runs: BlockRuns,
         parameters_by_stage: Mapping[int, Sequence[nn.Parameter]],
-        context: ParallelContext,
         weights: GatheredWeights,
     ) -> None:
-        self._context, self._weights, self._runs = context, weights, runs
+        self._weights, self._runs = weights, runs
         stage_of = self._stage_of = {
             id(param): stage for stage, params in parameters_by_stage.items() for param in params
         }
@@ -85,8 +81,6 @@ class GradientScatter:
 
     def start(self, stage: int) -> None:
         """No more gradients come for a stage: start what has not been started."""
-        if self._weights.coalescing.is_wanted and self._transient[stage]:
-            self._start_left(self._transient[stage])
         # what a backward of a backward has made
         self._start([one for one in self._transient[stage] if self._block_of[one].is_kept])
         self._start(self._once[stage][self._num_started[stage] :])
@@ -161,12 +155,6 @@ class GradientScatter:
                     self._started.popleft().wait()
                 one.start()
                 self._started.append(one)
-
-    def _start_left(self, several: Sequence[RowGradients]) -> None:
-        """Gradients that came after their block's backward, of coalesced weights of which some were not used."""
-        found = torch.full((), float(any(one.are_there for one in several)), device=self._context.device)
-        if collectives.all_reduce(found, several[0].flat.group, op="max", owned=True).wait():
-            self._start(several)
 
     def _require_none_left(self, one: RowGradients) -> None:
         left = [param for param in one.params if param.grad is not None] if one.are_freed else []

@@ -23,6 +23,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
+from colossus.tensor_parallel.product import product
 
 #: classes of which an evaluation has the rows at once
 _BLOCK = 8192
@@ -133,7 +134,7 @@ class SampledSoftmax(Layer):
         count, classes = len(labels), torch.cat((labels, negatives))
         rows = row_of_each(classes, self.weight, sparse=self.sparse).to(x.dtype)
         own = (to_wide_dtype(x) * to_wide_dtype(rows[:count])).sum(-1, keepdim=True)
-        others = to_wide_dtype(F.linear(x, rows[count:]))
+        others = to_wide_dtype(product(x, rows[count:]))
         own, others = self._summed(own), self._summed(others)
         if self.bias is not None:
             bias = row_of_each(classes, self.bias, sparse=self.sparse).to(own.dtype)
@@ -152,7 +153,7 @@ class SampledSoftmax(Layer):
         for start in range(0, self.num_classes, _BLOCK):
             stop = min(start + _BLOCK, self.num_classes)
             rows = read_rows(start, stop, self.weight).to(x.dtype)
-            logits = self._summed(to_wide_dtype(F.linear(x, rows)))
+            logits = self._summed(to_wide_dtype(product(x, rows)))
             if self.bias is not None:
                 logits += read_rows(start, stop, self.bias).t().to(logits.dtype)
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -54,8 +53,6 @@ def measure_blocks(
     """
     scratch = copy.copy(context)  # layers built under it share no weight store with the model of the run
     scratch.rng = RngStreams(context.rng.seed)
-    # a weight store keeps what it coalesces: a block's weights could not be freed
-    scratch.options = dataclasses.replace(context.options, coalesce=False)
     measured: list[BlockCost] = []
     x, num_blocks = sample, 1
     while len(measured) < num_blocks:
