@@ -165,7 +165,7 @@ class Offloaded(Checkpointed):
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.first.context
-        y = layers.checkpoint(self.first, torch.tanh(x), context=context, kind="full", offload=True)
+        y = layers.recompute(self.first, torch.tanh(x), context=context, kind="full", offload=True)
         return layers.to_whole(self.second(y))
 
 

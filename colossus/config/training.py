@@ -97,7 +97,7 @@ class ActivationCheckpoint(ShortSection):
     every: Count = 1
     #: names of modules, with * and ?; None: the blocks of the model
     modules: Names | None = None
-    #: what is kept waits in the memory of the host
+    #: the inputs that "full" keeps wait in the memory of the host
     offload: bool = False
 
     @classmethod
@@ -109,6 +109,8 @@ class ActivationCheckpoint(ShortSection):
         given = [f"{key} = {getattr(self, key)!r}" for key in ("every", "modules", "offload") if self._is_changed(key)]
         if self.type == "none" and given:
             raise ValueError(f"{', '.join(given)}, but type is 'none': say type='full' or type='selective'")
+        if self.offload and self.type == "selective":
+            raise ValueError("offload = True is for inputs, and type is 'selective', which keeps more: say type='full'")
         if self.modules is not None and not self.modules:
             raise ValueError("modules names none: leave it out for the blocks of the model, or take type='none'")
         return self

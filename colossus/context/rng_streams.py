@@ -70,7 +70,7 @@ class RngStreams:
         if self._calls.get(key, 0) > 1:
             raise located_error(
                 f"{name} draws random numbers {self._calls[key]} times in one forward pass and is recomputed by "
-                f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.checkpoint, "
+                f"torch.utils.checkpoint, which cannot tell which of them to repeat: use colossus.layers.recompute, "
                 f"or one module for each use"
             )
         return 0

@@ -27,10 +27,11 @@ _NAMES = {
     "SplitTokens": "tokens",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
-    "checkpoint": "activation_checkpoint",
+    "checkpoint": "recomputation",
     "cross_entropy": "loss.cross_entropy",
     "local": "tokens",
     "merge_heads": "attention_heads",
+    "recompute": "recomputation",
     "run_blocks": "pipeline_block",
     "split_heads": "attention_heads",
     "to_residual": "sharded",
@@ -38,7 +39,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from colossus.layers.activation_checkpoint import checkpoint
     from colossus.layers.attention import Attention
     from colossus.layers.attention_heads import SplitHeads, merge_heads, split_heads
     from colossus.layers.block import TransformerBlock
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
+    from colossus.layers.recomputation import checkpoint, recompute
     from colossus.layers.sharded import ShardedActivation, to_residual, to_whole
     from colossus.layers.tokens import SplitTokens, local
 
@@ -86,6 +87,7 @@ __all__ = [
     "cross_entropy",
     "local",
     "merge_heads",
+    "recompute",
     "run_blocks",
     "split_heads",
     "to_residual",

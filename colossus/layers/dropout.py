@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -67,40 +66,17 @@ def _draw(x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
 
 
 class _WithoutSavedMask(torch.autograd.Function):
-    """Dropout for where activations are recomputed: its mask follows from its seed, so that it is not saved.
+    """Dropout for where activations are recomputed: its mask follows from its seed, and is drawn again in backward.
 
-    A mask that is saved behind a collective would make the recomputation repeat that for the mask alone. A
-    recomputation that comes by hands its mask to the first pass, whose backward needs it; else backward draws it again.
+    A mask that is saved behind a collective would make the recomputation repeat that for the mask alone.
     """
-
-    #: masks that a backward waits for
-    awaited: weakref.WeakValueDictionary[Any, _AwaitedMask] = weakref.WeakValueDictionary()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, generator: torch.Generator, keep: float) -> Tensor:
-        mask = _draw(x, generator, keep)
-        key = generator.initial_seed(), keep, x.shape, x.device
-        awaited = _WithoutSavedMask.awaited
-        ctx.awaited = awaited.get(key)
-        if torch._C._current_graph_task_id() != -1 and ctx.awaited is not None:
-            ctx.awaited.mask = mask
-        else:
-            ctx.awaited = awaited[key] = _AwaitedMask()
         ctx.generator, ctx.keep = generator, keep
-        return x * mask * (1.0 / keep)
+        return x * _draw(x, generator, keep) * (1.0 / keep)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mask, ctx.awaited.mask = ctx.awaited.mask, None
-        if mask is None:
-            mask = _draw(grads[0], ctx.generator.manual_seed(ctx.generator.initial_seed()), ctx.keep)
+        mask = _draw(grads[0], ctx.generator.manual_seed(ctx.generator.initial_seed()), ctx.keep)
         return grads[0] * (1.0 / ctx.keep) * mask, None, None
-
-
-class _AwaitedMask:
-    """The place of a mask between a recomputation and the backward that follows."""
-
-    __slots__ = ("__weakref__", "mask")
-
-    def __init__(self) -> None:
-        self.mask: Tensor | None = None

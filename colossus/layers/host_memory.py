@@ -13,11 +13,6 @@ _streams: dict[torch.device, Any] = {}
 _latest: dict[torch.device, weakref.ref[HostCopy]] = {}
 
 
-def is_weight(x: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one, whose memory is there anyway."""
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-
-
 class HostCopy:
     """A copy of a tensor in the host's memory, pinned where the tensor is on an accelerator.
 
@@ -29,7 +24,6 @@ class HostCopy:
         self._device = x.device
         self._fetched: Tensor | None = None
         self._arrived: Any = None
-        self._is_used = False
         self._before: weakref.ref[HostCopy] | None = None
         x = x.detach()
         if x.device.type == "cpu":
@@ -53,7 +47,6 @@ class HostCopy:
         """Send it back to its device, behind what travels already."""
         if self._fetched is not None:
             return
-        self._is_used = True
         stream = self._stream()
         with torch.get_device_module(self._device).stream(stream):
             self._fetched = self._host.to(self._device, non_blocking=True)
@@ -70,21 +63,14 @@ class HostCopy:
         here.wait_event(self._arrived)
         out.record_stream(here)
         before = self._before() if self._before is not None else None
-        if before is not None and not before._is_used:
+        if before is not None:
             before.start_fetch()
         return out
 
 
-class OffloadedInputs(torch.autograd.graph.saved_tensors_hooks):
-    """Inside, floating-point tensors saved for backward wait in the host's memory; not parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(to_host, from_host)
-
-
 def goes_to_host(x: Tensor) -> bool:
-    """Whether a tensor is an activation: not a weight, nor a mask or ids, which are there for all blocks."""
-    return x.is_floating_point() and not is_weight(x)
+    """Whether a tensor is an activation: not a weight or a view of one, nor a mask or ids, which all blocks share."""
+    return x.is_floating_point() and not isinstance(x, nn.Parameter) and not isinstance(x._base, nn.Parameter)
 
 
 def to_host(x: Tensor) -> Tensor | HostCopy:

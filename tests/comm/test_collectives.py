@@ -21,7 +21,7 @@ from colossus.comm import accounting, collectives, log, shared_memory
 from colossus.comm.conjugate import conjugate, start
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.activation_checkpoint import checkpoint
+from colossus.layers.recomputation import recompute
 
 PAIRS = [
     ("gather", "reduce_scatter"),
@@ -485,7 +485,7 @@ def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: st
         return block(y)
     plain = not isinstance(y, layers.ShardedActivation)
     assert plain or context.options.sequence_sharded
-    return checkpoint(block, y, context=context, kind=kind)
+    return recompute(block, y, context=context, kind=kind)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ KINDS: list[Any] = [
     "selective",
     dict(type="full", every=2),
     dict(type="full", offload=True),
-    dict(type="selective", offload=True),
 ]
 
 
@@ -289,6 +288,7 @@ def test_which_modules_of_a_gpt() -> None:
             dict(activation_checkpoint="selective"),
             "= 'selective' and train.activation_checkpoint = 'full': keep",
         ),
+        (dict(type="selective", offload=True), {}, "offload = True is for inputs, .* say type='full'"),
         (dict(every=2), {}, "every = 2, but type is 'none': say type='full'"),
         (dict(type="full", modules=[]), {}, "modules names none"),
         ("some", {}, "must be 'none', 'full' or 'selective'"),
@@ -340,8 +340,6 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"InPlace changes its input of shape \(4, 12, 12\) in place"):
         trained("full", lambda: Net(InPlace))
-    # what waits on the host is a copy, made before
-    assert_equal(trained(dict(type="full", offload=True), lambda: Net(InPlace)), trained("none", lambda: Net(InPlace)))
 
 
 def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
@@ -362,9 +360,7 @@ def test_a_kept_result_that_is_changed_in_place_is_refused() -> None:
             return {**state, "x": self.cells(state["x"])[0]}
 
     for block in (InPlace, Recurrent):
-        with pytest.raises(
-            ValueError, match=r"result of aten\.\w+\.default, but .* in place .* nn\.LSTM.* type 'full'"
-        ):
+        with pytest.raises(ValueError, match=rf"^{block.__name__}: Tensor .* mutated.* nn\.LSTM.* type 'full'"):
             trained("selective", partial(Net, block), steps=1)
     assert_equal(trained("full", partial(Net, Recurrent), steps=1), trained("none", partial(Net, Recurrent), steps=1))
 
@@ -473,7 +469,6 @@ def test_a_forward_leaves_what_the_formula_says() -> None:
         "selective": PRODUCTS - GIVEN,
         str(dict(type="full", every=2)): (1 + ALL) / 2 - GIVEN,
         str(dict(type="full", offload=True)): 1,  # copies, on this machine in the same memory
-        str(dict(type="selective", offload=True)): PRODUCTS,
     }
     # a mask of dropout is a byte for each feature; a recomputation needs none to be kept
     assert held_after_forward("none", 0.1) == pytest.approx(ALL - GIVEN + 2 / 8, rel=0.002)

@@ -203,7 +203,7 @@ class Drops(nn.Module):
         def part(y: Tensor) -> Tensor:
             return self.drop(torch.tanh(self.inner(y)))
 
-        return part(x) if self.keep else layers.checkpoint(part, x, context=self.inner.context)
+        return part(x) if self.keep else layers.recompute(part, x, context=self.inner.context)
 
 
 def test_recomputation_repeats_torchs_own_draws() -> None:

@@ -48,7 +48,7 @@ def checkpointed(rank: int, mode: Mode, precision: str, kinds: list[tuple[str, b
             with Waits(allowed=True) as waits:
                 for _ in range(2):
                     with context, context.precision.autocast(context.device):
-                        y = layers.checkpoint(model, x, context=context, kind=kind, offload=offload)
+                        y = layers.recompute(model, x, context=context, kind=kind, offload=offload)
                     y.float().sum().backward()
             host_memory.HostCopy.fetch = fetch
             assert x.grad is not None
@@ -60,13 +60,9 @@ def checkpointed(rank: int, mode: Mode, precision: str, kinds: list[tuple[str, b
 
 @pytest.mark.parametrize("mode", SOME)
 def test_checkpointed_blocks(mode: str) -> None:
-    kinds = [("full", False), ("full", True), ("selective", False), ("selective", True)]
+    kinds = [("full", False), ("full", True), ("selective", False)]
     (results,) = run_fake_ranks(ALL[mode].world, checkpointed, ALL[mode], "bf16", kinds)
-    assert [found for found, _ in results] == [[]] * 4
-    of_full, of_selective = results[1][1], results[3][1]
-    assert of_full == 2  # its input, in both passes
-    assert of_selective >= 2 * 6  # products and attention
-    assert results[0][1] == results[2][1] == 0
+    assert results == [([], 0), ([], 2), ([], 0)]  # its input, in both passes
 
 
 def deferred(rank: int, mode: Mode, precision: str) -> dict[str, Any]:

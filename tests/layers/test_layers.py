@@ -340,7 +340,7 @@ def test_a_plain_checkpoint_around_dropout_used_twice_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint(lambda y: self.drop(self.drop(y)).square(), x, use_reentrant=False)
 
-    refuse(Twice, lambda m: m(torch.ones(4, 4, requires_grad=True)).sum().backward(), "use colossus.layers.checkpoint")
+    refuse(Twice, lambda m: m(torch.ones(4, 4, requires_grad=True)).sum().backward(), "use colossus.layers.recompute")
 
 
 def test_dropout_masks_agree_where_replicated_and_differ_where_split() -> None:

@@ -57,7 +57,7 @@ def recomputed(**options: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    "GPT, selective on the host": alone(GPT, **recomputed(type="selective", offload=True)),
+    "GPT, selective": alone(GPT, **recomputed(type="selective")),
     "ViT, 2.5d": of("2.5d", VIT),
     "GPT, 3d of 4 x 4 x 4, data 8": (512, dict(data=8, tensor=dict(mode="3d", size=64)), 128, CUBE, {}),
 }

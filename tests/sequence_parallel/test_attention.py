@@ -24,7 +24,7 @@ from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers import activation_checkpoint, selective_checkpoint
+from colossus.layers import recomputation
 from colossus.sequence_parallel import kernels, ring, tiles, ulysses
 from colossus.sequence_parallel.attend import SequenceGroups, attend
 from colossus.sequence_parallel.tiles import ScoreBlock
@@ -332,9 +332,9 @@ def test_inputs_need_not_be_contiguous() -> None:
 def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple[float, float]:
     """Bytes sent round the ring in forward and in backward, both with recomputation."""
     if keep_ring:
-        selective_checkpoint.SAVED.add(ring.RING_ATTENTION)
+        recomputation.SAVED.add(ring.RING_ATTENTION)
     else:
-        selective_checkpoint.SAVED.discard(ring.RING_ATTENTION)
+        recomputation.SAVED.discard(ring.RING_ATTENTION)
     groups = sequence_groups(context)
     for case in (Case(documents="padding"), Case(causal=False, kv_heads=2), Case()):
         run = Run(case, groups)
@@ -345,7 +345,7 @@ def _checkpointed(context: ParallelContext, kind: str, keep_ring: bool) -> tuple
             return run.attend(run.attend(q * weight, k, v).tanh(), k, v)
 
         def saved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return activation_checkpoint.checkpoint(twice, q, k, v, context=context, kind=kind)
+            return recomputation.recompute(twice, q, k, v, context=context, kind=kind)
 
         for got, wanted in zip(run.results(saved), run.results(twice), strict=True):
             assert torch.equal(got, wanted)

@@ -158,7 +158,7 @@ def gradient_in_parts(param: nn.Parameter) -> ValueError:
     return ValueError(
         f"the gradient of {_name(param)} came in several parts, and the sum over ranks had begun after the "
         f"first: a module that is used several times under torch.utils.checkpoint with use_reentrant=True does "
-        f"that; use_reentrant=False, or colossus.layers.checkpoint, does not"
+        f"that; use_reentrant=False, or colossus.layers.recompute, does not"
     )
 
 

@@ -1,0 +1,204 @@
+"""Activation checkpointing, full or selective, whose recomputation draws the random numbers of the first pass again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from colossus.comm import accounting
+from colossus.context.parallel_context import ParallelContext
+from colossus.error_place import located_error
+from colossus.layers.host_memory import from_host, to_host
+from colossus.layers.sharded import SplitTensor
+from colossus.layers.tokens import SplitTokens, local, with_tokens
+from colossus.random import GlobalRng
+from colossus.sequence_parallel.ring import RING_ATTENTION
+
+
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    context: ParallelContext,
+    kind: str = "full",
+    preserve_rng_state: bool = True,
+    offload: bool = False,
+    title: str = "a function under activation checkpointing",
+) -> Any:
+    """``function(*args)`` whose activations are computed again in backward instead of kept.
+
+    A recomputation ends as soon as it has made all that backward needs: products and collectives behind that are not
+    repeated.
+
+    Args:
+        function: its arguments are nests of anything; tensors in them that torch's pytree finds are saved for backward.
+        context: its random streams are set back for the recomputation.
+        kind: ``full`` keeps the inputs only; ``selective`` also keeps matmuls, attention and collectives.
+        preserve_rng_state: whether the global generators of torch, Python and numpy are set back, too. False is faster,
+            and right for a function that draws from the context's streams alone.
+        offload: the inputs wait in the memory of the host, which is for ``full`` only.
+        title: how errors name the function.
+
+    Raises:
+        ValueError: for another kind, for ``selective`` with ``offload``, and for a function that changes its inputs or,
+            under ``selective``, a result that is kept in place.
+    """
+    check_kind(kind, offload)
+    if not torch.is_grad_enabled():
+        return function(*args)
+    tensors, rebuild = _tensors_of(args)
+    versions = [tensor._version for tensor in tensors]
+    again = _setting_back(context, kind, preserve_rng_state)
+    first, repeated = (
+        create_selective_checkpoint_contexts(_policy) if kind == "selective" else (nullcontext(), nullcontext())
+    )
+    is_first = True
+
+    def run(*tensors: Tensor) -> Any:
+        nonlocal is_first
+        rebuilt = rebuild(tensors)
+        if is_first:
+            is_first = False
+            with first:
+                return function(*rebuilt)
+        try:
+            with again(), repeated:
+                return function(*rebuilt)
+        except RuntimeError as error:
+            if "selective activation checkpoint" not in str(error):
+                raise
+            raise located_error(f"{title}: {error}. {_ONLY_FULL}") from error
+
+    with saved_tensors_hooks(to_host, from_host) if offload else nullcontext():
+        out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version:
+            raise located_error(
+                f"{title} changes its input of shape {tuple(tensor.shape)} in place, so that it cannot be computed "
+                f"again from it: let it begin with something that makes a new tensor (nn.ReLU(), not "
+                f"nn.ReLU(inplace=True)), or leave it out"
+            )
+    return out
+
+
+checkpoint = recompute
+
+#: what torch's own errors under selective do not say
+_ONLY_FULL = (
+    "What 'selective' keeps (results of matmuls, convolutions, attention and collectives) is there for one backward "
+    "and may not be changed in place: take nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, nn.GRU and "
+    "nn.RNN change it inside of themselves, and retain_graph=True runs backward twice: both work with type 'full'"
+)
+
+
+def check_kind(kind: str, offload: bool) -> None:
+    """Raise ValueError for what `recompute` does not know."""
+    if kind not in ("full", "selective"):
+        raise located_error(f"activation checkpointing {kind!r}: use 'full' or 'selective'")
+    if offload and kind != "full":
+        raise located_error("activation checkpointing with offload=True keeps inputs only: use 'full'")
+
+
+# -- what a recomputation starts from ---------------------------------------------------------------------------
+
+
+class _Slot(NamedTuple):
+    """The place of a tensor in a nest of arguments."""
+
+    number: int
+
+
+def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
+    """The tensors of a nest, each once, plain and local; and what makes the nest again of such tensors."""
+    leaves, tree = tree_flatten(nest)
+    slots: dict[int, _Slot] = {}
+    tensors: list[Tensor] = []
+    marks: list[Callable[[Tensor], Tensor]] = []
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        if id(leaf) not in slots:
+            slots[id(leaf)] = _Slot(len(tensors))
+            plain, mark = _take_apart(leaf)
+            tensors.append(plain)
+            marks.append(mark)
+        leaves[place] = slots[id(leaf)]
+
+    def rebuild(tensors: tuple[Tensor, ...]) -> Any:
+        made = [mark(tensor) for mark, tensor in zip(marks, tensors, strict=True)]
+        return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
+
+    return tensors, rebuild
+
+
+def _take_apart(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A tensor as a plain local one, and what makes one split like it of that."""
+    if isinstance(x, SplitTensor):
+        return x.take_apart()
+    if isinstance(x, SplitTokens):
+        return local(x), partial(with_tokens, token_dim=x.token_dim, num_ranks=x.num_ranks)
+    return x, lambda plain: plain
+
+
+def _setting_back(context: ParallelContext, kind: str, generators: bool) -> Callable[[], AbstractContextManager[None]]:
+    """What is to be around a recomputation of a function that is called now."""
+    rng, position = context.rng, context.rng.snapshot()
+    devices = {torch.device("cpu"), context.device} if generators else ()
+    global_rng = GlobalRng(tuple(devices), torch_only=not generators)
+    state = global_rng.get_state()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        # under "selective" the results of collectives are kept: nothing is sent
+        counting = accounting.paused() if kind == "selective" else nullcontext()
+        with counting, rng.replay(position), global_rng.preserved():
+            global_rng.set_state(state)
+            yield
+
+    return again
+
+
+# -- what selective keeps ---------------------------------------------------------------------------------------
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+#: operations whose results ``selective`` keeps: matmuls, convolutions, attention and collectives
+SAVED = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_mm.default,
+    _aten._grouped_mm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.all_to_all_single.default,
+    _c10d.wait_tensor.default,
+    RING_ATTENTION,
+}
+
+
+def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep `SAVED`, but attention that drops: a result that is not drawn again would shift what is drawn after it."""
+    if func not in SAVED or (torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _drops(func: Any, args: tuple[Any, ...]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return "dropout_p" in names and any(args[names.index("dropout_p") :][:1])
