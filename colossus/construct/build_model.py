@@ -66,6 +66,9 @@ def build(
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, UninitializedParameter):
             spec_of(parameter).name = name
+    for module in model.modules():
+        if isinstance(module, NamedModule):
+            module.decide_uses()
     name_modules_of(model)
     dropped: dict[int, Tensor] = {}
     if prepare is not None:

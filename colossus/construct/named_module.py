@@ -15,3 +15,7 @@ class NamedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.full_name = ""
+
+    def decide_uses(self) -> None:
+        """Record what the parameters of a user's modules inside of this one meet, where that is not in the whole
+        layout. Called by `colossus.build` on the constructed model, on every rank, before any use."""

@@ -162,6 +162,12 @@ class Attention(Layer):
         cos, sin = rotary.cos_sin(query, positions, cache)
         return rotate(query, cos, sin), rotate(key, cos, sin)
 
+    def decide_uses(self) -> None:
+        """A module in the place of ours that turns positions works on the rank's heads and samples."""
+        if self.rotary is not None and type(self.rotary) is not Rotary:
+            for parameter in self.rotary.parameters():
+                self.decide_gradients(parameter, self.parallel.regions.inner)
+
     def _refuse_cache(self, mask: Tensor | None, documents: Tensor | None) -> NoReturn:
         found = [name for name, given in (("a mask", mask), ("documents", documents)) if given is not None]
         if self.parallel.sequence is not None:

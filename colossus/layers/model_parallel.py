@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
 
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.batch_info import BatchInfo, BatchScope
@@ -15,6 +17,15 @@ from colossus.sequence_parallel.split import SequenceSplit
 from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import Regions, TensorMode
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines [tokens, head_dim] at ``positions`` [tokens]; None: at 0, 1, 2, ..."""
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class ModelParallel:
         weights: gathers the weights of all layers, and reduces their gradients.
         sequence: how tokens are split over the sequence axis; None where they are not.
         batch_scope: entered by the engine around each step; what layers read of it is ``batch_info``.
+        rotary_tables: by kind, dtype and device, what `colossus.layers.rotary.Rotary` has computed.
     """
 
     context: ParallelContext
@@ -37,6 +49,7 @@ class ModelParallel:
     weights: GatheredWeights
     sequence: SequenceSplit | None
     batch_scope: BatchScope = field(default_factory=BatchScope)
+    rotary_tables: dict[tuple[str, torch.dtype, torch.device], RotaryTable] = field(default_factory=dict)
 
     @property
     def batch_info(self) -> BatchInfo:
@@ -53,14 +66,11 @@ class ModelParallel:
         return model_parallel_of, (self.context,)
 
 
-_by_context: WeakKeyDictionary[ParallelContext, ModelParallel] = WeakKeyDictionary()
-
-
 def model_parallel_of(context: ParallelContext) -> ModelParallel:
-    """The `ModelParallel` of a context, made once."""
-    known = _by_context.get(context)
-    if known is None:
-        known = _by_context[context] = _model_parallel(context)
+    """The `ModelParallel` of a context, made once; a copy of the context gets its own."""
+    known: ModelParallel | None = vars(context).get("model_parallel")
+    if known is None or known.context is not context:
+        known = vars(context)["model_parallel"] = _model_parallel(context)
     return known
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from colossus.context.parallel_context import current_context
 from colossus.error_place import located_error
 from colossus.layers.kv_cache import KeyValueCache
+from colossus.layers.model_parallel import RotaryTable, model_parallel_of
 from colossus.layers.rotary_scaling import RotaryScaling
-
-_Key = tuple[int, torch.dtype, torch.device]
 
 
 class Rotary(nn.Module):
     """Rotates pairs (i, i + d/2) of each head by position * base^(-2i/d). Input and output [.., tokens, head_dim].
+
+    The cosines and sines of one (head_dim, base, scaling), dtype and device are one table in a context, which all of
+    its layers share: that of the most tokens so far, or of the last positions that were given.
 
     Args:
         scaling: of the frequencies, for sequences longer than those a model was first trained on.
@@ -30,20 +33,22 @@ class Rotary(nn.Module):
             raise located_error(f"rotary positions: base = {base} is not above 1 (10000 is common)")
         self.head_dim, self.base, self.scaling = head_dim, base, scaling
         self._kind = f"rotary {head_dim} {base} {scaling}"
-        self._cos_sin: dict[_Key, tuple[Tensor, Tensor, Tensor | None]] = {}
+        self.parallel = model_parallel_of(current_context())
 
     def _cos_sin_of(
         self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # it would take a cache by the length apart, and compile anew for each
             return self._compute(torch.arange(tokens, device=device) if positions is None else positions, dtype)
-        key = tokens, dtype, device
-        if key not in self._cos_sin or self._cos_sin[key][2] is not positions:
-            self._cos_sin.clear()  # only the last positions are kept
+        tables, key = self.parallel.rotary_tables, (self._kind, dtype, device)
+        table = tables.get(key)
+        if table is None or table.positions is not positions or len(table.cos) < tokens:
             with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
                 indices = torch.arange(tokens, device=device) if positions is None else positions
-                self._cos_sin[key] = *self._compute(indices, dtype), positions
-        return self._cos_sin[key][:2]
+                table = tables[key] = RotaryTable(*self._compute(indices, dtype), positions)
+        if len(table.cos) == tokens:
+            return table.cos, table.sin
+        return table.cos[:tokens], table.sin[:tokens]
 
     def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float64)[:, None] * self._frequencies(positions.device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.ranks import RankError, run_ranks
+from helpers.ranks import RankError, grid, run_ranks
 from helpers.twins import PlainAttention, PlainBlock
 from torch import Tensor, nn
 
@@ -18,6 +18,9 @@ from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layers.rotary import Rotary
+from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.models.options import GPTOptions
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float64: dict(rtol=1e-10, atol=1e-10)}
@@ -386,3 +389,17 @@ def test_a_deep_copy_keeps_what_its_parameters_mean() -> None:
             assert spec_of(copied) is spec_of(mine), name
 
     run_ranks(2, body)
+
+
+def test_rotary_tables_are_shared_by_all_layers_of_a_context() -> None:
+    """Also by calls of other lengths, which get the rows of their positions."""
+    with ParallelContext(grid()) as context:
+        first, second = Rotary(4, 100.0), Rotary(4, 100.0)
+        others = [Rotary(4, 50.0), Rotary(4, 100.0, RotaryScaling(factor=2.0))]
+    x = numbers(2, 3, 12, 4)
+    assert first.cos_sin(x, None)[0] is second.cos_sin(x, None)[0]
+    assert torch.equal(second(x[..., :5, :]), first(x)[..., :5, :])
+    positions = torch.tensor([7, 2])
+    assert torch.equal(first(x[..., positions, :], positions), Rotary(4, 100.0)(x)[..., positions, :])
+    tables = [rotary.cos_sin(x, None)[0] for rotary in (first, *others)]
+    assert len({table.data_ptr() for table in tables}) == len(model_parallel_of(context).rotary_tables) == 3
