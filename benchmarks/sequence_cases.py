@@ -20,9 +20,8 @@ from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import ring
-from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.modes import Hybrid
-from colossus.sequence_parallel.zigzag import local_indices
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,12 @@ class AttentionCase:
         options = LayerOptions(sequence_mode=mode)
         self.context = ParallelContext(grid, rank, options=options, device=shape.device)
         split = model_parallel_of(self.context).sequence
-        self.groups = SequenceGroups(split.ring, split.ulysses) if split is not None else None
+        self.groups = (split.ring, split.ulysses) if split is not None else None
         whole = [self._draw(shape.heads, 0), self._draw(shape.kv_heads, 1), self._draw(shape.kv_heads, 2)]
         self.gradient = self._draw(shape.heads, 3)
         if split is not None:
-            ring_group, ulysses_group = self.groups.ring, self.groups.ulysses
-            indices = local_indices(
-                shape.tokens, ring_group.size, ulysses_group.size, ring_group.index, ulysses_group.index
-            )
-            self.local_tokens = torch.tensor(indices)
+            index = self.context.index(split.axes)
+            self.local_tokens = split.positions(shape.tokens // world, index, world, torch.device("cpu"))
             whole = [x[:, :, self.local_tokens].clone() for x in whole]
             self.gradient = self.gradient[:, :, self.local_tokens].clone()
         self.gradient = self.gradient.to(shape.device)
@@ -81,7 +77,7 @@ class AttentionCase:
         if self.groups is None:
             grouped = self.shape.heads != self.shape.kv_heads
             return F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=True, enable_gqa=grouped)
-        return attend(self.q, self.k, self.v, self.groups, causal=True)
+        return attend(self.q, self.k, self.v, *self.groups, causal=True)
 
     def step(self, index: int = 0) -> tuple[float, float]:
         self.q.grad = self.k.grad = self.v.grad = None

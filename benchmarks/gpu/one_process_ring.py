@@ -13,7 +13,7 @@ from torch import Tensor
 
 from colossus.context.groups import AxisGroup
 from colossus.sequence_parallel import ring
-from colossus.sequence_parallel.zigzag import local_indices
+from colossus.sequence_parallel.zigzag import zigzag_order
 
 
 class _Group(AxisGroup):
@@ -37,8 +37,7 @@ class OneProcessRing:
         self, num_ranks: int, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, documents: Tensor | None = None
     ) -> None:
         self.num_ranks, self.whole = num_ranks, q
-        places = [local_indices(q.shape[2], num_ranks, 1, rank, 0) for rank in range(num_ranks)]
-        self.places = [torch.tensor(place, device=q.device) for place in places]
+        self.places = torch.tensor(zigzag_order(q.shape[2], num_ranks), device=q.device).chunk(num_ranks)
         self.inputs = [[x[:, :, place].contiguous() for x in (q, k, v)] for place in self.places]
         self.dout = [dout[:, :, place].contiguous() for place in self.places]
         self.documents = [None if documents is None else documents[:, place].contiguous() for place in self.places]

@@ -26,7 +26,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
-from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.sequence_parallel.attend import attend
 from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
@@ -223,9 +223,9 @@ class Attention(Layer):
             if documents is None:
                 documents = query.new_zeros((query.shape[0], len(positions)), dtype=_IDS)
             documents = documents.masked_fill(positions >= num_tokens, _PADDING)
-        groups = SequenceGroups(sequence.ring, sequence.ulysses)
         query, key, value = map(to_product_dtype, (query, key, value))
-        return attend(query, key, value, groups, causal=self.causal, documents=documents)
+        groups = sequence.ring, sequence.ulysses
+        return attend(query, key, value, *groups, causal=self.causal, documents=documents)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[.., tokens, heads * head_dim] -> [.., heads, tokens, head_dim]"""

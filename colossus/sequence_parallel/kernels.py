@@ -26,7 +26,7 @@ def block_forward(
     Args:
         q: [batch, heads, s, head_dim].
         k, v: [batch, kv_heads, t, head_dim]; heads is a multiple of kv_heads (2305.13245).
-        causal: query i sees the keys up to i; s = t.
+        causal: query i sees the keys up to i; s = t, and there is no mask.
         mask: bool [batch, 1, s, t], True where a query may look. A query that may look nowhere gets a finite output
             and a log-sum-exp so low that it weighs nothing beside any real one.
         scale: of the scores.
@@ -35,8 +35,6 @@ def block_forward(
         out [batch, heads, s, head_dim] in the dtype of q, and its log-sum-exp [batch, heads, s], at least float32.
     """
     q, k, v = _with_dense_rows(q, k, v)
-    mask = _with_triangle(mask, causal)
-    causal = causal and mask is None
     kernel = _kernel(q, mask)
     if kernel == "cpu":
         bias = _bias(mask, q.dtype)
@@ -75,8 +73,6 @@ def block_backward(
         dq, dk, dv in the shapes of q, k, v; dk and dv are summed over the query heads that share a key head.
     """
     dout, q, k, v, out = _with_dense_rows(dout, q, k, v, out)
-    mask = _with_triangle(mask, causal)
-    causal = causal and mask is None
     kernel = _kernel(q, mask)
     if kernel == "cpu":
         backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -144,22 +140,13 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, scale: floa
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).mT) * scale
     if causal:
-        mask = _triangle(q.shape[-2], q.device)
+        mask = torch.ones_like(scores, dtype=torch.bool).tril_()
     return scores if mask is None else scores.masked_fill(~mask, _masked_score(wide))
 
 
 def _masked_score(dtype: torch.dtype) -> float:
     """The score of a key that is masked out. Finite, so that a query without any key gives no NaN."""
     return torch.finfo(dtype).min / 4
-
-
-def _triangle(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).tril_()
-
-
-def _with_triangle(mask: Tensor | None, causal: bool) -> Tensor | None:
-    """The kernels take a mask or are causal, never both."""
-    return mask & _triangle(mask.shape[-1], mask.device) if mask is not None and causal else mask
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

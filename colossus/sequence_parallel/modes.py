@@ -53,7 +53,8 @@ class Hybrid(SequenceMode):
 
     @classmethod
     def axis_sizes(cls, size: int, ulysses: int | None = None) -> dict[str, int]:
-        inner = ulysses if ulysses is not None else _most_square(size)
+        # by itself as near to a square as can be
+        inner = ulysses or max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)
         if size % inner:
             divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
             raise ValueError(
@@ -61,8 +62,3 @@ class Hybrid(SequenceMode):
                 f"{divisors}"
             )
         return {"ring": size // inner, "ulysses": inner}
-
-
-def _most_square(size: int) -> int:
-    """The largest divisor that is at most the square root."""
-    return max(n for n in range(1, math.isqrt(size) + 1) if size % n == 0)

@@ -15,7 +15,7 @@ from colossus.comm.uncompiled import uncompiled
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.sequence_parallel.kernels import block_backward, block_forward
-from colossus.sequence_parallel.tiles import AttentionTile, ScoreBlock
+from colossus.sequence_parallel.tiles import AttentionTile, attention_tiles
 
 #: groups by their c10d name: an operation that torch can record takes no other objects than tensors and numbers
 _groups: weakref.WeakValueDictionary[str, AxisGroup] = weakref.WeakValueDictionary()
@@ -40,8 +40,7 @@ def ring_attention(
 
     Shape:
         q [batch, heads, s, head_dim], k and v [batch, kv_heads, s, head_dim], the result like q: the s tokens that this
-        rank holds, in the order of `order.local_indices` (without causal attention any order will do). The whole
-        sequence has R s.
+        rank holds, in zigzag order (without causal attention any order will do). The whole sequence has R s.
 
     Args:
         group: the R ranks. One rank is a ring too.
@@ -112,8 +111,8 @@ def _forward(
     out = _wide_zeros(q)
     lse = torch.full_like(out[..., 0], float("-inf"))
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
-        block = ScoreBlock(q.shape[-2], group.size, group.index, source, causal)
-        for tile in block.tiles(documents, *key_documents):
+        block = q.shape[-2], group.size, group.index, source, causal, documents
+        for tile in attention_tiles(*block, *key_documents):
             rows, columns = tile.queries, tile.keys
             tile_out, tile_lse = block_forward(
                 q[:, :, rows],
@@ -146,6 +145,7 @@ def _backward(
     dq = _wide_zeros(q)
 
     def add_tile(tile: AttentionTile, keys: Tensor, values: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """A function of its own: what it has computed is freed before the next tile."""
         rows, columns = tile.queries, tile.keys
         grads = block_backward(
             dout[:, :, rows],
@@ -165,8 +165,8 @@ def _backward(
     arriving: Callable[[], list[Tensor]] | None = None
     for source, (keys, values, *key_documents) in _rotating_blocks(k, v, documents, group):
         grads = [_wide_zeros(keys), _wide_zeros(values)]
-        block = ScoreBlock(q.shape[-2], group.size, group.index, source, causal)
-        for tile in block.tiles(documents, *key_documents):
+        block = q.shape[-2], group.size, group.index, source, causal, documents
+        for tile in attention_tiles(*block, *key_documents):
             add_tile(tile, keys, values, *grads)
         if source == group.index:
             own_grads = grads

@@ -12,12 +12,12 @@ from colossus.registry import SEQUENCE_MODES
 from colossus.sequence_parallel.modes import SequenceMode
 from colossus.sequence_parallel.zigzag import length_multiple, require_divisible, zigzag_order
 
-#: lengths of sequences whose order is kept
-_MAX_LENGTHS = 8
+#: shards whose positions are kept
+_MAX_SHARDS = 16
 
 
 class SequenceSplit:
-    """The split of sequences over the ranks of one context: equal shards of the zigzag order (see `order`).
+    """The split of sequences over the ranks of one context: equal shards of the zigzag order (see `zigzag`).
 
     It knows no batch; the length of the sequences comes with each call.
 
@@ -34,7 +34,6 @@ class SequenceSplit:
         self.num_shards = context.size(self.axes)
         self._ring_size = context.size(self.mode.ring)
         self._ulysses_size = context.size(self.mode.ulysses)
-        self._orders: dict[tuple[int, torch.device], Tensor] = {}
         self._positions: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
     @property
@@ -49,35 +48,26 @@ class SequenceSplit:
         """The smallest length from ``num_tokens`` on that divides."""
         return round_up(num_tokens, length_multiple(self._ring_size, self._ulysses_size))
 
-    def order(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Position in the sequence of each token in zigzag order, of which shards are cut: [num_tokens].
-
-        Raises:
-            ValueError: when they do not divide, with the lengths that do.
-        """
-        key = num_tokens, device
-        if key not in self._orders:
-            require_divisible(num_tokens, self._ring_size, self._ulysses_size)
-            if len(self._orders) >= _MAX_LENGTHS:
-                self._orders.clear()
-                self._positions.clear()
-            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
-                self._orders[key] = torch.as_tensor(zigzag_order(num_tokens, self._ring_size), device=device)
-        return self._orders[key]
-
     def positions(self, num_local: int, index: int, num_shards: int, device: torch.device) -> Tensor:
-        """Position in the sequence of each token of one shard, [num_local].
+        """Position in the sequence of each token of one shard, [num_local]: the same object for the same shard.
 
         Args:
             num_local: tokens of a shard.
             index, num_shards: which of how many equal shards; more than the sequence ranks where an axis of the tensor
                 mode splits tokens further.
+
+        Raises:
+            ValueError: when a sequence of that length does not divide, with the lengths that do.
         """
-        order = self.order(num_local * num_shards, device)
         key = num_local, index, num_shards, device
         if key not in self._positions:
-            with torch.inference_mode(False):
-                self._positions[key] = order[index * num_local : (index + 1) * num_local]
+            num_tokens = num_local * num_shards
+            require_divisible(num_tokens, self._ring_size, self._ulysses_size)
+            shard = zigzag_order(num_tokens, self._ring_size)[index * num_local : (index + 1) * num_local]
+            if len(self._positions) >= _MAX_SHARDS:
+                self._positions.clear()
+            with torch.inference_mode(False):  # what a validation leaves here, training saves for backward
+                self._positions[key] = torch.as_tensor(shard, device=device)
         return self._positions[key]
 
     def local_shard(self, x: Tensor, dim: int = 1) -> Tensor:

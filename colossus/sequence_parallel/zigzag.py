@@ -9,7 +9,6 @@ the sequence in zigzag order, and rank (i, j) has shard i U + j of R U equal sha
 from __future__ import annotations
 
 import math
-from itertools import chain
 
 from colossus.arithmetic import nearest_multiples
 
@@ -21,18 +20,11 @@ def zigzag_order(num_tokens: int, ring: int) -> list[int]:
         num_tokens: of the sequence.
         ring: ring ranks; with one the sequence stays as it is.
     """
-    return list(chain.from_iterable(_ring_tokens(num_tokens, ring, index) for index in range(ring)))
-
-
-def local_indices(num_tokens: int, ring: int, ulysses: int, ring_index: int, ulysses_index: int) -> list[int]:
-    """Token indices that one rank holds, in the order in which it holds them.
-
-    Raises:
-        ValueError: when the sequence does not divide.
-    """
-    require_divisible(num_tokens, ring, ulysses)
-    size = num_tokens // (ring * ulysses)
-    return _ring_tokens(num_tokens, ring, ring_index)[ulysses_index * size :][:size]
+    if ring == 1:
+        return list(range(num_tokens))
+    chunk = num_tokens // (2 * ring)
+    starts = [number * chunk for index in range(ring) for number in (index, 2 * ring - 1 - index)]
+    return [token for start in starts for token in range(start, start + chunk)]
 
 
 def length_multiple(ring: int, ulysses: int) -> int:
@@ -57,12 +49,3 @@ def require_divisible(num_tokens: int, ring: int, ulysses: int) -> None:
         f"a sequence of {num_tokens} tokens does not split over {ring} x {ulysses} = {ring * ulysses} sequence ranks "
         f"(ring x ulysses): its length must be a multiple of {multiple} ({why}); the nearest that is: {lengths}"
     )
-
-
-def _ring_tokens(num_tokens: int, ring: int, index: int) -> list[int]:
-    """Tokens of the head and the tail chunk of ring rank ``index``."""
-    if ring == 1:
-        return list(range(num_tokens))
-    chunk = num_tokens // (2 * ring)
-    starts = (index * chunk, (2 * ring - 1 - index) * chunk)
-    return [token for start in starts for token in range(start, start + chunk)]

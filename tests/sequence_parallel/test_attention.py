@@ -19,17 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossus.comm import accounting, links, shared_memory
+from colossus.comm import accounting, shared_memory
 from colossus.comm import ring as comm_ring
 from colossus.context.grid import RankGrid
 from colossus.context.groups import AxisGroup
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers import recomputation
-from colossus.sequence_parallel import kernels, ring, tiles, ulysses
-from colossus.sequence_parallel.attend import SequenceGroups, attend
-from colossus.sequence_parallel.tiles import ScoreBlock
+from colossus.sequence_parallel import attend as attention
+from colossus.sequence_parallel import kernels, ring, tiles
+from colossus.sequence_parallel.attend import attend
 from colossus.sequence_parallel.traffic import attention_traffic, cheaper
-from colossus.sequence_parallel.zigzag import local_indices, require_divisible, zigzag_order
+from colossus.sequence_parallel.zigzag import length_multiple, require_divisible, zigzag_order
 
 ALONE = AxisGroup((), (0,), 0, None)
 
@@ -98,8 +98,18 @@ def oracle(case: Case, total: int) -> list[Tensor]:
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-2}
 
 
-def sequence_groups(context: ParallelContext) -> SequenceGroups:
-    return SequenceGroups(context.group("ring"), context.group("ulysses"))
+#: that of the ring, and that of Ulysses
+Groups = tuple[AxisGroup, AxisGroup]
+
+
+def sequence_groups(context: ParallelContext) -> Groups:
+    return context.group("ring"), context.group("ulysses")
+
+
+def shard_of(total: int, ring: AxisGroup, ulysses: AxisGroup) -> list[int]:
+    """The tokens that a rank holds."""
+    size = total // (ring.size * ulysses.size)
+    return zigzag_order(total, ring.size)[(ring.index * ulysses.size + ulysses.index) * size :][:size]
 
 
 def plan(ring_ranks: int, ulysses_ranks: int = 1) -> RankGrid:
@@ -113,20 +123,18 @@ class Run:
     """This rank's share of an attention, forward and backward."""
 
     case: Case
-    groups: SequenceGroups
+    groups: Groups
 
     def __post_init__(self) -> None:
-        ring_group, ulysses = self.groups.ring, self.groups.ulysses
-        self.total = self.case.local * ring_group.size * ulysses.size
-        place = ring_group.size, ulysses.size, ring_group.index, ulysses.index
-        self.mine = torch.tensor(local_indices(self.total, *place))
+        self.total = self.case.local * math.prod(group.size for group in self.groups)
+        self.mine = torch.tensor(shard_of(self.total, *self.groups))
         self.inputs = [x[:, :, self.mine] for x in self.case.draw(self.total)]
         documents = self.case.draw_documents(self.total)
         self.documents = None if documents is None else documents[:, self.mine]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         case = self.case
-        return attend(q, k, v, self.groups, causal=case.causal, documents=self.documents, scale=case.scale)
+        return attend(q, k, v, *self.groups, causal=case.causal, documents=self.documents, scale=case.scale)
 
     def results(self, function: Any = None) -> list[Tensor]:
         *inputs, dout = self.inputs
@@ -225,17 +233,6 @@ def test_exact_whatever_the_shape(data: st.DataObject, ranks: tuple[int, int], t
     run_ranks(math.prod(ranks), _exact_with_tiles, cases, tile, plan=plan(*ranks))
 
 
-def test_odd_lengths_on_each_rank() -> None:
-    cases = [
-        Case(local=local, causal=causal, documents=d)
-        for local in (1, 3, 7)
-        for causal in (True, False)
-        for d in (None, "packed")
-    ]
-    run_ranks(4, _exact_with_tiles, cases, 2, plan=plan(2, 2))
-    run_ranks(4, _exact_with_tiles, cases, 2, plan=plan(1, 4))
-
-
 def _exact_as_on_an_accelerator(context: ParallelContext, cases: list[Case], tile: int) -> None:
     """Documents are not read, so all tiles have masks; the messages of a step go in one batch."""
     tiles.can_be_read = lambda documents: False
@@ -257,38 +254,8 @@ def test_exact_as_on_an_accelerator(ring_ranks: int, ulysses_ranks: int, tile: i
 # -- what can go wrong around it ---------------------------------------------------------------------------
 
 
-def _without_shared_memory(context: ParallelContext) -> None:
-    shared_memory.enable(False)
-    _exact(context, SHAPES[::3])
-    assert comm_ring._links_of(context.group("ring"), torch.device("cpu")).takes_early, "messages go through c10d"
-
-
-def test_exact_without_shared_memory() -> None:
-    run_ranks(4, _without_shared_memory, plan=plan(2, 2))
-
-
-def _larger_than_the_links(context: ParallelContext) -> None:
-    """Messages that do not fit go through c10d; some of these do fit."""
-    links._BUFFER_BYTES = 64 << 10
-    _exact(context, [Case(local=local, batch=1, head_dim=16, documents="packed") for local in (2, 200, 4, 120)])
-
-
-def test_blocks_larger_than_the_links() -> None:
-    run_ranks(4, _larger_than_the_links, plan=plan(4))
-
-
-def _links_filled_to_the_end(context: ParallelContext) -> None:
-    """Four messages take the room of the links to the last byte."""
-    links._BUFFER_BYTES = 64 << 10
-    _exact(context, [Case(local=16, batch=1, head_dim=16)] * 3)
-
-
-def test_blocks_that_fill_the_links_to_the_last_byte() -> None:
-    run_ranks(4, _links_filled_to_the_end, plan=plan(4))
-
-
 def _exchanged_one_by_one(context: ParallelContext) -> None:
-    ulysses._COALESCE_BYTES = 0
+    attention._COALESCE_BYTES = 0
     _exact(context, SHAPES[::3])
 
 
@@ -380,7 +347,7 @@ def test_gradients_stay_the_same_under_activation_checkpointing(kind: str, keep_
 def _two_rings(context: ParallelContext) -> None:
     """Two attentions that do not depend on each other, in one backward, and another group between."""
     groups = sequence_groups(context)
-    other = SequenceGroups(groups.ulysses, groups.ring)
+    other = groups[::-1]
     one, two, third = Run(Case(), groups), Run(Case(seed=5, documents="any", local=6), groups), Run(Case(seed=9), other)
     runs = [one, two, third]
     inputs = [[x.detach().requires_grad_() for x in run.inputs[:3]] for run in runs]
@@ -447,10 +414,6 @@ def test_what_is_sent_is_what_the_formula_says(ring_ranks: int, ulysses_ranks: i
         assert values.backward == 2 * values.forward
 
 
-def test_a_plan_that_splits_nothing_sends_nothing() -> None:
-    assert attention_traffic(100, 4, 4, 8).total == 0
-
-
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "wanted"),
     [(8, 8, 2, "ulysses"), (8, 8, 3, "ring"), (8, 2, 4, "ring"), (64, 8, 4, "ring"), (64, 8, 8, "ulysses")],
@@ -463,7 +426,7 @@ def computed(ranks: int, index: int, length: int, causal: bool = True) -> int:
     """Scores that one rank computes."""
     scores = 0
     for source in range(ranks):
-        for tile in ScoreBlock(length, ranks, index, source, causal).tiles():
+        for tile in tiles.attention_tiles(length, ranks, index, source, causal):
             rows, columns = (span.stop - span.start for span in (tile.queries, tile.keys))
             scores += rows * (rows + 1) // 2 if tile.causal else rows * columns
     return scores
@@ -522,13 +485,12 @@ def test_blocks_without_a_common_document_are_skipped() -> None:
     between = torch.tensor([[0, 2, 0, 2, 1, 1, 1, 1]])
     calls = run_ranks(1, _kernel_calls, Case(local=8, batch=1), between, plan=plan(1))
     assert calls == [([True], [True])]
-    block = ScoreBlock(4, 2, 0, 1, False)
-    assert not list(block.tiles(between[:, :4], between[:, 4:]))
+    assert not list(tiles.attention_tiles(4, 2, 0, 1, False, between[:, :4], between[:, 4:]))
 
 
 def test_no_mask_is_larger_than_a_tile() -> None:
     documents = torch.arange(3000)[None] // 7
-    for tile in ScoreBlock(3000, 1, 0, 0, True).tiles(documents, documents):
+    for tile in tiles.attention_tiles(3000, 1, 0, 0, True, documents, documents):
         assert tile.mask is not None
         assert tile.mask.numel() <= tiles.TILE**2
 
@@ -554,25 +516,21 @@ def _own_share_dropped(context: ParallelContext) -> None:
 
 
 def _chunks_swapped(context: ParallelContext) -> None:
-    def swapped(self: ScoreBlock) -> Any:
-        if self.key_rank < self.query_rank:
-            yield tiles.AttentionTile(slice(0, self.num_tokens), slice(self.num_tokens // 2, self.num_tokens))
+    def swapped(num_tokens: int, query_rank: int, key_rank: int, causal: bool) -> Any:
+        if key_rank < query_rank:
+            yield tiles.AttentionTile(slice(0, num_tokens), slice(num_tokens // 2, num_tokens))
         else:
-            yield from right(self)
+            yield from right(num_tokens, query_rank, key_rank, causal)
 
-    right = ScoreBlock._tiles_of_one_document
-    with patch.object(ScoreBlock, "_tiles_of_one_document", swapped):
+    right = tiles._tiles_of_one_document
+    with patch.object(tiles, "_tiles_of_one_document", swapped):
         _exact(context, [Case()])
 
 
 def _tokens_in_order(context: ParallelContext) -> None:
     """No zigzag: each ring rank has consecutive tokens."""
 
-    def consecutive(total: int, ring_ranks: int, ulysses: int, i: int, j: int) -> list[int]:
-        size = total // (ring_ranks * ulysses)
-        return list(range((i * ulysses + j) * size, (i * ulysses + j + 1) * size))
-
-    with patch.dict(globals(), local_indices=consecutive):
+    with patch.dict(globals(), zigzag_order=lambda total, ring: list(range(total))):
         _exact(context, [Case()])
 
 
@@ -591,20 +549,15 @@ def test_these_tests_can_fail(wrong: Any, what: str) -> None:
 @settings(max_examples=examples(60))
 @given(ring_ranks=st.integers(1, 6), ulysses_ranks=st.integers(1, 4), times=st.integers(1, 4))
 def test_every_token_is_held_once(ring_ranks: int, ulysses_ranks: int, times: int) -> None:
-    total = times * math.lcm(2 * ring_ranks, ring_ranks * ulysses_ranks)
-    shards = [
-        local_indices(total, ring_ranks, ulysses_ranks, i, j) for i in range(ring_ranks) for j in range(ulysses_ranks)
-    ]
-    assert {len(shard) for shard in shards} == {total // (ring_ranks * ulysses_ranks)}
-    tokens = [token for shard in shards for token in shard]
-    assert tokens == zigzag_order(total, ring_ranks)
-    assert sorted(tokens) == list(range(total))
+    total = times * length_multiple(ring_ranks, ulysses_ranks)
+    assert sorted(zigzag_order(total, ring_ranks)) == list(range(total))
+    require_divisible(total, ring_ranks, ulysses_ranks)
+    assert total % (ring_ranks * ulysses_ranks) == 0
 
 
 def test_the_zigzag() -> None:
     assert zigzag_order(8, 2) == [0, 1, 6, 7, 2, 3, 4, 5]
     assert zigzag_order(5, 1) == [0, 1, 2, 3, 4]
-    assert local_indices(8, 2, 2, 1, 0) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -618,8 +571,6 @@ def test_the_zigzag() -> None:
 def test_a_length_that_does_not_split_is_told(total: int, ring_ranks: int, ulysses_ranks: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         require_divisible(total, ring_ranks, ulysses_ranks)
-    with pytest.raises(ValueError, match=words):
-        local_indices(total, ring_ranks, ulysses_ranks, 0, 0)
 
 
 def _blocks(dtype: torch.dtype, mask: bool, causal: bool, kv_heads: int = 2) -> tuple[list[Tensor], dict[str, Any]]:
@@ -631,8 +582,7 @@ def _blocks(dtype: torch.dtype, mask: bool, causal: bool, kv_heads: int = 2) -> 
     return [dout, q, k, v], dict(causal=causal, mask=sees, scale=0.4)
 
 
-@pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("mask", "causal"), [(False, False), (False, True), (True, False)])
 def test_the_plain_kernel_is_the_same(mask: bool, causal: bool) -> None:
     (dout, q, k, v), options = _blocks(torch.float64, mask, causal)
     out, lse = kernels.block_forward(q, k, v, **options)
@@ -657,7 +607,7 @@ def test_the_plain_kernel_is_the_same(mask: bool, causal: bool) -> None:
 @pytest.mark.parametrize("kernel", ["flash", "efficient"])
 def test_the_cuda_kernels_are_called_as_torch_declares_them(kernel: str) -> None:
     """Shapes and signatures only: on the meta device nothing is computed."""
-    (dout, q, k, v), options = _blocks(torch.float16, mask=kernel == "efficient", causal=True)
+    (dout, q, k, v), options = _blocks(torch.float16, mask=kernel == "efficient", causal=kernel == "flash")
     dout, q, k, v = (x.to("meta") for x in (dout, q, k, v))
     if options["mask"] is not None:
         options["mask"] = options["mask"].to("meta")
@@ -703,9 +653,8 @@ def _errors(context: ParallelContext) -> list[str]:
     q = torch.zeros(2, 4, 6, 8)
     k = q[:, :2]
     three = torch.zeros(2, 3, 6, 8)
-    crossed = SequenceGroups(ALONE, groups.ring)
-    straight = SequenceGroups(groups.ring, ALONE)
-    attempts: list[tuple[tuple[Tensor, ...], SequenceGroups, Tensor | None]] = [
+    crossed, straight = (ALONE, groups[0]), (groups[0], ALONE)
+    attempts: list[tuple[tuple[Tensor, ...], Groups, Tensor | None]] = [
         ((three, three, three), crossed, None),
         ((q, q[:, :1], q[:, :1]), crossed, None),
         ((q, three, three), straight, None),
@@ -716,7 +665,7 @@ def _errors(context: ParallelContext) -> list[str]:
     ]
     for inputs, given_groups, documents in attempts:
         try:
-            attend(*inputs, given_groups, causal=True, documents=documents)
+            attend(*inputs, *given_groups, causal=True, documents=documents)
             told.append("nothing")
         except ValueError as error:
             told.append(str(error))

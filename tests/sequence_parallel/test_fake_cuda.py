@@ -20,7 +20,7 @@ from colossus.context.local_ranks import RanksFailed
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.sequence_parallel import tiles
-from colossus.sequence_parallel.attend import SequenceGroups, attend
+from colossus.sequence_parallel.attend import attend
 
 WORLD, TOKENS = 4, 13
 MODES = ("ring", "ulysses", "hybrid")
@@ -33,7 +33,6 @@ def attention(rank: int, mode: str) -> None:
     context = ParallelContext.from_config(config, device="cuda:0")
     split, device = model_parallel_of(context).sequence, context.device
     assert split is not None
-    groups = SequenceGroups(split.ring, split.ulysses)
     head_dims = {torch.float32: 8, torch.bfloat16: 8, torch.float64: 5}  # for each kernel one
     every = list(product(head_dims, (True, False), (True, False)))
     for dtype, causal, has_documents in every if mode == "ring" else every[4:8:3]:
@@ -43,7 +42,7 @@ def attention(rank: int, mode: str) -> None:
         )
         documents = torch.zeros(3, 6, dtype=torch.int64, device=device) if has_documents else None
         with Waits():
-            out = attend(q, k, v, groups, causal=causal, documents=documents)
+            out = attend(q, k, v, split.ring, split.ulysses, causal=causal, documents=documents)
             out.sum().backward()
         assert (out.shape, out.device, out.dtype) == (q.shape, device, dtype)
         for x in (q, k, v):
