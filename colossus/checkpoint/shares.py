@@ -29,10 +29,9 @@ class WriterShares:
         """Whether this rank writes its box of a tensor of this full shape."""
         index, along = 0, []
         for axis, size in self._sizes.items():
-            copies = layout.num_copies(axis) if axis in layout.shard_axes else size
-            if copies > 1 and axis not in self._apart:
-                index = index * copies + self._at[axis] % copies
-                along.append((axis, copies))
+            if size > 1 and axis not in self._apart and axis not in layout.shard_axes:
+                index = index * size + self._at[axis]
+                along.append((axis, size))
         given = self._given.setdefault(tuple(along), [0] * math.prod(count for _, count in along))
         chosen = given.index(min(given))
         given[chosen] += math.prod(layout.chunk(shape, self._sizes)) * item_bytes

@@ -64,7 +64,7 @@ class ReplicaAverage:
         return [
             slice(*shard.rows) if param.dim() else ...
             for shard in spec_of(param).shards
-            if shard.layout.owns(context.grid.sizes, context.coordinates, axes)
+            if shard.layout.owns(context.coordinates, axes)
         ]
 
     # -- what is averaged ---------------------------------------------------------------------------------

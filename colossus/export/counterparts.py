@@ -16,6 +16,7 @@ from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.embedding_bag import EmbeddingBag
+from colossus.layers.few_kv_heads import ReplicatedKV
 from colossus.layers.linear import Linear
 from colossus.layers.lm_head import LMHead
 from colossus.layers.lora import LoRALinear
@@ -70,6 +71,11 @@ class Counterparts:
     def _linear(self, m: Linear, name: str) -> nn.Module:
         if not m.is_fused:
             return nn.Linear(m.in_features, m.out_features, self._has(name, "bias"))
+        return plain.FusedLinear(
+            {out: nn.Linear(m.in_features, size, self._has(name, out, "bias")) for out, size in m.outputs.items()}
+        )
+
+    def _replicated_kv(self, m: ReplicatedKV, name: str) -> nn.Module:
         return plain.FusedLinear(
             {out: nn.Linear(m.in_features, size, self._has(name, out, "bias")) for out, size in m.outputs.items()}
         )
@@ -174,6 +180,7 @@ class Counterparts:
 _MAKERS: dict[type, Callable[[Counterparts, Any, str], nn.Module]] = {
     PatchEmbedding: Counterparts._patch_embedding,
     Linear: Counterparts._linear,
+    ReplicatedKV: Counterparts._replicated_kv,
     LMHead: Counterparts._head,  # Classifier, too
     Embedding: Counterparts._embedding,
     EmbeddingBag: Counterparts._bag,

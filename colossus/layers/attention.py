@@ -14,6 +14,7 @@ from colossus.error_place import located_error
 from colossus.layers.attention_heads import local_mask
 from colossus.layers.children import is_listened_to, run_child
 from colossus.layers.dropout import Dropout
+from colossus.layers.few_kv_heads import ReplicatedKV
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
@@ -27,7 +28,7 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
-from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
+from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
@@ -94,10 +95,12 @@ class Attention(Layer):
         self.num_heads, self.num_kv_heads, self.causal = num_heads, kv, causal
         width = num_heads * self.head_dim
         sizes = {"query": width, "key": kv * self.head_dim, "value": kv * self.head_dim}
-        copies = dict.fromkeys(("key", "value"), kv_head_copies(kv, shardings))
-        self.qkv = Linear(
-            hidden_size, sizes, bias, dtype=dtype, split="column", copies=copies, init=init, bias_init=bias_init
-        )
+        inits: dict[str, Any] = dict(init=init, bias_init=bias_init, dtype=dtype)
+        self.qkv: nn.Module
+        if are_replicated(kv, shardings):
+            self.qkv = ReplicatedKV(hidden_size, sizes, kv, bias, **inits)
+        else:
+            self.qkv = Linear(hidden_size, sizes, bias, split="column", **inits)
         self.out = Linear(width, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
         if isinstance(rotary_scaling, Mapping):
             rotary_scaling = RotaryScaling(**rotary_scaling)

@@ -30,7 +30,7 @@ from colossus.layout.redistribute import redistribute
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.move_plan import BoundCollective, MovePlan, run
+from colossus.tensor_parallel.move_plan import BoundMove, MovePlan, run
 
 
 class Embedding(Layer):
@@ -174,7 +174,7 @@ class _LookupRoutes:
         vocabulary_shard: index of the shard of the vocabulary in which this rank looks up.
     """
 
-    ids: tuple[BoundCollective, ...]
+    ids: tuple[BoundMove, ...]
     w: MovePlan
     y: MovePlan
     weights: GatheredWeights

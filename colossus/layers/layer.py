@@ -76,7 +76,6 @@ class Layer(NamedModule):
         layout: Layout,
         init: Mapping[str, Initializer] | Initializer,
         *,
-        copies: Mapping[str, tuple[tuple[str, int], ...]] | None = None,
         dtype: torch.dtype | None = None,
     ) -> nn.Parameter:
         """A parameter with the rank's shards of one or more logical parameters, one above the other in dim 0.
@@ -84,18 +83,16 @@ class Layer(NamedModule):
         Args:
             shapes: name -> full shape of each logical parameter; one, named "", when the parameter is not fused.
             layout: of each of them.
-            copies: of those that have some, by name, as of `Layout`.
             init: draws the initial values, one for all or by name.
         """
         sizes = self.parallel.sizes
         full = [
             tuple(map(operator.index, shape)) for shape in shapes.values()
         ]  # numpy's integers overflow where ours do not
-        layouts = [replace(layout, copies=(copies or {}).get(name, ())) for name in shapes]
-        rows = local_rows(full, layouts, sizes)
+        rows = local_rows(full, layout, sizes)
         shards = tuple(
-            LogicalShard(name, shape, own, init[name] if isinstance(init, Mapping) else init, span)
-            for name, shape, own, span in zip(shapes, full, layouts, rows, strict=True)
+            LogicalShard(name, shape, layout, init[name] if isinstance(init, Mapping) else init, span)
+            for name, shape, span in zip(shapes, full, rows, strict=True)
         )
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
         spec = ParameterSpec(shards, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")

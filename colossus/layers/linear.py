@@ -16,7 +16,7 @@ from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
 from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
-from colossus.layout.parameter import Initializer, copies_along, rows_of
+from colossus.layout.parameter import Initializer, rows_of
 from colossus.tensor_parallel.choose_sharding import unsharded
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -42,8 +42,6 @@ class Linear(Layer):
         bias: whether to add one.
         device: accepted as torch does, and ignored: parameters are made on the device of the context.
         split: None, ``"column"`` or ``"row"``.
-        copies: with ``split="column"``, name -> how many neighbouring ranks compute the same shard of this output, as
-            of key/value heads that are fewer than the ranks. Between a pair it has that many times the features.
         init, bias_init: see `colossus.layers.init`; by default torch's distribution with the full fan-in.
 
     Shape:
@@ -65,7 +63,6 @@ class Linear(Layer):
         dtype: torch.dtype | None = None,
         *,
         split: str | None = None,
-        copies: Mapping[str, int] | None = None,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
     ) -> None:
@@ -79,16 +76,13 @@ class Linear(Layer):
         self.out_features = sum(self.outputs.values())
         self.split = split
         self.is_fused = fused
-        self.copies = {name: count for name, count in (copies or {}).items() if count > 1}
         self.sharding = self._choose()
         layout = self.sharding.weight if self.sharding else Layout.whole(2)
         features = self.sharding.y.features if self.sharding else ()
-        along = {name: copies_along(features, count, self.parallel.sizes) for name, count in self.copies.items()}
         self.weight = self.make_parameter(
             {name: (out, in_features) for name, out in self.outputs.items()},
             layout,
             init or torch_linear(in_features),
-            copies=along,
             dtype=dtype,
         )
         self.bias = (
@@ -96,7 +90,6 @@ class Linear(Layer):
                 {name: (out,) for name, out in self.outputs.items()},
                 Layout((features,)),
                 bias_init or torch_linear(in_features),
-                copies=along,
                 dtype=dtype,
             )
             if bias
@@ -106,26 +99,15 @@ class Linear(Layer):
         self.decide_gradients(self.weight, x, y)
         self.decide_gradients(self.bias, y)
         ways = self.context.size(features) if features else 1
-        self.local_outputs = [out // ways for out in self._computed_outputs().values()]
+        self.local_outputs = [out // ways for out in self.outputs.values()]
         self._move_plans: dict[tuple[Activation, Activation, int], MatmulPlans] = {}
-
-    def _computed_outputs(self) -> dict[str, int]:
-        """The outputs as the ranks compute them, with all copies."""
-        return {name: out * self.copies.get(name, 1) for name, out in self.outputs.items()}
 
     def _choose(self) -> MatmulSharding | None:
         """The sharding, by sizes and counted bytes; None without tensor parallelism."""
         shardings = self.parallel.shardings
-        inner = shardings.regions.inner.features if shardings is not None else ()
-        if self.copies and (self.split != "column" or any(self.context.size(inner) % n for n in self.copies.values())):
-            ranks = self.context.size(inner)
-            raise ValueError(
-                f"Linear({self.in_features}, {self.outputs}, split={self.split!r}): copies = {self.copies}, but only a "
-                f"column linear has copies, as many of each shard as divide the {ranks} ranks that split its output"
-            )
         if shardings is None:
             return None
-        chosen = shardings.choose(self.split, self.in_features, self._computed_outputs())
+        chosen = shardings.choose(self.split, self.in_features, self.outputs)
         if isinstance(chosen, MatmulSharding):
             return chosen
         if self.split is None:
@@ -205,7 +187,6 @@ class Linear(Layer):
 
     def extra_repr(self) -> str:
         outputs = self.outputs[""] if not self.is_fused else self.outputs
-        copies = f", copies={self.copies}" if self.copies else ""
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
-        return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{copies}{where}"
+        return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"

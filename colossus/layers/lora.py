@@ -54,9 +54,7 @@ class LoRALinear(Layer):
         else:
             self.first = nn.Linear(base.in_features, self.rank, bias=False)
         if base.split == "column" or base.is_fused:
-            self.second = Linear(
-                self.rank, outputs, bias=False, split=base.split, copies=base.copies, init=Constant(0.0)
-            )
+            self.second = Linear(self.rank, outputs, bias=False, split=base.split, init=Constant(0.0))
         else:
             self.second = nn.Linear(self.rank, outputs, bias=False)
             nn.init.zeros_(self.second.weight)

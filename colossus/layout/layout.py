@@ -7,8 +7,6 @@ Per axis a tensor is in one of four states:
 * *replicated*: all ranks hold the value, and the true gradient is the sum of their gradients (``grad_partial``);
 * *invariant* (an axis not named at all): all ranks hold the value and the complete gradient.
 
-An axis may shard a dim into fewer shards than it has ranks: neighbouring ranks then hold ``copies`` of one shard.
-
 The difference of the last two is that of "replicate" and "invariant" in Meta's spmd_types.
 """
 
@@ -38,23 +36,17 @@ class Layout:
         grad_partial: axes over which the value is replicated and the gradient is a partial sum.
         stored: axes over which the rows (dim 0) of what a rank has by ``dims`` are cut further, for storage only: its
             ranks compute with all of them (ZeRO).
-        copies: axes that shard a dim, each with the number of neighbouring ranks along it that hold the same shard;
-            where it is not 1. Of a parameter: each copy has the gradient of its own use, to be summed over the copies.
 
     Raises:
-        ValueError: when an axis is named twice, or has copies and shards nothing.
+        ValueError: when an axis is named twice.
     """
 
     dims: Dims
     partial: tuple[str, ...] = ()
     grad_partial: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
-    copies: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for axis, _ in self.copies:
-            if not any(axis in dim for dim in self.dims):
-                raise ValueError(f"layout {self} has copies along {axis}, which shards none of its dims")
         named = [axis for dim in self.dims for axis in dim] + [*self.partial, *self.grad_partial, *self.stored]
         assert self.dims or not self.stored, "a scalar has no rows"
         if len(set(named)) != len(named):
@@ -91,19 +83,14 @@ class Layout:
         def keep(axes: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(axis for axis in axes if sizes[axis] > 1)
 
-        copies = tuple((axis, count) for axis, count in self.copies if sizes[axis] > 1)
         dims = tuple(map(keep, self.dims))
-        return Layout(dims, keep(self.partial), keep(self.grad_partial), keep(self.stored), copies)
-
-    def num_copies(self, axis: str) -> int:
-        """How many neighbouring ranks along an axis hold the same shard."""
-        return dict(self.copies).get(axis, 1)
+        return Layout(dims, keep(self.partial), keep(self.grad_partial), keep(self.stored))
 
     # -- boxes --------------------------------------------------------------------------------------------
 
     def num_shards(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Into how many shards each dim is split for compute."""
-        return tuple(math.prod(sizes[axis] // self.num_copies(axis) for axis in dim) for dim in self.dims)
+        return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.dims)
 
     def chunk(self, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the buffer a rank holds, from the full shape: ceil(dim / shards).
@@ -124,21 +111,13 @@ class Layout:
         if self.stored:
             (start, stop), *others = self.computed.box(shape, sizes, at)
             rows = self.chunk(shape, sizes)[0]
-            first = start + self._index(self.stored, sizes, at) * rows
+            first = start + _index(self.stored, sizes, at) * rows
             return ((min(first, stop), min(first + rows, stop)), *others)
         box = []
         for dim, size, chunk in zip(self.dims, shape, self.chunk(shape, sizes), strict=True):
-            index = self._index(dim, sizes, at)
+            index = _index(dim, sizes, at)
             box.append((min(index * chunk, size), min((index + 1) * chunk, size)))
         return tuple(box)
-
-    def _index(self, axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-        """Which shard along several axes, the first outermost."""
-        index = 0
-        for axis in axes:
-            copies = self.num_copies(axis)
-            index = index * (sizes[axis] // copies) + at[axis] // copies
-        return index
 
     def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
         """Whether every box is full."""
@@ -147,9 +126,9 @@ class Layout:
         ways = [shards * (rows if dim == 0 else 1) for dim, shards in enumerate(self.num_shards(sizes))]
         return all(size % each == 0 for size, each in zip(shape, ways, strict=True))
 
-    def owns(self, sizes: Mapping[str, int], at: Mapping[str, int], axes: Sequence[str]) -> bool:
+    def owns(self, at: Mapping[str, int], axes: Sequence[str]) -> bool:
         """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
-        return all(at[axis] % self.num_copies(axis) == 0 if axis in self.shard_axes else at[axis] == 0 for axis in axes)
+        return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
 
     def _check(self, shape: Sequence[int]) -> None:
         if len(shape) != len(self.dims):
@@ -158,8 +137,6 @@ class Layout:
     def __str__(self) -> str:
         dims = ", ".join("S(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)
         text = f"[{dims}]"
-        if self.copies:
-            text += "".join(f" {count} copies({axis})" for axis, count in self.copies)
         if self.partial:
             text += f" partial({','.join(self.partial)})"
         if self.grad_partial:
@@ -167,6 +144,14 @@ class Layout:
         if self.stored:
             text += f" stored S({','.join(self.stored)})"
         return text
+
+
+def _index(axes: Sequence[str], sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
+    """Which shard along several axes, the first outermost."""
+    index = 0
+    for axis in axes:
+        index = index * sizes[axis] + at[axis]
+    return index
 
 
 class Use(Protocol):

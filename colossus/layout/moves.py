@@ -37,14 +37,12 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     """Moves from ``source`` to ``target``, in order; what leaves a dim goes first, what shards one goes last.
 
     Raises:
-        ValueError: when the number of dims differs, for layouts with copies, or for the two changes that have no
+        ValueError: when the number of dims differs, or for the two changes that have no
             meaning: a value whose gradient is partial cannot become one whose gradient is complete without a
             reduction, and a value does not become a partial sum.
     """
     if len(source.dims) != len(target.dims):
         raise located_error(f"cannot go from {source} to {target}: the number of dims differs")
-    if source.copies or target.copies:
-        raise located_error(f"cannot go from {source} to {target}: copies of shards stay where they are")
     dims = [list(axes) for axes in source.dims]
     partial, grad_partial = set(source.partial), set(source.grad_partial)
     out: list[Move] = []

@@ -53,7 +53,7 @@ class ParameterSpec:
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
         description: what errors call the parameter before it has a name.
-        layout: of all shards, which are sharded alike, but for copies.
+        layout: of all shards, which are sharded alike.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
@@ -71,7 +71,7 @@ class ParameterSpec:
     def __init__(self, shards: tuple[LogicalShard, ...], description: str, *, is_plain: bool = False) -> None:
         self.shards = shards
         self.description = description
-        self.layout = replace(shards[0].layout, copies=())
+        self.layout = shards[0].layout
         self.name = ""
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
@@ -130,7 +130,7 @@ class StoredSpec(ParameterSpec):
 
     def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
         cut = [replace(shard, layout=replace(shard.layout, stored=axes)) for shard in computed.shards]
-        rows = local_rows([shard.shape for shard in cut], [shard.layout for shard in cut], sizes)
+        rows = local_rows([shard.shape for shard in cut], cut[0].layout, sizes)
         shards = (replace(shard, rows=span) for shard, span in zip(cut, rows, strict=True))
         super().__init__(tuple(shards), computed.description, is_plain=computed.is_plain)
         self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
@@ -244,31 +244,11 @@ def num_parameters(model: nn.Module) -> int:
     return sum(math.prod(logical.shape) for logical in logical_parameters(model))
 
 
-def local_rows(shapes: list[tuple[int, ...]], layouts: list[Layout], sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Rows (start, stop) of each logical parameter in a fused local buffer, from full shapes and layouts."""
+def local_rows(shapes: Sequence[Sequence[int]], layout: Layout, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Rows (start, stop) of each logical parameter in a fused local buffer, from full shapes and their layout."""
     rows, start = [], 0
-    for shape, layout in zip(shapes, layouts, strict=True):
+    for shape in shapes:
         stop = start + layout.chunk(shape, sizes)[0]
         rows.append((start, stop))
         start = stop
     return rows
-
-
-def copies_along(axes: Sequence[str], count: int, sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The ``copies`` of a `Layout`: ``count`` neighbours along the product of axes, outermost first, hold one shard.
-
-    Raises:
-        ValueError: when that many neighbours do not lie along whole axes and a factor of the next one.
-    """
-    copies = []
-    for axis in reversed(axes):
-        along = math.gcd(count, sizes[axis])
-        if along > 1:
-            copies.append((axis, along))
-        count //= along
-        if count > 1 and along < sizes[axis]:
-            break
-    if count > 1:
-        held = " x ".join(f"{sizes[axis]}" for axis in axes)
-        raise ValueError(f"{count} more copies of a shard do not fit along {','.join(axes)} of {held} ranks")
-    return tuple(copies)

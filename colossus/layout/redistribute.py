@@ -79,8 +79,6 @@ def gather(
     for dim, axes in enumerate(layout.dims):
         if axes:
             x = collectives.all_gather(x, context.group(axes), dim).wait()
-            if layout.copies:
-                x = _one_of_each(x, dim, axes, layout, context)
     x = x[tuple(slice(0, size) for size in shape)]
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -93,11 +91,3 @@ def _in_place(x: Tensor, intervals: Intervals, num_rows: int) -> Tensor:
         out[start:stop] = x[at : at + stop - start]
         at += stop - start
     return out
-
-
-def _one_of_each(x: Tensor, dim: int, axes: Sequence[str], layout: Layout, context: ParallelContext) -> Tensor:
-    """What was gathered along ``dim`` from the ranks of ``axes``, with one copy of each shard."""
-    x = x.unflatten(dim, (*(context.grid.sizes[axis] for axis in axes), -1))
-    for index, axis in enumerate(axes, start=dim):
-        x = x[(slice(None),) * index + (slice(None, None, layout.num_copies(axis)),)]
-    return x.flatten(dim, dim + len(axes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -12,7 +13,13 @@ from colossus.arithmetic import not_a_multiple
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.registry import MLPS, NORMS, TENSOR_MODES, Registry
-from colossus.tensor_parallel.attention_heads import head_problems, indivisible_heads, kv_head_copies, uneven_kv_heads
+from colossus.tensor_parallel.attention_heads import (
+    are_replicated,
+    head_problems,
+    indivisible_heads,
+    replicated_outputs,
+    uneven_kv_heads,
+)
 from colossus.tensor_parallel.choose_sharding import Shardings, unsharded
 from colossus.tensor_parallel.mode import MatmulSharding
 
@@ -39,6 +46,7 @@ class LinearSpec:
         split: as of `Linear`.
         padded: whether its outputs are those of a head, which need not divide.
         bias: None as the model has it.
+        replicated: size of each output whose weight all ranks store that split features (`are_replicated`).
     """
 
     split: str | None
@@ -48,6 +56,7 @@ class LinearSpec:
     out_key: str = "hidden_size"
     padded: bool = False
     bias: bool | None = None
+    replicated: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_weights(self) -> int:
@@ -206,13 +215,17 @@ class TransformerOptions(BaseModel):
         return problems
 
     def block_linears(self, shardings: Shardings | None = None) -> list[LinearSpec]:
-        """The kinds of matmuls in a block; with the copies of key/value heads that are fewer than the ranks."""
+        """The kinds of matmuls in a block; key/value heads that are fewer than the ranks as the ranks compute them."""
         hidden, wide = self.hidden_size, self.ffn_hidden_size
-        kv = self.num_kv_heads * kv_head_copies(self.num_kv_heads, shardings) * self.head_dim
+        kv, replicated = self.num_kv_heads * self.head_dim, {}
+        if shardings is not None and are_replicated(self.num_kv_heads, shardings):
+            replicated = dict.fromkeys(("key", "value"), kv)
+            kv = shardings.ways(shardings.regions.inner.features) * self.head_dim
         heads = self.attention_size
         attention = {"query": heads, "key": kv, "value": kv}
         return [
-            LinearSpec("column", hidden, attention, out_key=""),  # heads are split whole: checked by their number
+            # heads are split whole: checked by their number
+            LinearSpec("column", hidden, attention, out_key="", replicated=replicated),
             LinearSpec("row", heads, {"": hidden}, in_key="hidden_size" if heads == hidden else ""),
             LinearSpec("column", hidden, dict.fromkeys(MLPS.get(self.mlp).up, wide), out_key="ffn_hidden_size"),
             LinearSpec("row", wide, {"": hidden}, in_key="ffn_hidden_size"),
@@ -248,9 +261,13 @@ class TransformerOptions(BaseModel):
             bias = Layout(weight.dims[:1] if linear.padded else (sharding.y.features,))
         has_bias = self.bias if linear.bias is None else linear.bias
         total = 0
-        for out in linear.outputs.values():
-            total += math.prod(weight.chunk((out, linear.inputs), sizes))
-            total += bias.chunk((out,), sizes)[0] if has_bias else 0
+        for name, out in linear.outputs.items():
+            own, own_bias = weight, bias
+            if name in linear.replicated:
+                assert isinstance(sharding, MatmulSharding)
+                out, own, own_bias = linear.replicated[name], replicated_outputs(sharding).weight, Layout.whole(1)
+            total += math.prod(own.chunk((out, linear.inputs), sizes))
+            total += own_bias.chunk((out,), sizes)[0] if has_bias else 0
         return total
 
     def flops_per_sample(self) -> int:

@@ -1,9 +1,13 @@
-"""Whether the heads of an attention divide: its width, its groups, the ranks that share them. No torch."""
+"""Whether the heads of an attention divide: its width, its groups, the ranks that split them. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
+from colossus.layout.layout import Layout
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize, Shardings
+from colossus.tensor_parallel.mode import MatmulSharding
 
 
 def head_problems(
@@ -52,7 +56,7 @@ def head_problems(
 def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -> list[IndivisibleSize]:
     """The numbers of heads that do not divide over the ranks of the inner region's features: heads are split whole.
 
-    Key/value heads may also be fewer than the ranks, if each has as many copies (`kv_head_copies`).
+    Key/value heads may also be fewer than the ranks, if they divide these (`are_replicated`).
     """
     axes = shardings.regions.inner.features
     ways = shardings.ways(axes)
@@ -64,14 +68,23 @@ def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -
     ]
 
 
-def kv_head_copies(num_kv_heads: int, shardings: Shardings | None) -> int:
-    """On how many neighbouring ranks each key/value head is: 1 unless there are fewer heads than ranks."""
-    ways = shardings.ways(shardings.regions.inner.features) if shardings is not None else 1
-    return max(1, ways // num_kv_heads)
+def are_replicated(num_kv_heads: int, shardings: Shardings | None) -> bool:
+    """Whether key/value heads are fewer than the ranks that split heads, so that each of these stores all of them."""
+    return shardings is not None and num_kv_heads < shardings.ways(shardings.regions.inner.features)
+
+
+def replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
+    """A column linear's sharding with a weight whose rows are whole on all ranks that split the features of y."""
+
+    def without(layout: Layout) -> Layout:
+        rows = tuple(axis for axis in layout.dims[0] if axis not in sharding.y.features)
+        return replace(layout, dims=(rows, *layout.dims[1:]))
+
+    return replace(sharding, weight=without(sharding.weight), gathered_weight=without(sharding.gathered_weight))
 
 
 def uneven_kv_heads(num_heads: int, num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:
-    """Why ``num_kv_heads`` key/value heads cannot have as many copies each on ``ways`` ranks, more than there are.
+    """Why ``num_kv_heads`` key/value heads do not fit ``ways`` ranks, more than there are.
 
     Args:
         by: names these ranks with their number (``parallel.tensor.size = 4``).
@@ -79,6 +92,6 @@ def uneven_kv_heads(num_heads: int, num_kv_heads: int, ways: int, by: str, prefi
     fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and (ways % n == 0 or n % ways == 0)]
     nearest = min(fitting, key=lambda n: abs(n - num_kv_heads))
     return (
-        f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: key/value heads that are fewer than the ranks "
-        f"are copied, each to as many ranks; nearest: {nearest}"
+        f"{prefix}num_kv_heads = {num_kv_heads} does not divide {by}: of key/value heads that are fewer than the ranks "
+        f"each serves as many ranks; nearest: {nearest}"
     )

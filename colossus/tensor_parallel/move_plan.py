@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,12 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import Precision
 from colossus.layout.moves import Move
 from colossus.tensor_parallel.dtypes import gradient_dtype
+
+
+class BoundMove(Protocol):
+    """A move of a tensor, which it starts; ``owned``: the tensor may be overwritten."""
+
+    def start(self, x: Tensor, *, owned: bool) -> Pending: ...
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,8 @@ def to_rank_major(x: Tensor, rows: Sequence[int], ranks: int) -> Tensor:
 class MovePlan:
     """The moves of one operand (``forward``) and of its gradient (``backward``), each in the order they run in."""
 
-    forward: tuple[BoundCollective, ...]
-    backward: tuple[BoundCollective, ...]
+    forward: tuple[BoundMove, ...]
+    backward: tuple[BoundMove, ...]
 
     @classmethod
     def of(cls, moves: Sequence[Move], context: ParallelContext, rows: Sequence[int] = ()) -> MovePlan:
@@ -96,7 +103,7 @@ def reduce_wgrad(weight: Tensor, gradient: Tensor, plan: MovePlan, precision: Pr
     return total if precision.reduce_dtype(dtype) == dtype else total.then(lambda shard: shard.to(dtype))
 
 
-def run(moves: Sequence[BoundCollective], x: Tensor, *, owned: bool = False) -> Pending:
+def run(moves: Sequence[BoundMove], x: Tensor, *, owned: bool = False) -> Pending:
     """Make the moves, of which the last is only started. ``owned``: ``x`` may be overwritten."""
     if not moves:
         return Ready(x)

@@ -64,7 +64,7 @@ def _holders(info: ParameterInfo, grid: RankGrid) -> list[int]:
     shard = {axis for axis in info.layout.shard_axes if grid.sizes[axis] > 1}
     first = {axis: info.pipeline_ranks[0] if axis == "pipeline" else 0 for axis in grid.names if axis not in shard}
     ranks = [rank for rank in range(grid.world_size) if first.items() <= grid.coordinates(rank).items()]
-    return [rank for rank in ranks if info.layout.owns(grid.sizes, grid.coordinates(rank), sorted(shard))]
+    return [rank for rank in ranks if info.layout.owns(grid.coordinates(rank), sorted(shard))]
 
 
 def _box(rank: int, info: ParameterInfo, grid: RankGrid) -> tuple[slice, ...]:

@@ -38,21 +38,17 @@ def grids(draw: st.DrawFn) -> RankGrid:
 
 @st.composite
 def layouts(draw: st.DrawFn, num_dims: int, grid: RankGrid) -> Layout:
-    """Of a parameter: sharded, with copies, its rows cut for storage."""
+    """Of a parameter: sharded, its rows cut for storage."""
     if not num_dims:
         return Layout(())
     axes = draw(st.lists(st.sampled_from(["row", "col", "data"]), unique=True))
     stored = tuple(axis for axis in axes if axis == "data")
     dims: list[list[str]] = [[] for _ in range(num_dims)]
-    copies = []
     for axis in axes:
         if axis in stored:
             continue
         dims[draw(st.integers(0, num_dims - 1))].append(axis)
-        count = draw(st.sampled_from([n for n in range(1, grid.sizes[axis] + 1) if grid.sizes[axis] % n == 0]))
-        if count > 1:
-            copies.append((axis, count))
-    return Layout(tuple(map(tuple, dims)), stored=stored, copies=tuple(copies))
+    return Layout(tuple(map(tuple, dims)), stored=stored)
 
 
 @st.composite

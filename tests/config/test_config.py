@@ -546,8 +546,8 @@ def test_batch() -> None:
             dict(num_heads=12, num_kv_heads=4, hidden_size=144),
             dict(tensor=6),
             [
-                "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: key/value heads that are fewer than "
-                "the ranks are copied, each to as many ranks; nearest: 3"
+                "model.num_kv_heads = 4 does not divide parallel.tensor.size = 6: of key/value heads that are fewer "
+                "than the ranks each serves as many ranks; nearest: 3"
             ],
         ),
         (
@@ -837,7 +837,7 @@ def test_ranks_store_the_model_once_but_for_what_is_replicated(ranks: int, mlp: 
     norms = (2 * layers + 1) * hidden * (2 if bias else 1)
     replicated = norms + 128 * hidden + (2 * layers * hidden if bias else 0)
     padding = (-254 % ranks) * hidden
-    copies = max(1, ranks // kv_heads) - 1  # of key/value heads that are fewer than the ranks
+    copies = ranks - 1 if kv_heads < ranks else 0  # of key/value heads that are fewer than the ranks
     copied = copies * 2 * layers * 8 * kv_heads * (hidden + bias)
     whole = options.num_parameters()
     parallel = load_config(dict(parallel=dict(tensor=ranks))).parallel

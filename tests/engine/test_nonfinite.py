@@ -103,10 +103,10 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
         *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.mlp_norm.weight")]),
         *("blocks.0.mlp_norm.weight on rank 1 (tensor 1) is nan", {}),
     ),
-    # copies of one key head on two ranks, summed at the end
-    "copies": (
-        *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.weight")]),
-        *("blocks.0.attention.qkv.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
+    # one key head on two ranks, which sum the gradients of their queries
+    "key head": (
+        *(2, dict(tensor=dict(size=2)), "1f1b", [(1, "blocks.0.attention.qkv.key.weight")]),
+        *("blocks.0.attention.qkv.key.weight on rank 1 (tensor 1) is nan", dict(num_kv_heads=1)),
     ),
     "zero": (
         *(2, dict(data=2, zero=3), "1f1b", [(1, "blocks.0.mlp.up.weight")]),
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
 }
 
 
-@pytest.mark.rest("copies", "1d")
+@pytest.mark.rest("key head", "1d")
 @pytest.mark.parametrize("name", but(("1f1b", "zb-h1", "tied alone"), CASES))
 def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places, told, model = CASES[name]

@@ -294,11 +294,6 @@ def test_tokens_split_between_blocks_are_guarded_too() -> None:
             lambda: layers.Attention(12, 6, 3),
             "num_kv_heads = 3 does not divide over the 2 ranks of tensor; 2 or 4 does",
         ),
-        (lambda: layers.Linear(6, 6, copies={"": 2}), "copies = {'': 2}, but only a column linear has copies"),
-        (
-            lambda: layers.Linear(6, {"key": 6}, split="column", copies={"key": 3}),
-            "as many of each shard as divide the 2 ranks that split its output",
-        ),
         (lambda: layers.Attention(10, 4), "hidden_size = 10 is not a multiple of num_heads = 4; nearest: 8 or 12"),
         (lambda: layers.Attention(8, 4, 3), "num_kv_heads = 3 does not divide num_heads = 4 .* nearest: 2"),
         (lambda: layers.TransformerBlock(8, 4, mlp="relu"), "mlp = 'relu'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.moves import moves
-from colossus.layout.parameter import LogicalShard, ParameterSpec, copies_along, local_rows
+from colossus.layout.parameter import LogicalShard, ParameterSpec, local_rows
 from colossus.layout.redistribute import gather, shard
 
 NAMES = ("a", "b", "c")
@@ -45,18 +43,6 @@ sizes = st.tuples(*[st.integers(1, 4)] * 3).map(lambda each: dict(zip(NAMES, eac
 cases = st.integers(1, 3).flatmap(lambda ndim: st.tuples(layouts(ndim), st.tuples(*[st.integers(0, 9)] * ndim), sizes))
 
 
-@st.composite
-def with_copies(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[str, int]]:
-    """Some of the axes that shard a dim have copies, as many as divide their ranks."""
-    layout, shape, grid = draw(cases)
-    counts = {axis: draw(st.sampled_from([n for n in (1, 2, 3, 4) if grid[axis] % n == 0])) for axis in NAMES}
-    copies = tuple((axis, counts[axis]) for axis in layout.computed.shard_axes if counts[axis] > 1)
-    return replace(layout, copies=copies), shape, grid
-
-
-# -- boxes ----------------------------------------------------------------------------------------------------
-
-
 @given(cases)
 def test_boxes_are_disjoint_and_cover(case: tuple[Layout, tuple[int, ...], dict[str, int]]) -> None:
     layout, shape, grid = case
@@ -73,7 +59,7 @@ def test_boxes_are_disjoint_and_cover(case: tuple[Layout, tuple[int, ...], dict[
     assert torch.equal(times, torch.ones(shape))
 
 
-@given(cases | with_copies())
+@given(cases)
 def test_each_element_is_owned_once(case: tuple[Layout, tuple[int, ...], dict[str, int]]) -> None:
     """Over any axes that include those that shard: a norm over them counts every element once."""
     layout, shape, grid = case
@@ -81,7 +67,7 @@ def test_each_element_is_owned_once(case: tuple[Layout, tuple[int, ...], dict[st
     axes = [axis for axis in NAMES if axis in layout.shard_axes or axis == "a"]
     for at in points(grid):
         # one rank of the axes left out: they agree on everything
-        if all(at[axis] == 0 for axis in NAMES if axis not in axes) and layout.owns(grid, at, axes):
+        if all(at[axis] == 0 for axis in NAMES if axis not in axes) and layout.owns(at, axes):
             times[tuple(slice(*span) for span in layout.box(shape, grid, at))] += 1
     assert torch.equal(times, torch.ones(shape))
 
@@ -94,19 +80,6 @@ def test_divides_means_all_boxes_are_full(case: tuple[Layout, tuple[int, ...], d
     full = all(tuple(stop - start for start, stop in box) == chunk for box in boxes)
     assert layout.divides(shape, grid) == full
     assert layout.num_shards(grid) == tuple(math.prod(grid[axis] for axis in dim) for dim in layout.dims)
-
-
-@given(with_copies())
-def test_neighbours_with_copies_hold_one_box_of_as_few_shards(
-    case: tuple[Layout, tuple[int, ...], dict[str, int]],
-) -> None:
-    layout, shape, grid = case
-    fewer = {axis: size // layout.num_copies(axis) for axis, size in grid.items()}
-    plain = replace(layout, copies=())
-    assert layout.chunk(shape, grid) == plain.chunk(shape, fewer)
-    for at in points(grid):
-        shard = {axis: index // layout.num_copies(axis) for axis, index in at.items()}
-        assert layout.box(shape, grid, at) == plain.box(shape, fewer, shard)
 
 
 @given(cases)
@@ -180,10 +153,6 @@ ROUND_TRIPS = [
     (Layout(((),), partial=("b", "a")), (3,)),
     (Layout(((),), grad_partial=("b", "a")), (3,)),
     (Layout((("a",),)), (0,)),
-    (Layout((("a", "b"), ()), copies=(("b", 2),)), (5, 2)),
-    (Layout((("a", "b"), ()), copies=(("a", 2),)), (5, 2)),
-    (Layout(((), ("a", "b")), copies=(("a", 2), ("b", 2))), (2, 3)),
-    (Layout((("a",), ("b",)), copies=(("a", 2),)), (3, 5)),
 ]
 
 
@@ -210,7 +179,7 @@ def test_shard_and_gather_on_real_ranks() -> None:
 def test_fused_rows_follow_each_other() -> None:
     grid = {"a": 2}
     layout = Layout((("a",), ()))
-    assert local_rows([(6, 3), (5, 3), (1, 3)], [layout] * 3, grid) == [(0, 3), (3, 6), (6, 7)]
+    assert local_rows([(6, 3), (5, 3), (1, 3)], layout, grid) == [(0, 3), (3, 6), (6, 7)]
 
 
 # -- gradients ------------------------------------------------------------------------------------------------
@@ -340,26 +309,3 @@ def test_a_misspelt_dim_is_an_error() -> None:
     for wrong in ("d2", "dim0", "x"):
         with pytest.raises(ValueError, match=f"{wrong}.*d0, d1"):
             Layout.sharded(2, **{wrong: ("a",)})
-
-
-def test_copies_are_of_shards_and_stay_where_they_are() -> None:
-    layout = Layout((("a",), ()), copies=(("a", 2),))
-    assert str(layout) == "[S(a), -] 2 copies(a)"
-    with pytest.raises(ValueError, match="has copies along b, which shards none of its dims"):
-        Layout((("a",), ()), copies=(("b", 2),))
-    with pytest.raises(ValueError, match="copies of shards stay where they are"):
-        moves(layout, Layout.whole(2))
-
-
-def test_copies_lie_along_neighbours() -> None:
-    """Rank t of six, with r copies each, holds shard t // r; axes are outermost first."""
-    grid = {"a": 2, "b": 3}
-    for count, copies in ((1, ()), (2, None), (3, (("b", 3),)), (6, (("b", 3), ("a", 2)))):
-        if copies is None:  # ranks 2 and 3 are on both sides of the border between the rows of b
-            with pytest.raises(ValueError, match="2 more copies of a shard do not fit along a,b of 2 x 3 ranks"):
-                copies_along(("a", "b"), count, grid)
-            continue
-        assert copies_along(("a", "b"), count, grid) == copies
-        layout = Layout((("a", "b"),), copies=copies)
-        boxes = [layout.box((6,), grid, at)[0][0] for at in points(grid)]
-        assert boxes == [rank // count * count for rank in range(6)]

@@ -1,7 +1,9 @@
-"""Fewer key/value heads than ranks: each head has copies on neighbouring ranks, whose gradients are summed once."""
+"""Fewer key/value heads than ranks: all of these store them, and each multiplies by the head of its queries."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +16,17 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict, load_full_state_dict
 from colossus.comm import accounting
-from colossus.comm.cost import Traffic, move_traffic
+from colossus.comm.cost import Traffic
 from colossus.config import load_config
 from colossus.construct.build_model import build
 from colossus.context.grid import build_grid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.copies import CopiedGradients
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layout.parameter import spec_of
+from colossus.layers.sharded import unwrap, wrap
 from colossus.models.gpt import GPT
 from colossus.models.options import GPTOptions
-from colossus.tensor_parallel.traffic import matmul_traffic
+from colossus.tensor_parallel.traffic import matmul_traffic, route_traffic
 
 FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
 STEPS = 3
@@ -77,25 +78,21 @@ def test_few_kv_heads_follow_the_one_process_run(name: str) -> None:
         assert_same_numbers(trace, reference)
 
 
-def _own_rows(rank: int) -> list[torch.Tensor]:
-    """Rows of keys and values on this rank after some steps in float32."""
+def _own_weights(rank: int) -> list[torch.Tensor]:
+    """Keys' and values' on this rank after some steps in float32."""
     model = dict(type="GPT", **{**SIZES, "num_heads": 4}, num_kv_heads=2)
     engine = colossus.initialize(config_of(dict(tensor=4), STEPS, "fp32", model=model))
     for step in range(STEPS):
         engine.train_step(batch_of(step, model))
-    spec = spec_of(engine.model.blocks[0].attention.qkv.weight)
-    assert spec is not None
-    query, *others = (shard.rows for shard in spec.shards)
-    weight = engine.model.blocks[0].attention.qkv.weight.detach()
-    assert weight.shape[0] == query[1] + 2 * 9
-    return [weight[slice(*rows)].clone() for rows in others]
+    projections = engine.model.blocks[0].attention.qkv
+    return [projections.get_submodule(name).weight.detach().clone() for name in ("key", "value")]
 
 
-def test_copies_stay_equal_to_the_bit() -> None:
-    ranks = run_ranks(4, _own_rows, with_context=False)
-    for first, second, same in ((0, 1, True), (2, 3, True), (1, 2, False)):
-        for mine, other in zip(ranks[first], ranks[second], strict=True):
-            assert torch.equal(mine, other) is same
+def test_replicated_weights_stay_equal_to_the_bit() -> None:
+    first, *others = run_ranks(4, _own_weights, with_context=False)
+    for weights in others:
+        for mine, other in zip(first, weights, strict=True):
+            assert torch.equal(mine, other)
 
 
 # -- what moves -----------------------------------------------------------------------------------------------
@@ -108,43 +105,39 @@ MODES = {
 }
 
 
-def _moved(context: ParallelContext, kv_heads: int, microbatches: int) -> list[tuple[Traffic, Traffic]]:
-    """Of the projections, and of the sum over the copies: what is counted, and what the formula says."""
+def _moved(context: ParallelContext, kv_heads: int, microbatches: int) -> tuple[Traffic, Traffic]:
+    """Of the projections: what is counted, and what the formula says of x moved once and of three products."""
     hidden, heads = 36, 6
-    layer = build(lambda: layers.Attention(hidden, heads, kv_heads), context)
-    linear, parallel, sizes = layer.qkv, model_parallel_of(context), context.grid.sizes
-    assert parallel.shardings is not None
-    assert linear.sharding is not None
-    source, target = parallel.shardings.default_layouts("column")
-    shape = (8, 6, hidden)
-    x = torch.zeros(source.at(3).chunk(shape, sizes), requires_grad=True)
+    layer = build(lambda: layers.Attention(hidden, heads, kv_heads), context).qkv
+    parallel, sizes, shape = model_parallel_of(context), context.grid.sizes, (8, 6, hidden)
+    residual, inner = parallel.regions.residual, parallel.regions.inner
+    x = torch.zeros(residual.at(3).chunk(shape, sizes), requires_grad=True)
     parallel.weights.begin_step()
     with accounting.count() as moved:
         for _ in range(microbatches):
-            sum(part.sum() for part in linear.apply_local(x, source, target)).backward()
+            outputs = layer(wrap(x * 1.0, residual, residual, parallel))
+            sum(unwrap(part, parallel)[0].sum() for part in outputs).backward()
         parallel.weights.end_step()
-    ranks = context.size(parallel.regions.inner.features)
-    copies = ranks // kv_heads
-    computed = hidden + 2 * copies * kv_heads * (hidden // heads)
-    formula = matmul_traffic(linear.sharding, source, target, shape, computed, sizes)
-    found = [(Traffic(moved.calls(), moved.bytes() / 4), formula.step(microbatches))]
-    with accounting.count() as moved:
-        CopiedGradients(layer.parameters(), context).sum()
-    # one head of keys and one of values with their biases; the weights are split by inputs over the other ranks
-    held = 2 * (hidden // heads) * (hidden // (context.world_size // ranks) + 1)
-    flags = 4
-    found.append((Traffic(moved.calls(), moved.bytes() / 4), move_traffic("sum", copies, held + flags)))
-    return found
+    once = route_traffic(residual.at(3), layer.x_layout.at(3), math.prod(shape), sizes)
+    formula = (once.forward + once.backward) * microbatches
+    copies = context.size(inner.features) // kv_heads
+    for name, out in layer.outputs.items():
+        sharding = layer.get_submodule(name).sharding
+        # of y there is one head a rank; of the weight there are the heads that are
+        moves = matmul_traffic(sharding, layer.x_layout, inner, shape, out, sizes)
+        if name != "query":
+            whole = matmul_traffic(sharding, layer.x_layout, inner, shape, out * copies, sizes)
+            moves = replace(moves, y=whole.y)
+        formula += moves.step(microbatches)
+    return Traffic(moved.calls(), moved.bytes() / 4), formula
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_counted_bytes_are_the_formula(name: str) -> None:
-    """A projection moves what one with as many heads as ranks does; the copies add one all-reduce of their rows."""
     mode, kv_heads = MODES[name]
-    for each in mode.run(_moved, kv_heads, 2):
-        for counted, formula in each:
-            assert counted.calls == formula.calls
-            assert counted.elements == pytest.approx(formula.elements, rel=1e-12)
+    for counted, formula in mode.run(_moved, kv_heads, 2):
+        assert counted.calls == formula.calls
+        assert counted.elements == pytest.approx(formula.elements, rel=1e-12)
 
 
 # -- what is stored -------------------------------------------------------------------------------------------
@@ -184,35 +177,15 @@ def test_state_dicts_are_logical_and_ranks_store_what_is_counted() -> None:
     assert whole["blocks.0.attention.qkv.key.weight"].shape == (6, 24)
     for states in ranks:
         for state in states:
-            assert list(state) == list(whole)
+            assert state.keys() == whole.keys()
             for name, value in whole.items():
                 assert torch.equal(state[name], value), name
 
 
-def _keys_alone(context: ParallelContext) -> float:
-    """A column linear that has copies of all its outputs, as of the memory of a cross-attention."""
-    x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    scales = torch.arange(1.0, 5.0, dtype=torch.float64)  # of each of the four features, among them two copies each
-    copies = {"key": 2, "value": 2}
-    linear = build(lambda: layers.Linear(6, {"key": 2, "value": 2}, split="column", copies=copies), context)
-    linear.double()
-    sum((layers.to_whole(part) * scales).square().sum() for part in linear(x)).backward()
-    CopiedGradients(linear.parameters(), context).sum()
-    plain = {name: weight.requires_grad_() for name, weight in full_state_dict(linear, context).items()}
-    parts = [x @ plain[f"{name}.weight"].t() + plain[f"{name}.bias"] for name in ("key", "value")]
-    sum((part.repeat_interleave(2, -1) * scales).square().sum() for part in parts).backward()
-    gradients = full_state_dict(linear, context, gradients=True)
-    return max((gradients[name] - plain[name].grad).abs().max().item() for name in plain)
-
-
-def test_a_linear_of_ones_own_has_copies() -> None:
-    assert max(run_ranks(4, _keys_alone)) < 1e-10
-
-
-def test_heads_that_cannot_have_equally_many_copies_are_refused() -> None:
+def test_heads_that_do_not_divide_the_ranks_are_refused() -> None:
     def body(context: ParallelContext) -> None:
         build(lambda: layers.Attention(36, 6, 2), context)
 
-    said = "num_kv_heads = 2 does not divide the 3 ranks of tensor: .* copied, each to as many ranks; nearest: 1"
+    said = "num_kv_heads = 2 does not divide the 3 ranks of tensor: .* each serves as many ranks; nearest: 1"
     with pytest.raises(RankError, match=said):
         run_ranks(3, body)

@@ -1,1 +1,1 @@
-"""What data-parallel strategies share: which axes a gradient is summed over, buckets, ties, copies, the norm."""
+"""What data-parallel strategies share: which axes a gradient is summed over, buckets, ties, the norm."""

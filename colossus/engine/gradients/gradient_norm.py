@@ -89,7 +89,7 @@ def _entries_of(
 ) -> list[_Entry]:
     """The rows of each shard and whether this rank is the first to hold them; one entry where that is so of all."""
     axes = tuple(axis for axis in axes if axis != "pipeline")  # stages hold different parameters
-    counted = [not is_counted_elsewhere and shard.layout.owns(sizes, at, axes) for shard in spec.shards]
+    counted = [not is_counted_elsewhere and shard.layout.owns(at, axes) for shard in spec.shards]
     if len(set(counted)) == 1:
         return [(param, None, counted[0])]
     return [(param, shard.rows, owned) for shard, owned in zip(spec.shards, counted, strict=True)]

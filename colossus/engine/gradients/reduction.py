@@ -10,7 +10,6 @@ from torch import nn
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.engine.gradients.bucket_sum import BucketSum, FlatSum, SumFactory
 from colossus.engine.gradients.buckets import LocalSum, first_of_each
-from colossus.engine.gradients.copies import CopiedGradients
 from colossus.engine.gradients.stage_buckets import StageBuckets
 from colossus.engine.gradients.tied import TiedGradients
 from colossus.engine.parts import ModelParts
@@ -49,8 +48,6 @@ class GradientReduction:
             for stage, params in parts.parameters_by_stage.items()
         }
         self._tied = TiedGradients(parts.tied, context)
-        held = [param for params in parts.parameters_by_stage.values() for param in params]
-        self._copied = CopiedGradients(held, context)
         self._order = list(parts.parameters_by_stage)
         #: the stage whose last backward has begun
         self._armed: int | None = None
@@ -76,12 +73,11 @@ class GradientReduction:
         self._num_started += 1
 
     def finish(self) -> None:
-        """Wait until every gradient is summed; then sum those of tied parameters, and those of copied shards."""
+        """Wait until every gradient is summed; then sum those of tied parameters."""
         for buckets in self._buckets.values():
             buckets.finish()
         self._num_started = 0
         self._tied.sum()
-        self._copied.sum()
 
     def abandon(self) -> None:
         """Forget a step that failed, without a collective."""
@@ -100,7 +96,7 @@ class GradientReduction:
         A parameter is in one piece: that of the first collective, before which its gradient is this rank's own.
         """
         own = [one for buckets in self._buckets.values() for one in buckets.local_sums()]
-        return first_of_each([*own, *self._tied.local_sums(), *self._copied.local_sums()])
+        return first_of_each([*own, *self._tied.local_sums()])
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         # while a stage before this one has buckets to start, these wait for their turn: `start` takes them then

@@ -1,0 +1,152 @@
+"""Key/value heads that are fewer than the ranks that split heads: their projections are replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossus.comm.collectives import Pending, Ready
+from colossus.construct.init import torch_linear
+from colossus.error_place import located_error
+from colossus.layers.layer import Layer
+from colossus.layers.sharded import move, unwrap, wrap
+from colossus.layers.tokens import require_features_last
+from colossus.layout.activation import Activation
+from colossus.layout.layout import Layout
+from colossus.layout.parameter import Initializer
+from colossus.tensor_parallel.attention_heads import replicated_outputs
+from colossus.tensor_parallel.dtypes import to_product_dtype
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
+from colossus.tensor_parallel.mode import MatmulSharding
+from colossus.tensor_parallel.move_plan import MovePlan
+
+
+class ReplicatedKV(Layer):
+    """The query, key and value of an attention, [.., features] each, where key/value heads are fewer than the ranks.
+
+    Every rank stores the weights of all key/value heads, and multiplies by those of the one head that its queries look
+    at. The gradients are summed over these ranks as those of any replicated parameter. x is moved once for all three
+    products, and kept for their backward as it was moved.
+
+    Args:
+        outputs: out_features of ``query``, ``key`` and ``value``.
+        num_kv_heads: divides the ranks that split heads.
+
+    Shape:
+        input [.., in_features]; output a tuple of three, split by heads over these ranks: of key and value each rank
+        has one head.
+
+    Raises:
+        ValueError: when in_features do not divide as the mode splits them.
+    """
+
+    is_fused = True
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: Mapping[str, int],
+        num_kv_heads: int,
+        bias: bool = True,
+        *,
+        init: Initializer | None = None,
+        bias_init: Initializer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shardings = self.parallel.shardings
+        assert shardings is not None, "heads are split"
+        self.in_features, self.outputs, self.num_kv_heads = in_features, dict(outputs), num_kv_heads
+        axes = shardings.regions.inner.features
+        copies = shardings.ways(axes) // num_kv_heads
+        computed = {name: size if name == "query" else size * copies for name, size in outputs.items()}
+        chosen = shardings.choose("column", in_features, computed)
+        if not isinstance(chosen, MatmulSharding):
+            raise located_error(
+                f"the attention's Linear({in_features}, {computed}, split='column') under parallel.tensor.mode = "
+                f"{self.parallel.mode.name}: {'; '.join(map(str, chosen))}"
+            )
+        self.x_layout = chosen.x
+        head = self.context.index(axes) // copies
+        options: dict[str, Any] = dict(bias=bias, init=init, bias_init=bias_init, dtype=dtype)
+        for name, size in outputs.items():
+            rows = None if name == "query" else (head * size // num_kv_heads, (head + 1) * size // num_kv_heads)
+            self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        token_dim = require_features_last(x, self)
+        local, source, return_layout = unwrap(x, self.parallel)
+        try:
+            moved = move(to_product_dtype(local), source, self.x_layout, self.context)
+            marked = wrap(moved, self.x_layout, return_layout, self.parallel, token_dim=token_dim)
+            return tuple(getattr(self, name)(marked) for name in self.outputs)
+        except (ValueError, RuntimeError) as error:
+            self.name_error(error, local, source, self.in_features)
+            raise
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.outputs}, num_kv_heads={self.num_kv_heads}"
+
+
+class _Projection(Layer):
+    """One of the three products; ``rows`` of a replicated weight are those that this rank multiplies by."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sharding: MatmulSharding,
+        rows: tuple[int, int] | None,
+        *,
+        bias: bool,
+        init: Initializer | None,
+        bias_init: Initializer | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.rows = out_features, rows
+        self.sharding = sharding if rows is None else replicated_outputs(sharding)
+        default = torch_linear(in_features)
+        weight_shape, bias_shape = {"": (out_features, in_features)}, {"": (out_features,)}
+        bias_layout = Layout((sharding.y.features if rows is None else (),))
+        self.weight = self.make_parameter(weight_shape, self.sharding.weight, init or default, dtype=dtype)
+        self.bias = self.make_parameter(bias_shape, bias_layout, bias_init or default, dtype=dtype) if bias else None
+        self.decide_gradients(self.weight, self.sharding.x, self.sharding.y)
+        self.decide_gradients(self.bias, self.sharding.y)
+        self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        token_dim = require_features_last(x, self)
+        local, source, return_layout = unwrap(x, self.parallel)
+        inner, key = self.parallel.regions.inner, (source, local.dim())
+        plans = self._move_plans.get(key)
+        if plans is None:
+            plans = self._move_plans[key] = self._make_plans(*key)
+        bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
+        y = matmul(local, self.weight, bias, plans)
+        return wrap(y, inner, return_layout, self.parallel, token_dim=token_dim)
+
+    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
+        inner, weights = self.parallel.regions.inner, self.parallel.weights
+        plans = matmul_routes(self.sharding, source, inner, ndim, self.context, weights)
+        if self.rows is None:
+            return plans
+        before, behind = self.rows[0], self.out_features - self.rows[1]
+        forward = (*plans.w.forward, _Pad(-before, -behind))
+        return replace(plans, w=MovePlan(forward, (_Pad(before, behind), *plans.w.backward)))
+
+
+@dataclass(frozen=True)
+class _Pad:
+    """As a move of a weight: zeros before and behind its rows, or, negative, as many rows left out."""
+
+    before: int
+    behind: int
+
+    def start(self, x: Tensor, *, owned: bool) -> Pending:
+        return Ready(F.pad(x, (0, 0, self.before, self.behind)))
