@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossus.models.options import GPTOptions
+from colossus.monitor.mfu import flops_per_token
 
 LEARNING_RATE = 1e-3
 CLIP_NORM = 1.0
@@ -41,12 +41,14 @@ class Workload:
 
     @property
     def flops(self) -> int:
-        """Of forward and backward of a step, by the model's formula."""
-        options = GPTOptions(
-            num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocab,
+        """Of forward and backward of a step, as the utilisation of a run counts them."""
+        model = dict(
+            type="GPT", num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocab,
             seq_len=self.tokens, tie_embeddings=False,
         )  # fmt: skip
-        return options.flops_per_token() * self.batch * self.tokens
+        counted = flops_per_token(model)
+        assert counted is not None
+        return round(counted) * self.batch * self.tokens
 
     def state(self, device: torch.device | str = "cpu") -> State:
         """Initial weights: logical name -> full tensor [out, in], the query, key and value apart.

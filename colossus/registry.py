@@ -228,13 +228,13 @@ STRATEGY_OPTIONS = Registry(
     },
 )
 GRAPHS = Registry("graph of replicas", package="colossus.graphs.builtin")
-NORMS = Registry("norm", {"layernorm": "colossus.layers.kinds:LAYERNORM", "rmsnorm": "colossus.layers.kinds:RMSNORM"})
+NORMS = Registry("norm", {"layernorm": "colossus.layers.norm:LayerNorm", "rmsnorm": "colossus.layers.norm:RMSNorm"})
 MLPS = Registry(
     "MLP",
     {
-        "gelu": "colossus.layers.kinds:GELU",
-        "gelu_tanh": "colossus.layers.kinds:GELU_TANH",
-        "swiglu": "colossus.layers.kinds:SWIGLU",
+        "gelu": "colossus.layers.mlp:MLP",
+        "gelu_tanh": "colossus.layers.mlp:TanhMLP",
+        "swiglu": "colossus.layers.mlp:GatedMLP",
     },
 )
 HOOKS = Registry("hook", {"TensorBoard": "colossus.monitor.tensorboard:TensorBoard"})

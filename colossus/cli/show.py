@@ -1,4 +1,4 @@
-"""``colossus show``: who is where, and what runs when, as text. Arithmetic only, so any plan can be drawn."""
+"""``colossus show``: who is where, and what runs when, as text. No process is started, so any plan can be drawn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from colossus.config import Config, ConfigError, model_options
 from colossus.config.plans import name_of, strategy_options
 from colossus.config.sizes import describe_sizes, describe_zero, world_size
 from colossus.context.grid import PUBLIC_NAMES, RankGrid, build_grid
+from colossus.launch.model_check import check_model
 from colossus.launch.server_plan import describe_servers, num_servers
 from colossus.schedule.actions import placement
 from colossus.schedule.build import make_schedule
@@ -117,17 +118,14 @@ def _model(config: Config) -> str:
         return "none in the config"
     kind = config.model.type
     name = kind if isinstance(kind, str) else getattr(kind, "__qualname__", type(kind).__qualname__)
-    options = model_options(config)
-    if options is None:
+    built = check_model(config)
+    if built is None:
         return f"{name} (its parameters are known when it is built)"
-    text = f"{name}, {options.num_parameters():,} parameters"
-    parallel = config.parallel
-    per_rank = getattr(options, "num_parameters_per_rank", None)
-    exact = parallel.pipeline.size == 1 and parallel.zero.stage < 3
-    if per_rank is not None and exact:
-        return f"{text}, {per_rank(parallel):,} on each rank"
-    shards = parallel.tensor.size * parallel.pipeline.size
-    return f"{text}, about {options.num_parameters() // shards:,} on each rank" if shards > 1 else text
+    text = f"{name}, {built.num_parameters:,} parameters"
+    if built.num_local_parameters == built.num_parameters:
+        return text
+    is_alike = config.parallel.pipeline.size == 1 and config.parallel.zero.stage < 3
+    return f"{text}, {built.num_local_parameters:,} on {'each rank' if is_alike else 'rank 0'}"
 
 
 def _groups(grid: RankGrid) -> str:

@@ -15,15 +15,12 @@ Sizes = tuple[int, int, int, int]
 class ModelOptions(Protocol):
     """What a class in ``MODEL_OPTIONS`` offers; a pydantic model gives the best messages for wrong keys.
 
-    Optional are ``flops_per_token()``, operations of forward and backward for each token that the loss counts, without
-    which no utilisation is shown, and ``samples`` and ``counted``, what a batch consists of and what the loss counts:
-    "sequences" and "tokens" unless they say otherwise.
+    Optional are ``samples`` and ``counted``, what a batch consists of and what the loss counts: "sequences" and
+    "tokens" unless they say otherwise.
     """
 
     def check(self, parallel: Parallel) -> list[str]:
         """Problems of the sizes under this plan, one line each."""
-
-    def num_parameters(self) -> int: ...
 
 
 def suggestions(config: Config, options: ModelOptions | None, nproc: int, fits: bool) -> str:

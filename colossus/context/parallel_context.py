@@ -327,6 +327,11 @@ def current_context() -> ParallelContext:
         context = reference()
         if context is not None and not context.closed:
             return context
+    return one_rank()
+
+
+def one_rank() -> ParallelContext:
+    """A context of this process alone."""
     return ParallelContext(_ONE_RANK)
 
 

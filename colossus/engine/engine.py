@@ -51,6 +51,7 @@ class Engine:
         pipeline: schedule and partition.
         executor: runs the stages of this rank.
         observers: told of what happens inside of a step; append your own.
+        num_parameters: elements of the whole model, a tied parameter counted once.
         completed_steps: optimizer steps done.
         checkpoints: saves and loads all of this.
     """
@@ -79,6 +80,7 @@ class Engine:
         self._optimizer_step = optimizer_step
         self.inputs, self.loaders = inputs, loaders
         self.device = context.device
+        self.num_parameters = 0
         self.completed_steps = 0
         #: where the launcher keeps what this run writes; None outside of a launch
         self.run_dir: Path | None = None

@@ -45,7 +45,7 @@ from colossus.engine.start_values import hashes_of_existing, require_same_values
 from colossus.engine.strategies.strategy import Strategy
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
-from colossus.layout.parameter import full_model_order
+from colossus.layout.parameter import full_model_order, num_parameters
 from colossus.registry import MODELS, STRATEGIES
 from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.measure import measure_blocks
@@ -155,10 +155,11 @@ def _assemble(
     existing: dict[str, str] = {}
     peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
-    with_tables = False
+    with_tables, of_whole = False, 0
 
     def prepare(whole: nn.Module) -> None:
-        nonlocal with_tables
+        nonlocal with_tables, of_whole
+        of_whole = num_parameters(whole)
         if context.world_size > 1:
             existing.update(hashes_of_existing(whole))
         tables = survey(whole, context)
@@ -185,7 +186,9 @@ def _assemble(
         )
     if pipeline.partition is None and not any(param.requires_grad for param in module.parameters()):
         raise ValueError(f"{type(module).__name__} has no parameter to train")
-    return _engine(config, context, module, loss, strategy, pipeline, inputs, loaders, optimizer, with_tables)
+    engine = _engine(config, context, module, loss, strategy, pipeline, inputs, loaders, optimizer, with_tables)
+    engine.num_parameters = of_whole
+    return engine
 
 
 def _engine(

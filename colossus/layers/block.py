@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
+from colossus.layers.block_defaults import default_norm_eps
 from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.children import run_child
 from colossus.layers.dropout import Dropout
-from colossus.layers.kinds import MLPKind, NormKind
 from colossus.layers.layer import Layer
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layers.sharded import unwrap, wrap
@@ -28,7 +28,9 @@ class TransformerBlock(Layer):
     tensor; between ``to_residual`` and ``to_whole`` activations stay split as the mode splits them.
 
     Args:
-        norm, mlp: names in `colossus.registry.NORMS` and `MLPS`; what they stand for is in `colossus.layers.kinds`.
+        ffn_size: features inside of the MLP; by default 4 x hidden_size, of ``swiglu`` 8/3 x hidden_size, up to a
+            multiple of 64.
+        norm, mlp: names in `colossus.registry.NORMS` and `MLPS`.
         norm_eps: of both norms; by default 1e-5 of ``layernorm`` and 1e-6 of ``rmsnorm``.
         head_dim, rotary, rotary_base, rotary_scaling: as of `Attention`.
         activation_checkpoint: ``none``, ``full`` (recompute the block in backward) or ``selective`` (keep matmuls,
@@ -60,16 +62,14 @@ class TransformerBlock(Layer):
     ) -> None:
         super().__init__()
         inits: dict[str, Any] = {"init": init, "out_init": out_init, "bias_init": bias_init}
-        norm_kind: NormKind = NORMS.get(norm)
-        mlp_kind: MLPKind = MLPS.get(mlp)
-        self.attention_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
+        self.attention_norm = make_norm(norm, hidden_size, bias, norm_eps)
         self.attention = Attention(
             hidden_size, num_heads, num_kv_heads, bias,
             head_dim=head_dim, causal=causal, dropout=attention_dropout,
             rotary=rotary, rotary_base=rotary_base, rotary_scaling=rotary_scaling, **inits,
         )  # fmt: skip
-        self.mlp_norm: nn.Module = norm_kind.make(hidden_size, bias, norm_eps)
-        self.mlp: nn.Module = mlp_kind.make(hidden_size, ffn_size, bias, **inits)
+        self.mlp_norm = make_norm(norm, hidden_size, bias, norm_eps)
+        self.mlp: nn.Module = MLPS.get(mlp)(hidden_size, ffn_size, bias, **inits)
         self.attention_dropout = Dropout(dropout)
         self.mlp_dropout = Dropout(dropout)
         if activation_checkpoint != "none":
@@ -91,3 +91,10 @@ class TransformerBlock(Layer):
         x = x + run_child(self, "attention_dropout", attended, at, at)
         out = run_child(self, "mlp", run_child(self, "mlp_norm", x, at, at), at, at)
         return x + run_child(self, "mlp_dropout", out, at, at)
+
+
+def make_norm(norm: str, hidden_size: int, bias: bool, eps: float | None = None) -> nn.Module:
+    """A norm of `colossus.registry.NORMS` over the features; RMSNorm has no bias."""
+    options = {} if norm == "rmsnorm" else {"bias": bias}
+    made: nn.Module = NORMS.get(norm)(hidden_size, default_norm_eps(norm) if eps is None else eps, **options)
+    return made

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from colossus.layers.block_defaults import default_ffn_size
 from colossus.layers.children import run_child
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
@@ -57,7 +58,7 @@ class MLP(_ColumnRowPair):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        ffn_size = ffn_size or 4 * hidden_size
+        ffn_size = default_ffn_size("gelu", hidden_size) if ffn_size is None else ffn_size
         self.up = Linear(hidden_size, ffn_size, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)
 
@@ -73,14 +74,14 @@ class TanhMLP(MLP):
 
 
 class GatedMLP(_ColumnRowPair):
-    """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul."""
+    """SwiGLU (2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matmul; ``ffn_size`` is that of each."""
 
     num_outputs = 2
 
     def __init__(
         self,
         hidden_size: int,
-        ffn_size: int,
+        ffn_size: int | None = None,
         bias: bool = False,
         *,
         init: Initializer | None = None,
@@ -89,6 +90,7 @@ class GatedMLP(_ColumnRowPair):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        ffn_size = default_ffn_size("swiglu", hidden_size) if ffn_size is None else ffn_size
         outputs = {"gate": ffn_size, "value": ffn_size}
         self.up = Linear(hidden_size, outputs, bias, dtype=dtype, split="column", init=init, bias_init=bias_init)
         self.down = Linear(ffn_size, hidden_size, bias, dtype=dtype, split="row", init=out_init, bias_init=bias_init)

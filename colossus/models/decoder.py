@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
@@ -54,6 +55,10 @@ class Decoder(Transformer[DecoderOptions]):
             *self.block_calls(),
             PipelineBlock(self._logits, self.norm, self.head, name="head"),
         ]
+
+    def example_batch(self) -> dict[str, Tensor]:
+        ids = torch.zeros(1, self.options.seq_len, dtype=torch.long, device="meta")
+        return {"inputs": ids, "labels": ids}
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)

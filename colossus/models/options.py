@@ -9,11 +9,10 @@ from pydantic import BeforeValidator, Field
 
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.models.transformer_options import Count, LinearSpec, Probability, TransformerOptions, shardings_of
+from colossus.models.transformer_options import Count, Probability, TransformerOptions, shardings_of
 from colossus.registry import SEQUENCE_MODES
 from colossus.sequence_parallel.traffic import cheaper
 from colossus.sequence_parallel.zigzag import length_multiple
-from colossus.tensor_parallel.choose_sharding import Shardings
 
 
 class DecoderOptions(TransformerOptions):
@@ -47,10 +46,6 @@ class DecoderOptions(TransformerOptions):
     @property
     def num_blocks(self) -> int:
         return self.num_layers + 2
-
-    def flops_per_token(self) -> int:
-        """Floating-point operations per token, forward and backward; see `flops_per_sample`."""
-        return self.flops_per_sample() // self.seq_len
 
     def sequence_mode(self, parallel: Any) -> str:
         """Of ring and Ulysses the one that sends fewer bytes for this attention."""
@@ -93,18 +88,6 @@ class DecoderOptions(TransformerOptions):
                 f"model.attention_dropout = {self.attention_dropout} is not there under parallel.sequence; set it to 0"
             )
         return problems
-
-    def other_linears(self) -> list[LinearSpec]:
-        return [LinearSpec("column", self.hidden_size, {"": self.vocab_size}, padded=True, bias=False)]
-
-    def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
-        positions = 0 if self.is_rotary else self.seq_len * self.hidden_size // features
-        (head,) = (self.stored(linear, shardings) for linear in self.other_linears())
-        if self.sparse_embeddings:
-            ways = features if self.hidden_size % features == 0 else 1
-            return self.norm_parameters + positions + head + self.vocab_size * self.hidden_size // ways
-        return self.norm_parameters + positions + head * (1 if self.tie_embeddings else 2)
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""
@@ -203,29 +186,6 @@ class ViTOptions(TransformerOptions):
     def image_shape(self) -> tuple[int, int, int]:
         """[channels, height, width]"""
         return (self.in_channels, *self.image_size)
-
-    def flops_per_token(self) -> int:
-        """Floating-point operations per image, of which a loss counts one, forward and backward."""
-        return self.flops_per_sample()
-
-    def other_linears(self) -> list[LinearSpec]:
-        return [LinearSpec("column", self.hidden_size, {"": self.num_classes}, padded=True, bias=True)]
-
-    def other_flops_per_sample(self) -> int:
-        """The patches once, without a dgrad: images have no gradient. The head for one token."""
-        (head,) = self.other_linears()
-        return 4 * self.num_patches * self._patches.num_weights + 6 * head.num_weights
-
-    def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
-        rows = self.num_tokens + (self.pool == "token")  # positions, and the class token
-        linears = sum(self.stored(linear, shardings) for linear in (self._patches, *self.other_linears()))
-        return self.norm_parameters + rows * self.hidden_size // features + linears
-
-    @property
-    def _patches(self) -> LinearSpec:
-        inputs = self.in_channels * math.prod(self.patch_size)
-        return LinearSpec(None, inputs, {"": self.hidden_size}, bias=True)
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from colossus.construct.init import Constant, Normal
 from colossus.context.parallel_context import current_context
-from colossus.layers.block import TransformerBlock
+from colossus.layers.block import TransformerBlock, make_norm
 from colossus.layers.children import computes_as_ours
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
 from colossus.layers.sharded import to_residual, to_whole
 from colossus.models.transformer_options import TransformerOptions
-from colossus.registry import NORMS
 
 Options = TypeVar("Options", bound=TransformerOptions)
 
@@ -67,8 +66,7 @@ class Transformer(nn.Module, Generic[Options]):
     def make_norm(self) -> nn.Module:
         """The norm behind the blocks."""
         o = self.options
-        norm: nn.Module = NORMS.get(o.norm).make(o.hidden_size, o.bias, o.norm_eps)
-        return norm
+        return make_norm(o.norm, o.hidden_size, o.bias, o.norm_eps)
 
     def forward(self, inputs: Any) -> Tensor:
         logits: Tensor = run_blocks(self.pipeline_blocks(), inputs)
@@ -76,6 +74,10 @@ class Transformer(nn.Module, Generic[Options]):
 
     def pipeline_blocks(self) -> list[PipelineBlock | nn.Module]:
         """The model as a chain: embedding, transformer blocks, head."""
+        raise NotImplementedError
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """One sample as a batch of inputs and labels, on the meta device: its operations are those of any."""
         raise NotImplementedError
 
     def block_calls(self) -> list[PipelineBlock]:

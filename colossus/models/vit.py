@@ -62,6 +62,10 @@ class ViT(Transformer[ViTOptions]):
             PipelineBlock(self._logits, self.norm, self.head, name="head"),
         ]
 
+    def example_batch(self) -> dict[str, Tensor]:
+        images = torch.zeros(1, *self.options.image_shape, device="meta")
+        return {"inputs": images, "labels": torch.zeros(1, dtype=torch.long, device="meta")}
+
     @property
     def _whole_tokens(self) -> Activation:
         """The layout between blocks, but with all tokens on each rank."""

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from colossus.models.options import GPTOptions
-from colossus.models.transformer_options import Count, LinearSpec
-from colossus.tensor_parallel.choose_sharding import Shardings
+from colossus.models.transformer_options import Count
 
 
 class WordsOptions(GPTOptions):
@@ -59,28 +58,3 @@ class WordsOptions(GPTOptions):
     @property
     def num_blocks(self) -> int:
         return (1 if self.trunk == "lstm" else self.num_layers) + 2
-
-    def other_linears(self) -> list[LinearSpec]:
-        return []
-
-    def other_flops_per_sample(self) -> int:
-        """The sampled softmax: each word's own class and the sample."""
-        return 6 * self.num_tokens * self.hidden_size * (1 + self.num_samples)
-
-    def flops_per_sample(self) -> int:
-        """As of `GPTOptions`; of a recurrent trunk its two products for each word and layer."""
-        if self.trunk == "gpt":
-            return super().flops_per_sample()
-        return 6 * self.num_tokens * self.num_layers * 8 * self.hidden_size**2 + self.other_flops_per_sample()
-
-    def other_parameters(self, shardings: Shardings | None) -> int:
-        features = shardings.ways(shardings.regions.residual.features) if shardings else 1
-        ways = features if self.hidden_size % features == 0 else 1
-        positions = self.seq_len if self.trunk == "gpt" and not self.is_rotary else 0
-        rows = 2 * self.vocab_size + self.pairs + positions
-        return self.norm_parameters + rows * self.hidden_size // ways + self.vocab_size  # its biases
-
-    def _count(self, shardings: Shardings | None) -> int:
-        if self.trunk == "gpt":
-            return super()._count(shardings)
-        return self.num_layers * 8 * self.hidden_size * (self.hidden_size + 1) + self.other_parameters(shardings)

@@ -80,8 +80,7 @@ class Display(Hook):
         """What is about to run, in two or three lines."""
         grid = engine.context.grid
         sizes = factors({name: size for name, size in grid.sizes.items() if size > 1}) or "no parallelism"
-        options = model_options(engine.config)
-        size = f", {options.num_parameters():,} parameters" if options is not None else ""
+        size = f", {engine.num_parameters:,} parameters"
         zero = describe_zero(engine.config.parallel)
         sizes += zero and f", {zero}"
         lines = [f"{engine.config.name}: {sizes}, {grid.world_size} process(es) on {engine.device.type}{size}"]

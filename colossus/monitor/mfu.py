@@ -1,12 +1,18 @@
-"""Model FLOP utilisation: the operations of a model by its formula over those that the devices could have done."""
+"""Model FLOP utilisation: the operations of a model, counted, over those that the devices could have done."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from colossus.config import model_options
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from colossus.construct.build_model import build
+from colossus.context.parallel_context import one_rank
 from colossus.monitor.device_peaks import device_peak
+from colossus.registry import MODELS
 
 if TYPE_CHECKING:
     from colossus.engine.engine import Engine
@@ -19,8 +25,8 @@ class Utilisation:
     Recomputed activations are not counted: utilisation is of the model, not of the hardware.
 
     Attributes:
-        flops_per_token: of forward and backward, for each token (or what else the loss counts); 0 where the model's
-            options do not say.
+        flops_per_token: of forward and backward, for each token (or what else the loss counts); 0 where
+            nothing counts them.
         peak: FLOP/s of all devices whose tokens are counted together: of a replica where replicas count for themselves,
             else of the run. None where it is not known.
     """
@@ -31,18 +37,44 @@ class Utilisation:
     @classmethod
     def of(cls, engine: Engine) -> Utilisation:
         """That of a run, whose devices are taken to be like this rank's."""
-        options = model_options(engine.config)
-        flops_per_token = getattr(options, "flops_per_token", None)  # a user's own options may not know
-        if flops_per_token is None:
+        model, context = engine.config.model, engine.context
+        peak = device_peak(engine.device, engine.config.train.precision.compute)
+        if model is None or peak is None:  # counting takes a second
             return cls()
-        context = engine.context
         counts_alone = not engine.strategy.exact and context.size("data") > 1
         num_devices = context.world_size // (context.size("data") if counts_alone else 1)
-        peak = device_peak(engine.device, engine.config.train.precision.compute)
-        return cls(float(flops_per_token()), None if peak is None else peak * num_devices)
+        return cls(flops_per_token(model.spec()) or 0.0, peak * num_devices)
 
     def at(self, tokens_per_second: float) -> float | None:
         """The utilisation at a speed; None where it is not known."""
         if self.peak is None or not self.flops_per_token:
             return None
         return tokens_per_second * self.flops_per_token / self.peak
+
+
+def flops_per_token(model: Mapping[str, Any]) -> float | None:
+    """Floating-point operations per token (or what else the loss counts), forward and backward.
+
+    torch's FlopCounterMode counts them in one sample, on the meta device, of the whole model on one rank: two for each
+    multiplication of a matmul, none for lookups, norms and biases. Attention is counted as its two matmuls of
+    [tokens, tokens] per head, causal or not, and recomputation (activation checkpointing, flash attention's backward)
+    is not counted: so do PaLM (2204.02311, appendix B) and Megatron-LM (2104.04473), with whose utilisations ours is
+    to be compared.
+
+    Args:
+        model: ``dict(type=.., **options)``.
+
+    Returns:
+        None for a model without ``example_batch()``, and for one whose forward or loss reads values.
+    """
+    spec = {key: value for key, value in model.items() if key != "activation_checkpoint"}
+    context = one_rank()
+    try:
+        whole: Any = build(lambda: MODELS.build(spec), context, materialize=False).eval()  # no random numbers on meta
+        batch = whole.example_batch()
+        with context, FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            loss, _ = whole.loss(whole(batch["inputs"]), batch)
+            loss.backward()
+    except Exception:  # a user's own may do anything; it trains all the same
+        return None
+    return float(counter.get_total_flops() / batch["labels"].numel())

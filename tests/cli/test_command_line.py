@@ -71,7 +71,10 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
         (["launch", "--help"], 0),
         (["--version"], 0),
         (["config", "FILE"], 0),
-        (["show", "FILE", "parallel.tensor.mode=2.5d", "parallel.tensor.size=8", "parallel.tensor.depth=2"], 0),
+        (
+            ["show", "FILE", "--timeline", "parallel.tensor.mode=2.5d", "parallel.tensor=8", "parallel.tensor.depth=2"],
+            0,
+        ),
         (["launch", "FILE", "train.sed=3"], 2),
         (["launch", "FILE", "parallel.tensor=3"], 2),
         (["launch", "FILE", "model.num_layer=3"], 2),
@@ -240,14 +243,16 @@ def test_show_lists_every_mode(config: str, capsys: pytest.CaptureFixture[str]) 
         assert header.split() == ["rank", "pipeline", "data", "sequence", *axes]
 
 
-def test_show_of_one_process_and_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_one_process_and_a_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own.py"
-    path.write_text("class Net: ...\nmodel = Net\n")
+    path.write_text("import torch\n\ndef Net(width=3):\n    return torch.nn.Linear(2, width)\n\nmodel = dict(type=Net)\n")
     assert main(["show", str(path)]) == 0
     text = capsys.readouterr().out
     assert "plan        data 1 = 1 process\n" in text
-    assert "model       Net (its parameters are known when it is built)" in text
+    assert "model       Net, 9 parameters\n" in text
     assert "groups      none: one rank has no neighbours" in text
+    assert main(["show", str(path), "model.width=None"]) == 0
+    assert "model       Net (its parameters are known when it is built)" in capsys.readouterr().out
 
 
 # What is handed on

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.hf_folders import GPT2, LLAMA, VIT, make_folder, random_tensors
+from helpers.sizes import count_parameters
 from helpers.tokenizer import TEXT, VOCABULARY, make_tokenizer
 
 from colossus.cli.main import main
@@ -199,8 +200,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 def test_published_models_have_as_many_parameters(name: str) -> None:
     config, wanted = PUBLISHED[name]
     family, spec = spec_of(Path(name), config, {})
-    options = MODEL_OPTIONS.get(spec.pop("type"))(**spec)
-    assert options.num_parameters() == wanted
+    options = MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    assert count_parameters(spec) == wanted
     assert sum(math.prod(tensor.shape) for tensor in family.tensors(options)) == wanted
     assert not family.differences(options)
     again, same = spec_of(Path(name), {"model_type": config["model_type"], **family.to_config(options)}, {})

@@ -13,12 +13,11 @@ from torch import Tensor
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.config import load_config, model_options
+from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.models.gpt import GPT
-from colossus.models.options import GPTOptions, LlamaOptions
 
 LLAMA: dict[str, Any] = dict(
     positions="rotary", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False, num_layers=2, hidden_size=32,
@@ -95,36 +94,6 @@ def test_attention_alone_takes_them() -> None:
         return [attention.rotary.base, attention.rotary.scaling.factor, attention(torch.zeros(2, 6, 32)).sum().item()]
 
     assert Mode("1d", (1,)).run(body)[0][:2] == [500000.0, 8.0]
-
-
-def test_full_sizes_count_as_published() -> None:
-    seven = dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32000, seq_len=4096)
-    eight = dict(seven, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256, seq_len=131072, rotary_base=500000.0,
-                 rotary_scaling=dict(factor=8.0, original_max_position_embeddings=8192))  # fmt: skip
-    assert GPTOptions(**{**LLAMA, **seven}, norm_eps=1e-5).num_parameters() == 6_738_415_616
-    assert GPTOptions(**{**LLAMA, **eight}, norm_eps=1e-5).num_parameters() == 8_030_261_248
-
-
-def test_the_llama_of_the_registry_counts_alike() -> None:
-    seven = dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32000, seq_len=4096)
-    assert LlamaOptions(**seven).num_parameters() == 6_738_415_616
-    by_type = model_options(load_config(dict(model=dict(type="Llama", **seven))))
-    assert by_type == LlamaOptions(**seven)
-
-
-def test_heads_of_a_size_of_their_own() -> None:
-    """As many features as all heads have need not be those of the model."""
-    options = LlamaOptions(hidden_size=30, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=1, vocab_size=10)
-    attention = 30 * (4 + 2 + 2) * 6 + 4 * 6 * 30
-    assert options.num_parameters() == 2 * 10 * 30 + 3 * 30 + attention + 3 * 30 * options.ffn_hidden_size
-    assert not options.check(load_config({}).parallel)
-    assert LlamaOptions(hidden_size=32, num_heads=4, head_dim=None).head_dim == 8
-    assert LlamaOptions(hidden_size=32, num_heads=4, head_dim=8) == LlamaOptions(hidden_size=32, num_heads=4)
-
-
-def test_default_eps_follows_the_norm() -> None:
-    assert GPTOptions().norm_eps == 1e-5
-    assert GPTOptions(norm="rmsnorm", norm_eps=None).norm_eps == 1e-6
 
 
 REFUSED = [

@@ -10,15 +10,12 @@ from helpers.modes import BATCH, MODES, Mode, own
 from helpers.training import assert_same_numbers, assert_same_run, config_of, run_cases, run_plan
 from helpers.twins import PlainViT
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
-from colossus.models.options import ViTOptions
 from colossus.models.vit import ViT
 
 #: 8 patches and the class token, which 2 and 4 ranks do not divide
@@ -96,59 +93,6 @@ def changed(model: Any, kind: str) -> Any:
 def test_it_is_plain_torch_whatever_a_user_changes(mode: str) -> None:
     for found in MODES[mode].run(differences):
         assert not found, "\n".join(found)
-
-
-def _held(context: ParallelContext, plan: dict[str, Any]) -> None:
-    for more in (
-        dict(),
-        dict(pool="mean", norm="rmsnorm", bias=False),
-        dict(num_classes=7, mlp="swiglu", ffn_hidden_size=36),
-    ):
-        options = {**SIZES, **more}
-        model = colossus.build(lambda options=options: ViT(**options), context)
-        parallel = load_config(dict(parallel=dict(tensor=plan), train=dict(global_batch_size=12))).parallel
-        held = sum(parameter.numel() for parameter in model.parameters())
-        assert held == ViTOptions(**options).num_parameters_per_rank(parallel), (plan, more)
-
-
-@pytest.mark.parametrize(
-    ("mode", "plan"),
-    [
-        (Mode("1d", (2,)), dict(size=2)),
-        (Mode("1d", (2,), sequence_sharded=True), dict(size=2, sequence_sharded=True)),
-        (MODES["2d_3x2"], dict(mode="2d", shape=(3, 2))),
-        (MODES["3d_2x1x2"], dict(mode="3d", shape=(2, 1, 2))),
-    ],
-    ids=["1d", "1d_sequence", "2d", "3d"],
-)
-def test_parameters_of_a_rank_are_counted(mode: Mode, plan: dict[str, Any]) -> None:
-    mode.run(_held, plan)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parameters"),
-    [
-        (dict(num_layers=12, hidden_size=768, num_heads=12), 86_567_656),  # ViT-B/16
-        (dict(num_layers=24, hidden_size=1024, num_heads=16), 304_326_632),  # ViT-L/16
-        (dict(num_layers=32, hidden_size=1280, num_heads=16, patch_size=14), 632_045_800),  # ViT-H/14
-    ],
-    ids=["B", "L", "H"],
-)
-def test_full_sizes_count_as_published(sizes: dict[str, Any], parameters: int) -> None:
-    assert ViTOptions(**sizes).num_parameters() == parameters
-
-
-@pytest.mark.parametrize(
-    "more", [dict(), dict(pool="mean", mlp="swiglu", num_kv_heads=3, head_dim=5)], ids=["token", "mean"]
-)
-def test_the_formula_of_flops_is_what_torch_counts(more: dict[str, Any]) -> None:
-    model: Any = colossus.build(lambda: ViT(**{**SIZES, **more}))
-    images = IMAGES[:3].float()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        loss, count = model.loss(model(images), (images, torch.tensor([0, 4, 2])))
-        loss.backward()
-    assert count == 3
-    assert counter.get_total_flops() == 3 * model.options.flops_per_token()
 
 
 # -- in training ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from helpers.examples import ROOT
 from helpers.long import but
 from helpers.ranks import run_ranks
 from helpers.sampled import drawn_in, sampled_loss
-from torch import Tensor, nn
+from torch import Tensor
 
 import colossus
 from colossus.checkpoint.state_dict import full_state_dict
@@ -20,7 +20,6 @@ from colossus.config import Config, ConfigError, load_config
 from colossus.config.plans import resolve_sizes
 from colossus.data.make_loaders import loaders_of
 from colossus.export import torch_modules
-from colossus.models.options import GPTOptions
 from colossus.models.words_options import WordsOptions
 
 STEPS, BATCH, SEED, LR = 3, 8, 5, 2.0
@@ -56,8 +55,6 @@ def train(rank: int, plan: dict[str, Any]) -> dict[str, Any]:
         if engine.context.grid.world_size == 1:
             found[f"{trunk} start"] = full_state_dict(engine.model, engine.context)
             found[f"{trunk} start"] = {name: value.clone() for name, value in found[f"{trunk} start"].items()}
-            parameters = sum(each.numel() for each in found[f"{trunk} start"].values())
-            assert parameters == WordsOptions(trunk=trunk, **SIZES).num_parameters()
         index, share = engine.context.index("data"), BATCH // engine.context.size("data")
         own = slice(index * share, (index + 1) * share)
         for step, batch in enumerate(batches()):
@@ -167,18 +164,6 @@ def test_pairs_that_only_one_side_knows() -> None:
     with pytest.raises(ValueError, match=r"model\.pairs = 0, but the batch has a key 'pairs'"):
         engine.train_step(batch)
     engine.close()
-
-
-def test_flops_of_a_word() -> None:
-    """A head of as many classes as a word meets: its own, and those of the sample."""
-    seen = 1 + SIZES["num_samples"]
-    sizes = {key: value for key, value in SIZES.items() if key not in ("pairs", "num_samples", "vocab_size")}
-    gpt = GPTOptions(vocab_size=seen, **sizes)
-    assert WordsOptions(trunk="gpt", **SIZES).flops_per_token() == gpt.flops_per_token()
-    hidden, layers = SIZES["hidden_size"], SIZES["num_layers"]
-    recurrent = nn.LSTM(hidden, hidden, layers, bias=False)
-    weights = sum(each.numel() for each in recurrent.parameters()) + hidden * seen
-    assert WordsOptions(trunk="lstm", **SIZES).flops_per_token() == 6 * weights
 
 
 def first_steps(rank: int, data: int) -> list[float]:

@@ -13,13 +13,13 @@ import torch
 from helpers.launched.fake_engine import FakeEngine
 from helpers.ranks import run_ranks
 
-from colossus.config import load_config, model_options
+from colossus.config import load_config
 from colossus.context.parallel_context import ParallelContext
 from colossus.engine.fit import fit
 from colossus.monitor.device_peaks import PEAK_TFLOPS, peak_flops, short_name, uses_tf32
 from colossus.monitor.display import PlainDisplay
 from colossus.monitor.metrics import Metrics
-from colossus.monitor.mfu import Utilisation
+from colossus.monitor.mfu import Utilisation, flops_per_token
 from colossus.monitor.peak_memory import PeakMemory, peak_memory
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -133,8 +133,8 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_utilisation_is_of_all_devices_whose_tokens_are_counted(
     an_h100: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: Any = model_options(engine_of().config)
-    flops = options.flops_per_token()
+    flops = flops_per_token(MODEL)
+    assert flops
     whole = Utilisation.of(engine_of(data=3, tensor=2))
     assert whole.at(1e9) == pytest.approx(1e9 * flops / (6 * 989.5e12), rel=1e-12)
     one_replica = Utilisation.of(engine_of(data=3, tensor=2, exact=False))

@@ -1,0 +1,133 @@
+"""Parameters and operations of the models, counted on the meta device; the sizes that nobody gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.sizes import count_parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from colossus import layers
+from colossus.config import load_config, model_options
+from colossus.construct.build_model import build
+from colossus.context.grid import build_grid
+from colossus.context.parallel_context import ParallelContext, one_rank
+from colossus.layers.block_defaults import default_ffn_size
+from colossus.models.gpt import GPT
+from colossus.models.options import GPTOptions
+from colossus.models.vit import ViT
+from colossus.monitor.mfu import flops_per_token
+
+SEVEN = dict(num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008, vocab_size=32000, seq_len=4096)
+EIGHT = dict(SEVEN, num_kv_heads=8, ffn_hidden_size=14336, vocab_size=128256, seq_len=131072)
+BLOCK = 2 * 16 + 4 * (64 + 8) + (8 * 32 + 32) + (32 * 8 + 8)
+SMALL: dict[str, Any] = dict(type="GPT", num_layers=2, hidden_size=8, num_heads=2, vocab_size=10, seq_len=6)
+COUNTED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama 2 7B": (dict(type="Llama", **SEVEN), 6_738_415_616),
+    "Llama 3 8B": (dict(type="Llama", **EIGHT), 8_030_261_248),
+    "ViT-B/16": (dict(type="ViT", num_layers=12, hidden_size=768, num_heads=12), 86_567_656),
+    "ViT-L/16": (dict(type="ViT", num_layers=24, hidden_size=1024, num_heads=16), 304_326_632),
+    "ViT-H/14": (dict(type="ViT", num_layers=32, hidden_size=1280, num_heads=16, patch_size=14), 632_045_800),
+    "GPT": (SMALL, 10 * 8 + 6 * 8 + 2 * BLOCK + 16),
+    "GPT untied": ({**SMALL, "tie_embeddings": False}, 2 * 10 * 8 + 6 * 8 + 2 * BLOCK + 16),
+    "heads of their own size": (
+        dict(type="Llama", hidden_size=30, num_heads=4, num_kv_heads=2, head_dim=6, num_layers=1, vocab_size=10,
+             ffn_hidden_size=40),
+        2 * 10 * 30 + 3 * 30 + 30 * (4 + 2 + 2) * 6 + 4 * 6 * 30 + 3 * 30 * 40,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_are_those_published_and_those_by_hand(name: str) -> None:
+    model, wanted = COUNTED[name]
+    assert count_parameters(model) == wanted
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from(["gelu", "swiglu"]), st.booleans(), st.sampled_from([1, 2, 4, 8]))
+def test_ranks_store_the_model_once_but_for_what_is_replicated(ranks: int, mlp: str, bias: bool, kv_heads: int) -> None:
+    sizes = dict(hidden_size=64, num_heads=8, num_kv_heads=kv_heads, mlp=mlp, bias=bias, vocab_size=254)
+    norms = (2 * 4 + 1) * 64 * (2 if bias else 1)
+    replicated = norms + 128 * 64 + (2 * 4 * 64 if bias else 0)
+    parallel = load_config(dict(parallel=dict(tensor=ranks))).parallel
+    context = ParallelContext(build_grid(parallel), connect=False)
+    held = sum(each.numel() for each in build(lambda: GPT(**sizes), context, materialize=False).parameters())
+    whole, padding = count_parameters(dict(type="GPT", **sizes)), (-254 % ranks) * 64
+    copies = ranks - 1 if kv_heads < ranks else 0  # of key/value heads that are fewer than the ranks
+    copied = copies * 2 * 4 * 8 * kv_heads * (64 + bias)
+    assert (held - replicated) * ranks == whole - replicated + padding + copied
+
+
+#: options of a GPT -> whether its head has a weight of its own
+DECODERS: dict[str, dict[str, Any]] = {
+    "gelu, layernorm, tied": dict(),
+    "swiglu, rmsnorm": dict(mlp="swiglu", norm="rmsnorm", bias=False),
+    "grouped queries, rotary": dict(num_kv_heads=2, positions="rotary"),
+    "heads of their own size": dict(head_dim=5, num_kv_heads=2),
+    "untied, odd sizes": dict(mlp="swiglu", ffn_hidden_size=37, vocab_size=29, tie_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_operations_are_6_for_each_weight_and_12_for_each_score(name: str) -> None:
+    """The formula of PaLM (2204.02311, appendix B): 6 N + 12 L H Q T of a token, causal attention in full."""
+    sizes: dict[str, Any] = dict(num_layers=2, hidden_size=32, num_heads=4, vocab_size=40, seq_len=12) | DECODERS[name]
+    model = build(lambda: GPT(**sizes), one_rank(), materialize=False)
+    o = model.options
+    weights = sum(each.numel() for each in model.blocks.parameters() if each.dim() == 2)
+    weights += o.hidden_size * o.vocab_size
+    attention = 12 * o.num_layers * o.num_heads * o.head_dim * o.seq_len
+    assert flops_per_token(dict(type="GPT", **sizes)) == 6 * weights + attention
+
+
+@pytest.mark.parametrize("more", [dict(), dict(pool="mean", mlp="swiglu", num_kv_heads=3, head_dim=5)], ids=str)
+def test_operations_of_an_image(more: dict[str, Any]) -> None:
+    """Its patches get no dgrad; its head meets one token."""
+    sizes: dict[str, Any] = dict(
+        num_layers=2, hidden_size=24, num_heads=12, image_size=(8, 6), patch_size=(2, 3), num_classes=5, **more
+    )
+    model = build(lambda: ViT(**sizes), one_rank(), materialize=False)
+    o = model.options
+    weights = sum(each.numel() for each in model.blocks.parameters() if each.dim() == 2)
+    attention = 12 * o.num_layers * o.num_heads * o.head_dim * o.num_tokens**2
+    ends = 4 * 8 * (3 * 2 * 3) * 24 + 6 * 24 * 5
+    assert flops_per_token(dict(type="ViT", **sizes)) == 6 * weights * o.num_tokens + attention + ends
+
+
+def test_recomputation_and_dropout_cost_no_operations_of_the_model() -> None:
+    plain = flops_per_token(SMALL)
+    for kind in ("full", "selective"):
+        assert flops_per_token({**SMALL, "activation_checkpoint": kind, "dropout": 0.1}) == plain
+    assert flops_per_token(dict(type=nn.Linear, in_features=2, out_features=2)) is None
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "gelu_tanh", "swiglu"])
+def test_the_width_of_an_mlp_has_one_default_and_is_honoured(mlp: str) -> None:
+    """That of the options of a model, of a block and of the layer alone."""
+    alone = {"gelu": layers.MLP, "gelu_tanh": layers.MLP, "swiglu": layers.GatedMLP}[mlp]
+    for given_size, wanted in ((None, 64 if mlp == "swiglu" else 96), (20, 20)):
+        options = GPTOptions(hidden_size=24, mlp=mlp, ffn_hidden_size=given_size)
+        block = layers.TransformerBlock(24, 4, ffn_size=given_size, mlp=mlp)
+        widths = [options.ffn_hidden_size, block.mlp.down.in_features, alone(24, given_size).down.in_features]
+        assert widths == [wanted] * 3
+    assert default_ffn_size("swiglu", 4096) == 10944  # 8/3 x 4096 = 10922.7, up to a multiple of 64
+
+
+def test_default_eps_follows_the_norm() -> None:
+    for norm, eps in (("layernorm", 1e-5), ("rmsnorm", 1e-6)):
+        assert GPTOptions(norm=norm, norm_eps=None).norm_eps == eps
+        assert layers.TransformerBlock(24, 4, norm=norm).mlp_norm.eps == eps
+        assert layers.TransformerBlock(24, 4, norm=norm, norm_eps=0.5).mlp_norm.eps == 0.5
+
+
+def test_heads_are_as_wide_as_the_model_unless_told() -> None:
+    options = [
+        model_options(load_config(dict(model=dict(type="Llama", hidden_size=32, num_heads=4, **more))))
+        for more in (dict(), dict(head_dim=None), dict(head_dim=8))
+    ]
+    assert options[0] == options[1] == options[2]
+    assert options[0].head_dim == 8
