@@ -122,7 +122,7 @@ def _model(config: Config) -> str:
     if built is None:
         return f"{name} (its parameters are known when it is built)"
     text = f"{name}, {built.num_parameters:,} parameters"
-    if built.num_local_parameters == built.num_parameters:
+    if built.num_local_parameters in (None, built.num_parameters):
         return text
     is_alike = config.parallel.pipeline.size == 1 and config.parallel.zero.stage < 3
     return f"{text}, {built.num_local_parameters:,} on {'each rank' if is_alike else 'rank 0'}"

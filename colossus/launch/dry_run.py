@@ -65,7 +65,8 @@ def _stages(config: Config, model: ModelInfo | None) -> list[str]:
 def _parameters(model: ModelInfo | None) -> str:
     if model is None:
         return "not known before the model is built"
-    return f"{model.num_parameters:,} in the model, {model.num_local_parameters:,} on rank 0"
+    held = "" if model.num_local_parameters is None else f", {model.num_local_parameters:,} on rank 0"
+    return f"{model.num_parameters:,} in the model{held}"
 
 
 def _batch(config: Config) -> str:

@@ -11,10 +11,13 @@ from colossus.schedule.build import make_schedule
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage."""
+    """Number of parameters of the model and of rank 0's shards of it, and a line for each pipeline stage.
+
+    What rank 0 holds is None where the run decides it, which looks at the data first (owners of tables).
+    """
 
     num_parameters: int
-    num_local_parameters: int
+    num_local_parameters: int | None
     stages: tuple[str, ...] = ()
 
 
@@ -79,7 +82,7 @@ def check_model(config: Config) -> ModelInfo | None:
     except ValueError as error:
         raise ConfigError([f"the model cannot be built under this plan: {error}"], config.source) from error
     except Exception:
-        return None
+        return ModelInfo(total, None) if total else None
     held = sum(parameter.numel() for parameter in model.parameters())
     stages = pipeline.partition.describe() if pipeline.partition is not None else []
     return ModelInfo(total, held, tuple(stages))
