@@ -245,13 +245,13 @@ def test_show_lists_every_mode(config: str, capsys: pytest.CaptureFixture[str]) 
 
 def test_show_of_one_process_and_a_users_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own.py"
-    path.write_text("import torch\n\ndef Net(width=3):\n    return torch.nn.Linear(2, width)\n\nmodel = dict(type=Net)\n")
+    path.write_text("import torch\n\ndef Net(n=3):\n    return torch.nn.Linear(2, n)\n\nmodel = dict(type=Net)\n")
     assert main(["show", str(path)]) == 0
     text = capsys.readouterr().out
     assert "plan        data 1 = 1 process\n" in text
     assert "model       Net, 9 parameters\n" in text
     assert "groups      none: one rank has no neighbours" in text
-    assert main(["show", str(path), "model.width=None"]) == 0
+    assert main(["show", str(path), "model.n=None"]) == 0
     assert "model       Net (its parameters are known when it is built)" in capsys.readouterr().out
 
 

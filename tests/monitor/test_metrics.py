@@ -112,7 +112,7 @@ def test_plain_lines(tmp_path: Path) -> None:
     assert isinstance(display, PlainDisplay)
     fit(FakeEngine(steps=7, eval_every=5, log_every=3), [display])
     lines = stream.getvalue().splitlines()
-    assert lines[0] == "run: no parallelism, 1 process(es) on cpu"
+    assert lines[0] == "run: no parallelism, 1 process(es) on cpu, 8 parameters"
     assert [line.split("  ")[0] for line in lines[1:-1]] == [
         *("step 1/7", "step 3/7", "step 5/7", "step 6/7", "step 7/7", "step 7/7")
     ]
