@@ -16,7 +16,7 @@ from colossus.context.precision import LOW, Precision
 from colossus.engine.row_layout import RowLayout
 from colossus.error_place import located_error
 from colossus.layout.parameter import StoredSpec, attach, spec_of
-from colossus.layout.split_parameter import FreedParameter, mark_split
+from colossus.layout.split_parameter import FREED, hide_values, mark_split, show_values
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
 
@@ -206,7 +206,7 @@ class FlatRows:
         if not self.storage.keeps_whole:
             for param, kind in zip(self.params, self._types, strict=True):
                 param.untyped_storage().resize_(param.numel() * param.element_size())
-                param.__class__ = kind
+                show_values(param, kind)
         sources: list[Tensor] = []
         for shard, sizes, takes in zip(shards, self.layout.splits, self._takes, strict=True):
             sources += [part for part, is_taken in zip(shard.split(sizes)[::2], takes, strict=True) if is_taken]
@@ -237,7 +237,7 @@ class FlatRows:
         """Free the whole parameters."""
         for param in self.params:
             param.untyped_storage().resize_(0)
-            param.__class__ = FreedParameter
+            hide_values(param, FREED)
 
 
 def _fills_its_storage(value: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,7 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.context.precision import LOW
 from colossus.engine.gradients.values import values_of
 from colossus.engine.host_copy import send_to
-from colossus.layout.parameter import ParameterSpec, spec_of
-
-#: rows of a parameter, or all of them (None), and whether this rank counts their gradient
-_Entry = tuple[nn.Parameter, tuple[int, int] | None, bool]
+from colossus.layout.parameter import spec_of
 
 
 class GradientNorm:
@@ -29,8 +26,8 @@ class GradientNorm:
 
     Attributes:
         axes: those that shard some parameter.
-        params: of each entry of what `local_squares` returns the parameter.
-        norms: [entries] of the last call, those that other ranks count included.
+        params: those that are trained.
+        norms: [params] of the last call, those that other ranks count included.
     """
 
     def __init__(
@@ -43,32 +40,24 @@ class GradientNorm:
         if sizes["pipeline"] > 1:  # stages hold other parameters, but all must sum over the same axes
             shard |= {axis for axis in context.grid.axes(("pipeline", "tensor")) if sizes[axis] > 1}
         self.axes = tuple(axis for axis in context.grid.names if axis in shard)
-        self._entries = [
-            entry
+        self.params = trainable
+        inside = tuple(axis for axis in self.axes if axis != "pipeline")  # stages hold different parameters
+        counted = [
+            id(param) not in counted_elsewhere and spec.layout.owns(at, inside)
             for param, spec in zip(trainable, specs, strict=True)
-            for entry in _entries_of(param, spec, sizes, at, self.axes, id(param) in counted_elsewhere)
         ]
-        self.params = [param for param, _, _ in self._entries]
-        counted = [is_counted for _, _, is_counted in self._entries]
-        #: [entries] 1 for those that this rank counts, else 0; None where it counts all
+        #: [params] 1 for those that this rank counts, else 0; None where it counts all
         self._weights = None if all(counted) else torch.tensor(counted, dtype=torch.float64, device=context.device)
         self._some_are_offloaded = any(param.device.type != context.device.type for param in trainable)
         self._no_gradient = torch.zeros((), device=context.device)
         self.norms: Tensor | None = None
 
     def local_squares(self, device: torch.device) -> Tensor:
-        """Of each entry the square of its gradient's norm where this rank counts it, else 0: float64 [entries].
+        """Of each parameter the square of its gradient's norm where this rank counts it, else 0: float64 [params].
 
         Not finite where a gradient is not, counted or not.
         """
-        grads = [
-            self._no_gradient
-            if param.grad is None
-            else values_of(param.grad)
-            if rows is None
-            else param.grad[slice(*rows)]
-            for param, rows, _ in self._entries
-        ]
+        grads = [self._no_gradient if param.grad is None else values_of(param.grad) for param in self.params]
         if not grads:
             return torch.zeros(0, dtype=torch.float64, device=device)
         norms = list(_norms(grads))
@@ -77,22 +66,6 @@ class GradientNorm:
         self.norms = torch.stack(norms)
         squares = self.norms.double().square()
         return squares if self._weights is None else squares * self._weights
-
-
-def _entries_of(
-    param: nn.Parameter,
-    spec: ParameterSpec,
-    sizes: Mapping[str, int],
-    at: Mapping[str, int],
-    axes: tuple[str, ...],
-    is_counted_elsewhere: bool,
-) -> list[_Entry]:
-    """The rows of each shard and whether this rank is the first to hold them; one entry where that is so of all."""
-    axes = tuple(axis for axis in axes if axis != "pipeline")  # stages hold different parameters
-    counted = [not is_counted_elsewhere and shard.layout.owns(at, axes) for shard in spec.shards]
-    if len(set(counted)) == 1:
-        return [(param, None, counted[0])]
-    return [(param, shard.rows, owned) for shard, owned in zip(spec.shards, counted, strict=True)]
 
 
 def _brought_to(device: torch.device, norms: list[Tensor]) -> Iterator[Tensor]:

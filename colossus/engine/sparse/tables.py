@@ -27,7 +27,7 @@ from colossus.engine.sparse.ways.way import Way
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
 from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
-from colossus.layout.split_parameter import mark_owned
+from colossus.layout.split_parameter import OWNED, hide_values
 from colossus.rows.rules import Features
 
 #: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other
@@ -115,7 +115,7 @@ class Tables:
                 self._tables[id(weight)] = table
                 give_row_source(weight, table)
                 if isinstance(way, Owners):
-                    mark_owned(weight)
+                    hide_values(weight, OWNED)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 look_up_in_rows(module)
 
