@@ -132,7 +132,7 @@ def test_several_uses_under_torchs_own_checkpoint_are_an_error() -> None:
         pass  # a replay that is over does not count as one
     x = torch.ones(3, requires_grad=True)
     y = torch_checkpoint(lambda x: noise(noise(x)).square(), x, use_reentrant=False)
-    with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.checkpoint"):
+    with pytest.raises(ValueError, match=r"noise draws random numbers 2 times .* use colossus\.layers\.recompute"):
         y.sum().backward()
 
 

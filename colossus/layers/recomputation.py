@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -57,9 +58,7 @@ def recompute(
     tensors, rebuild = _tensors_of(args)
     versions = [tensor._version for tensor in tensors]
     again = _setting_back(context, kind, preserve_rng_state)
-    first, repeated = (
-        create_selective_checkpoint_contexts(_policy) if kind == "selective" else (nullcontext(), nullcontext())
-    )
+    first, repeated = _keeping() if kind == "selective" else (nullcontext(), nullcontext())
     is_first = True
 
     def run(*tensors: Tensor) -> Any:
@@ -69,13 +68,8 @@ def recompute(
             is_first = False
             with first:
                 return function(*rebuilt)
-        try:
-            with again(), repeated:
-                return function(*rebuilt)
-        except RuntimeError as error:
-            if "selective activation checkpoint" not in str(error):
-                raise
-            raise located_error(f"{title}: {error}. {_ONLY_FULL}") from error
+        with again(), repeated:
+            return function(*rebuilt)
 
     with saved_tensors_hooks(to_host, from_host) if offload else nullcontext():
         out = torch_checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -90,13 +84,6 @@ def recompute(
 
 
 checkpoint = recompute
-
-#: what torch's own errors under selective do not say
-_ONLY_FULL = (
-    "What 'selective' keeps (results of matmuls, convolutions, attention and collectives) is there for one backward "
-    "and may not be changed in place: take nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, nn.GRU and "
-    "nn.RNN change it inside of themselves, and retain_graph=True runs backward twice: both work with type 'full'"
-)
 
 
 def check_kind(kind: str, offload: bool) -> None:
@@ -192,13 +179,46 @@ SAVED = {
 }
 
 
-def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep `SAVED`, but attention that drops: a result that is not drawn again would shift what is drawn after it."""
-    if func not in SAVED or (torch.Tag.nondeterministic_seeded in func.tags and _drops(func, args)):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE
+def _keeping() -> tuple[_KeptOnly, _KeptOnly]:
+    """What a first pass and its recomputations run in."""
+    keep, give_back = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    return _KeptOnly(keep), _KeptOnly(give_back, gives_back=True)
 
 
-def _drops(func: Any, args: tuple[Any, ...]) -> bool:
+class _KeptOnly(TorchDispatchMode):
+    """One of torch's pair of modes, which is shown only operations whose results are kept.
+
+    Of others a recomputation may run more than the first pass did, which torch refuses: lookups in tables do, which
+    serve the other ranks, too.
+    """
+
+    def __init__(self, mode: Any, *, gives_back: bool = False) -> None:
+        super().__init__()
+        self._mode, self._gives_back = mode, gives_back
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_kept(func, args):
+            return func(*args, **(kwargs or {}))
+        try:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if not self._gives_back:
+                raise
+            raise located_error(
+                f"selective activation checkpointing keeps the result of {func} for one backward, and nothing may "
+                f"change it in place ({error}): take nn.ReLU() behind a linear, not nn.ReLU(inplace=True). nn.LSTM, "
+                f"nn.GRU and nn.RNN change it inside of themselves, and retain_graph=True runs backward twice: both "
+                f"work with type 'full'"
+            ) from error
+
+
+def is_kept(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it is of `SAVED`, and no attention that drops: what is not drawn again shifts what is drawn after it."""
+    if func not in SAVED:
+        return False
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return True
     names = [argument.name for argument in func._schema.arguments]
-    return "dropout_p" in names and any(args[names.index("dropout_p") :][:1])
+    return "dropout_p" not in names or not any(args[names.index("dropout_p") :][:1])
