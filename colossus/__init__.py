@@ -7,10 +7,10 @@ from colossus._lazy import lazy_names
 if TYPE_CHECKING:
     from colossus.construct.build_model import build
     from colossus.context.parallel_context import ParallelContext, current_context
+    from colossus.convert.plain import plain
     from colossus.engine.average import average
     from colossus.engine.check_replicas import check_replicas
     from colossus.engine.initialize import initialize
-    from colossus.export.plain_module import plain
 
 __version__ = "0.1.0"
 __all__ = ["ParallelContext", "average", "build", "check_replicas", "current_context", "initialize", "plain"]
@@ -24,6 +24,6 @@ __getattr__, __dir__ = lazy_names(
         "check_replicas": "engine.check_replicas",
         "initialize": "engine.initialize",
         "build": "construct.build_model",
-        "plain": "export.plain_module",
+        "plain": "convert.plain",
     },
 )

@@ -152,7 +152,6 @@ WEIGHT_WRITERS = Registry(
     {
         "hf": "colossus.hf.convert:to_hf",
         "colossus": "colossus.checkpoint.weights_only:to_colossus",
-        "torch": "colossus.export.torch_folder:to_torch",
     },
 )
 TENSOR_MODES = Registry("tensor mode", package="colossus.tensor_parallel.modes")

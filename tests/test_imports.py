@@ -33,7 +33,7 @@ LEVELS = {
     "data": 5,
     "hf": 6,  # beside the engine, which reaches it through a registry
     "engine": 6,
-    "export": 7,
+    "convert": 7,
     "monitor": 7,
     "doctor": 7,
     "launch": 8,

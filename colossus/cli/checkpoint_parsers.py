@@ -140,15 +140,12 @@ def _convert() -> Parser:
         "saved them. DST is a new folder; it is there when it is complete. Optimizer state is not converted.\n\n"
         "  --to hf        a model folder of Hugging Face (config.json, model.safetensors): for models that are a\n"
         "                 GPT-2, Llama or ViT; others are refused, with the options that differ\n"
-        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them\n"
-        "  --to torch     model.py, config.json, model.safetensors: plain PyTorch, no colossus needed; in that folder\n"
-        "                 python -c 'import model; m = model.load()'",
+        "  --to colossus  a checkpoint with weights only: checkpoint.weights=DST begins a run with them",
         "exit codes: 0 written, 1 SRC is damaged, 2 wrong usage, or it cannot be written, 130 stopped by Ctrl-C\n\n"
         "examples:\n"
         "  colossus checkpoint convert runs/first models/first --to hf\n"
         "  colossus checkpoint convert runs/first models/first --to hf --dtype bf16 --max-shard-size 2GB\n"
         "  colossus checkpoint convert models/llama-3.2-1b checkpoints/llama --to colossus\n"
-        "  colossus checkpoint convert runs/first plain/first --to torch\n"
         "  colossus launch config.py checkpoint.weights=checkpoints/llama\n",
     )
     parser.add_argument("src", metavar="SRC", help=f"{WHAT}, or a model folder of Hugging Face")
@@ -161,7 +158,7 @@ def _convert() -> Parser:
         "--max-shard-size",
         type=_num_bytes,
         metavar="SIZE",
-        help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger; --to torch writes one file",
+        help="of one file: 500MB, 5GB, .. (default: 5GB); a single tensor may be larger",
     )
     return parser
 

@@ -28,8 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CheckpointError: when they cannot be read, or written so.
     """
-    if arguments.to == "torch" and arguments.max_shard_size is not None:
-        raise CheckpointError("--max-shard-size: --to torch writes one file, model.safetensors; leave it out")
     target, began = Path(arguments.dst).expanduser(), time.perf_counter()
     require_new(target)
     damaged: dict[Path, CheckpointError] = {}

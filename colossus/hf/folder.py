@@ -142,11 +142,6 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in HF_FAMILIES:
-        if kind is None and {"model", "tied"} <= config.keys():  # `colossus.export.torch_folder`
-            raise CheckpointError(
-                f"{path}: is a folder of `colossus checkpoint convert --to torch`, which plain PyTorch runs (its "
-                f"model.py); colossus takes the checkpoint that it was made of"
-            )
         known = ", ".join(HF_FAMILIES.names())
         raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
     family: Family = HF_FAMILIES.get(kind)()

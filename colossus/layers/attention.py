@@ -243,6 +243,8 @@ class Attention(Layer):
         """Of the attention weights, which never leave torch's kernel: ``dropout`` is not called, it gives a rate."""
         if isinstance(self.dropout, nn.Identity):
             return 0.0
+        if isinstance(self.dropout, nn.Dropout) and self.context.world_size == 1:
+            return self.dropout.p if self.training else 0.0
         if not isinstance(self.dropout, Dropout):
             raise located_error(
                 f"{self.title}: its dropout is a {type(self.dropout).__name__}, but attention weights stay inside of "
@@ -258,10 +260,9 @@ class Attention(Layer):
             past = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril_()
             mask = mask & past if mask.dtype == torch.bool else mask.masked_fill(~past, float("-inf"))
         rate = self._dropout_rate()
-        if rate == 0.0:
-            return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
+        if rate == 0.0 or not isinstance(self.dropout, Dropout):
+            return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)
         # torch's attention draws its dropout mask from the global generator: seed that as our own dropout's
-        assert isinstance(self.dropout, Dropout)
         generator = self.dropout.generator(torch.device("cpu"), inner)
         with GlobalRng((query.device,), torch_only=True).preserved(generator.initial_seed()):
             return F.scaled_dot_product_attention(query, key, value, mask, rate, is_causal=causal, enable_gqa=grouped)

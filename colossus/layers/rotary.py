@@ -38,7 +38,7 @@ class Rotary(nn.Module):
     def _cos_sin_of(
         self, tokens: int, dtype: torch.dtype, device: torch.device, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():  # it would take a cache by the length apart, and compile anew for each
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # a cache by the length would be of one length
             return self._compute(torch.arange(tokens, device=device) if positions is None else positions, dtype)
         tables, key = self.parallel.rotary_tables, (self._kind, dtype, device)
         table = tables.get(key)

@@ -15,6 +15,7 @@ from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.layers.sharded import to_whole
+from colossus.layout.activation import Activation
 from colossus.models.transformer import INIT, Transformer
 from colossus.models.words_options import WordsOptions
 from colossus.registry import MODELS
@@ -64,9 +65,9 @@ class WordsLM(Transformer[WordsOptions]):
                 f"{'no' if pairs is None else 'a key'} 'pairs': give data.pairs the same number"
             )
         outer = self.parallel.regions.residual if self.lstm is None else self.parallel.regions.whole
-        x = self.embedding.call_for(ids, outer)
+        x = _rows(self.embedding, ids, outer)
         if self.pairs is not None and pairs is not None:
-            x = x + self.pairs.call_for(pairs, outer)
+            x = x + _rows(self.pairs, pairs, outer)
         return self.dropout(x if self.positions is None else self.positions(x))
 
     def _recur(self, x: Tensor) -> Tensor:
@@ -84,3 +85,9 @@ class WordsLM(Transformer[WordsOptions]):
         """(sum, count) over the words of a batch with ``labels`` [batch, tokens]."""
         loss: tuple[Tensor, Tensor] = self.head(hidden, batch["labels"])
         return loss
+
+
+def _rows(table: nn.Module, ids: Tensor, target: Activation) -> Tensor:
+    """The rows of ``ids``: of an `Embedding` as ``target``, of a table in its place whole."""
+    rows: Tensor = table.call_for(ids, target) if isinstance(table, Embedding) else table(ids)
+    return rows

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.sources import find_weights
 from colossus.hf.folder import read_folder, spec_of
 from colossus.registry import MODEL_OPTIONS
 
@@ -234,13 +233,6 @@ def test_a_tied_head_that_is_no_copy(files: int, tmp_path: Path) -> None:
         read_folder(make_folder(tmp_path / "other", GPT2, {**tensors, "lm_head.weight": other}, files))
     untied = dict(GPT2, tie_word_embeddings=False)
     assert read_folder(make_folder(tmp_path / "untied", untied, {**tensors, "lm_head.weight": other}, files)).placed
-
-
-def test_a_folder_of_plain_pytorch_is_told_as_such(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "gpt2", GPT2)
-    (folder / "config.json").write_text(json.dumps({"model": {"type": "GPT"}, "tied": {}}))
-    with pytest.raises(CheckpointError, match=r"is a folder of `colossus checkpoint convert --to torch`"):
-        find_weights(folder)
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

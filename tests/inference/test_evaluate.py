@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from helpers.ranks import run_ranks
 from helpers.tokenizer import TEXT, make_tokenizer
+from helpers.twins import PlainGPT, PlainViT
 
 import colossus
 from colossus.checkpoint import read_state_dict
@@ -23,7 +25,6 @@ from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.cli.main import main
 from colossus.data import TextFolder
 from colossus.engine.fit import fit
-from colossus.export import torch_modules
 
 MODEL: dict[str, Any] = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=256, seq_len=12)
 STEPS, BATCH = 2, 4
@@ -119,13 +120,17 @@ def test_the_number_that_the_run_reported(
     assert alone["tokens"] == found["tokens"]
 
 
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config["model"].items() if name != "type"}
+
+
 def test_all_of_the_data_as_plain_torch_has_it(
     runs: tuple[Path, dict[str, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every window once, of either split, a last smaller batch included, under other plans than that of the run."""
     root, _ = runs
     config = read_manifest(locate(root / "one")).config
-    model = torch_modules.build(config["model"]).double()
+    model = PlainGPT(**_options(config)).double()
     model.load_state_dict(read_state_dict(root / "one"))
     for split, plans in (("validation", [(), ("parallel.data=2",), ("parallel.tensor=2",)]), ("train", [()])):
         windows = TextFolder(root / "text", MODEL["seq_len"], split=split, validation_fraction=0.2)
@@ -182,7 +187,7 @@ def test_metrics_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     model = dict(type="ViT", **digits, image_size=8, in_channels=1)
     trained(tmp_path, "one", model=model, data=dict(type="Digits"))
     found = evaluate(capsys, tmp_path / "one")
-    plain: Any = torch_modules.build(read_manifest(locate(tmp_path / "one")).config["model"]).double()
+    plain: Any = PlainViT(**_options(read_manifest(locate(tmp_path / "one")).config)).double()
     plain.load_state_dict(read_state_dict(tmp_path / "one"))
     held = colossus.data.Digits(split="validation")
     batch = held.batch(np.arange(len(held)))

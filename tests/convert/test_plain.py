@@ -85,7 +85,7 @@ def compare(model: nn.Module, state: dict[str, Tensor], twin: nn.Module, batch: 
     own = model.state_dict()
     if own.keys() != state.keys() or any(not torch.equal(own[name], state[name]) for name in state):
         return f"its state dict has {list(own)}, not {list(state)}"
-    ours = [name for name, each in model.named_modules() if isinstance(each, layers.Linear | layers.LayerNorm)]
+    ours = [name for name, each in model.named_modules() if type(each) in (layers.Linear, layers.LayerNorm)]
     if ours:
         return f"{ours} are layers of colossus"
     twin.double().load_state_dict(own)

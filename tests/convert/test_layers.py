@@ -1,7 +1,10 @@
-"""Each layer's plain counterpart gives what the layer gives on the ranks of a plan; what has none is refused."""
+"""Each layer in the model that `colossus.plain` gives computes what it does on the ranks of a plan, in any process."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -17,12 +20,8 @@ from torch import Tensor, nn
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
-from colossus.export import torch_modules
-from colossus.layers.loss.cross_entropy import cross_entropy
-from colossus.layers.rotary import Rotary
-from colossus.layers.rotary_scaling import RotaryScaling
+from colossus.convert.table import ROWS
 from colossus.models.gpt import GPT
-from colossus.models.vit import ViT
 
 BATCH, TOKENS, WIDTH = 4, 6, 16
 
@@ -119,22 +118,44 @@ def of_everything(rank: int, tensor: int) -> tuple[Tensor, Tensor, dict[str, tup
     assert not [each for each in model.modules() if "forward" in vars(each)]
     trains = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     rates = {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
-    return model(inputs()).detach(), wanted, trains, (rates, [type(each).__module__ for each in model.modules()])
+    return model(inputs()).detach(), wanted, trains, (rates, [type(each) for each in model.modules()])
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_every_layer(tensor: int) -> None:
-    for got, wanted, trains, (rates, modules) in run_ranks(tensor, of_everything, tensor, with_context=False):
+    for got, wanted, trains, (rates, kinds) in run_ranks(tensor, of_everything, tensor, with_context=False):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         assert {name for name, does in trains.items() if not does} == {"adapted.base.weight", "adapted.base.bias"}
         assert rates["dropout"] == 0.25
         assert rates["block.mlp_dropout"] == rates["block.attention_dropout"] == 0.1
-        assert not [
-            name for name in modules if name.startswith("colossus.") and name != "colossus.export.torch_modules"
-        ]
+        assert {row.torch for row in ROWS if row.torch is not None} <= set(kinds)
+        assert not {row.ours for row in ROWS if row.torch is not None} & set(kinds)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------
+def test_rows_of_the_table() -> None:
+    """Both modules of a row, each made by the arguments that are read from the layer, have the same parameters."""
+    given: dict[type, dict[str, Any]] = {
+        layers.Linear: dict(in_features=3, out_features=5, bias=False),
+        layers.LMHead: dict(hidden_size=3, vocab_size=5, bias=True),
+        layers.Classifier: dict(hidden_size=3, num_classes=5),
+        layers.Embedding: dict(num_embeddings=5, embedding_dim=3, padding_idx=1, sparse=True),
+        layers.EmbeddingBag: dict(num_embeddings=5, embedding_dim=3, mode="max", include_last_offset=True),
+        layers.LayerNorm: dict(normalized_shape=(2, 3), eps=0.5, bias=False),
+        layers.RMSNorm: dict(normalized_shape=3, elementwise_affine=False),
+        layers.Dropout: dict(p=0.25),
+    }
+    for row in ROWS:
+        if row.torch is None:
+            continue
+        ours: Any = row.ours(**given[row.ours])
+        made: Any = row.torch(**row.torch_arguments(ours, lambda leaf, ours=ours: getattr(ours, leaf) is not None))
+        shapes = [{name: each.shape for name, each in module.named_parameters()} for module in (ours, made)]
+        assert shapes[0] == shapes[1]
+        for name in set(row.arguments) - set(row.not_given):
+            assert getattr(made, row.renamed.get(name, name)) == getattr(ours, name), (row.ours, name)
+
+
+# -- classes of users -------------------------------------------------------------------------------------------
 
 
 class Doubled(layers.Linear):
@@ -147,44 +168,75 @@ class Shifted(layers.MLP):
         return F.relu(up)
 
 
-class Renamed(layers.Linear):
-    """Computes what its base does."""
+class Adapted(layers.LayerNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.adapter, self.gain = nn.Linear(width, width), nn.Parameter(torch.full((width,), 2.0))
 
-
-class OwnLayer(layers.Linear.__mro__[1]):  # type: ignore[misc]  # the base of the layers
     def forward(self, x: Tensor) -> Tensor:
-        return x
+        return self.adapter(super().forward(x)) * self.gain
 
 
-class OwnGPT(GPT):
+class Halved(GPT):
     def _logits(self, hidden: Any) -> Tensor:
         return super()._logits(hidden) / 2
 
 
-class LossOnly(GPT):
-    def loss(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        return cross_entropy(logits, batch["labels"], z_loss=0.1)
+def of_own_classes(rank: int) -> list[tuple[nn.Module, Tensor, Tensor]]:
+    """The plain modules, what goes in, and what the engine's gives on it."""
+    found: list[tuple[nn.Module, Tensor, Tensor]] = []
+    config = dict(parallel=dict(tensor=2), train=dict(global_batch_size=2, precision="fp64"), device="cpu")
+    words = torch.arange(6).view(2, 3)
+    numbers = torch.arange(8, dtype=torch.float64).view(2, 4).sin()
+    chain = lambda: nn.Sequential(Doubled(4, 4), Shifted(4, 8), Adapted(4))  # noqa: E731
+    for make, x in ((chain, numbers), (lambda: Halved(**SIZES, attention_dropout=0.2), words)):
+        engine = colossus.initialize(config, model=make, loss_fn=loss)
+        model = colossus.plain(engine).eval()
+        engine.model.eval()
+        with torch.no_grad(), engine.context:
+            wanted = layers.to_whole(engine.model(x))
+        engine.close()
+        found.append((model, x, wanted))
+    return found
 
 
-class Measured(ViT):
-    @property
-    def eval_metrics(self) -> Any:
-        return {}
+def test_classes_of_users_stay_and_need_no_context() -> None:
+    """Copied, pickled (a rank has sent it here), saved and trained in a process that has no group and no context."""
+    for (model, x, wanted), name in zip(
+        run_ranks(2, of_own_classes, with_context=False)[0], ("Sequential", "Halved"), strict=True
+    ):
+        assert type(model).__name__ == name
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)
+        for each in (model, *copies):
+            torch.testing.assert_close(each(x).detach(), wanted, rtol=1e-12, atol=1e-12)
+        copies[0].train()
+        optimizer = torch.optim.AdamW(copies[0].parameters(), lr=0.1)
+        before = [each.detach().clone() for each in copies[0].parameters()]
+        copies[0](x).square().sum().backward()
+        optimizer.step()
+        assert all(not torch.equal(old, new) for old, new in zip(before, copies[0].parameters(), strict=True))
+        assert torch.equal(model(x), copies[1](x)), "a copy has weights of its own"
 
-    def make_norm(self) -> nn.Module:
-        return layers.RMSNorm(self.options.hidden_size)
+
+# -- what is refused --------------------------------------------------------------------------------------------
 
 
-def replaced_forward() -> nn.Module:
-    made = layers.Linear(4, 4)
-    made.forward = lambda x: x  # type: ignore[method-assign]
-    return made
+class OwnLayer(layers.Linear.__mro__[1]):  # type: ignore[misc]  # the base of the layers
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Linear(2, 2)
+        self.weight = self.inner.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
-def widened() -> nn.Module:
-    made = layers.TransformerBlock(8, 2)
-    made.adapter = nn.Linear(8, 8)
-    return made
+class Fused(layers.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return torch.cat(super().forward(x), -1)
 
 
 class WithLock(nn.Module):
@@ -194,62 +246,30 @@ class WithLock(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "forward": (lambda: nn.Sequential(Doubled(4, 4)), r"0 \(Doubled\) overrides forward of colossus's Linear"),
-    "activation": (lambda: Shifted(4, 8), r"the model \(Shifted\) overrides _activation of colossus's MLP"),
-    "instance": (lambda: nn.Sequential(replaced_forward()), r"0 \(Linear\) overrides forward"),
-    "own layer": (lambda: nn.Sequential(nn.Linear(2, 2), OwnLayer()), r"1 \(OwnLayer\) has no plain counterpart"),
-    "more inside": (widened, r"\(TransformerBlock\) holds adapter"),
-    "lock": (
-        lambda: nn.Sequential(WithLock()),
-        r"0 \(WithLock\) cannot be copied \(cannot pickle '_thread.lock' object",
-    ),
-    "own model": (lambda: OwnGPT(**SIZES), r"the model \(OwnGPT\) overrides _logits of colossus's Decoder"),
+    "own layer": (OwnLayer, r"1 \(OwnLayer\) makes weight itself, and has no row"),
+    "fused": (lambda: Fused(4, dict(a=2, b=2)), r"1 \(Fused\) is a fused Linear with a forward or parts of its own"),
+    "lock": (WithLock, r"1 \(WithLock\) cannot be copied \(cannot pickle '_thread.lock' object"),
 }
 
 
-def convert(rank: int, make: Callable[[], nn.Module]) -> str | None:
+def refused(rank: int) -> dict[str, str]:
     config = dict(train=dict(global_batch_size=2, precision="fp64"), device="cpu")
-    engine = colossus.initialize(config, model=lambda: nn.Sequential(nn.Linear(1, 1), make())[1], loss_fn=loss)
-    try:
-        colossus.plain(engine)
-    except ValueError as error:
-        return str(error)
-    finally:
+    told = {}
+    for name, (make, _) in REFUSED.items():
+        engine = colossus.initialize(
+            config, model=lambda make=make: nn.Sequential(nn.Linear(1, 1), make()), loss_fn=loss
+        )
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            colossus.plain(engine)
+        told[name] = str(error.value)
         engine.close()
-    return None
+    return told
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_has_no_counterpart_is_refused(case: str) -> None:
-    make, words = REFUSED[case]
-    (told,) = run_ranks(1, convert, make, with_context=False)
-    assert told is not None
-    assert re.search(words, told)
-
-
-def of_own_classes(rank: int) -> list[str]:
-    config = dict(train=dict(global_batch_size=2, precision="fp64"), device="cpu")
-    kinds = []
-    for make in (lambda: nn.Sequential(Renamed(4, 3)), lambda: LossOnly(**SIZES)):
-        engine = colossus.initialize(config, model=make, loss_fn=loss)
-        heard: list[Any] = []
-        target = engine.model[0] if isinstance(engine.model, nn.Sequential) else engine.model.norm
-        target.register_forward_hook(lambda *call, heard=heard: heard.append(call))
-        model = colossus.plain(engine)
-        inside = model[0] if isinstance(model, nn.Sequential) else model.norm
-        model(torch.ones(2, 4, dtype=torch.float64) if isinstance(model, nn.Sequential) else torch.ones(2, 3).long())
-        kinds.append(f"{type(model).__name__} {type(inside).__name__} {len(heard)}")
-        engine.close()
-    vit = dict(num_layers=1, hidden_size=8, num_heads=2, image_size=4, patch_size=2, num_classes=3)
-    engine = colossus.initialize(config, model=lambda: Measured(**vit), loss_fn=loss)
-    images = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    assert torch.allclose(colossus.plain(engine).eval()(images), engine.model.eval()(images), rtol=1e-12)
-    engine.close()
-    return kinds
-
-
-def test_subclasses_that_compute_the_same_and_hooks_of_users() -> None:
-    assert run_ranks(1, of_own_classes, with_context=False) == [["Sequential Linear 1", "Decoder LayerNorm 1"]]
+def test_what_cannot_be_made_is_refused() -> None:
+    (told,) = run_ranks(1, refused, with_context=False)
+    for name, (_, words) in REFUSED.items():
+        assert re.search(words, told[name]), told[name]
 
 
 # -- what torch makes of it -------------------------------------------------------------------------------------
@@ -278,12 +298,3 @@ def test_torch_exports_and_traces_it() -> None:
     other = torch.randint(0, SIZES["vocab_size"], (5, 11))
     torch.testing.assert_close(exported.module()(other), model(other), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(traced(other), model(other), rtol=1e-6, atol=1e-7)
-
-
-def test_linear_scaling_of_rotary_positions() -> None:
-    scaling = RotaryScaling(factor=3.0, rope_type="linear")
-    ours, plain = Rotary(8, 30.0, scaling), torch_modules.Rotary(8, 30.0, scaling.model_dump())
-    query, key = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
-    turned = torch.stack(plain(query, key))
-    assert torch.equal(turned, torch.stack((ours(query), ours(key))))
-    assert not torch.equal(turned, torch.stack(torch_modules.Rotary(8, 30.0)(query, key)))

@@ -1,4 +1,4 @@
-"""`plain`: the model of an engine as plain torch modules, with its weights."""
+"""`plain`: the model of an engine for one process, with its weights, where torch's own modules are what they can be."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from torch import Tensor, nn
 from colossus.checkpoint.exported import exported
 from colossus.checkpoint.state_dict import full_state_dict, stream_state_dict
 from colossus.comm.objects import all_gather_object
+from colossus.construct.allocate import trace_constructor
+from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
-from colossus.export.counterparts import Counterparts
-from colossus.layout.parameter import logical_parameters
+from colossus.convert.table import Row, row_of
+from colossus.layers.checkpointed_forward import is_checkpointed
+from colossus.layers.few_kv_heads import ReplicatedKV
+from colossus.layers.layer import Layer
+from colossus.layers.linear import Linear
+from colossus.layers.model_parallel import model_parallel_of
+from colossus.layout.parameter import logical_parameters, made_by_layer
 from colossus.nest import tensors
 
 #: the dicts of a module whose values are its hooks, or say more of them by the same keys
@@ -41,11 +48,13 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
         model = colossus.plain(engine)          # on all ranks
         model.eval()(ids)
 
-    Collective: all ranks call, between steps, under any plan. Layers of ours become torch's, or those of
-    `colossus.export.torch_modules`, a file that imports nothing but torch; modules and classes of your own stay what
-    they are, copied as ``copy.deepcopy`` does. The state dict has the names and shapes of `full_state_dict`; what is
-    tied is one parameter. Dropout keeps its rates (torch draws its masks), each module its mode, each parameter its
-    dtype and ``requires_grad``. Activation checkpointing, and the hooks of colossus, are left out; yours stay.
+    Collective: all ranks call, between steps, under any plan. The modules are those of the model, copied as
+    ``copy.deepcopy`` does; of ours, what torch has itself becomes torch's (the table in `colossus.convert.table`), the
+    others are made for a context of one rank, in which they compute with plain torch and need no process group. So it
+    is trained, saved and copied as any module, also after the engine is closed. The state dict has the names and shapes
+    of `full_state_dict`; what is tied is one parameter. Dropout keeps its rates (torch draws its masks), each module
+    its mode, each parameter its dtype and ``requires_grad``. Activation checkpointing, and the hooks of colossus, are
+    left out; yours stay.
 
     Memory: each rank that gets the model holds all of it, beside its shards; with ``everywhere=False`` that is rank 0
     alone, and the others hold one whole parameter at a time.
@@ -59,7 +68,7 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
         The module, on the device of the context.
 
     Raises:
-        ValueError: on all ranks, for a layer that has no plain counterpart.
+        ValueError: on all ranks, for a module that cannot be copied, or a class derived from a fused `Linear`.
     """
     with exported(engine):
         return _plain(engine.model, engine.context, everywhere=everywhere)
@@ -115,15 +124,26 @@ def _on_host(tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str],
     return {key: value.cpu() for key, value in tensors.items()}
 
 
+class FusedLinear(nn.ModuleDict):
+    """Several linears of one input: name -> ``torch.nn.Linear``. Input [.., in_features]; a tuple of outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear(x) for linear in self.values())
+
+
 class _Copy:
-    """A copy of a model in which layers of ours are their counterparts; parameters are on the meta device."""
+    """A copy of a model in a context of one rank; parameters are on the meta device."""
 
     def __init__(self, model: nn.Module, context: ParallelContext, told: _Told) -> None:
-        self._model = model
+        self._model, self._parameters = model, told.trains.keys()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._counterparts = Counterparts(told.trains, self._convert)
+        grid = RankGrid(dict.fromkeys(context.grid.names, 1), context.grid.public)
+        self._context = ParallelContext(grid, device=context.device, seed=context.rng.seed)
         #: of `copy.deepcopy`: what is not copied, or has another copy
-        self._memo: dict[int, Any] = {id(context): context}
+        self._memo: dict[int, Any] = {
+            id(context): self._context,
+            id(model_parallel_of(context)): model_parallel_of(self._context),
+        }
 
     def make(self) -> nn.Module:
         for parameter in self._model.parameters():
@@ -139,20 +159,70 @@ class _Copy:
     def _convert(self, module: nn.Module) -> nn.Module:
         """The copy of a module, of which there is one."""
         if id(module) not in self._memo:
-            made = self._counterparts.make(module, self._names.get(id(module), ""))
-            if made is not None:
-                made.training = module.training
-                for hooks, others in zip(_hooks_of(made), _hooks_of(module), strict=True):
-                    hooks.update(others)
-                self._memo[id(module)] = made
-            else:
-                for inner in module.children():  # deepcopy finds them here
-                    self._convert(inner)
-                self._memo[id(module)] = self._copied(module)
+            if isinstance(module, Linear | ReplicatedKV) and module.is_fused:
+                self._memo[id(module)] = self._fused(module)
+                return self._memo[id(module)]
+            for inner in module.children():  # deepcopy finds them here
+                self._convert(inner)
+            row = row_of(module)
+            self._memo[id(module)] = self._copied(module) if row is None else self._of_row(module, row)
         converted: nn.Module = self._memo[id(module)]
         return converted
 
+    def _of_row(self, module: nn.Module, row: Row) -> nn.Module:
+        """Torch's module, where it computes what this one does; else the layer, made for one rank."""
+        name = self._names.get(id(module), "")
+
+        def has(parameter: str) -> bool:
+            return _join(name, parameter) in self._parameters
+
+        if not _is_as_written(module, row.ours) or row.torch is None:
+            return self._made_again(module, row, row.our_arguments(module, has))
+        with torch.device("meta"):
+            made = row.torch(**row.torch_arguments(module, has))
+        _take_mode_and_hooks(made, module)
+        return made
+
+    def _fused(self, module: Linear | ReplicatedKV) -> nn.Module:
+        name = self._names.get(id(module), "")
+        if not _is_as_written(module, Linear, ReplicatedKV):
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is a fused Linear with a forward or parts of its "
+                f"own, whose weight is several parameters in a state dict: hold the Linear in a module of yours"
+            )
+        with torch.device("meta"):
+            linears = {
+                output: nn.Linear(module.in_features, size, _join(name, output, "bias") in self._parameters)
+                for output, size in module.outputs.items()
+            }
+        made = FusedLinear(linears).train(module.training)
+        _take_mode_and_hooks(made, module)
+        return made
+
+    def _made_again(self, module: nn.Module, row: Row, arguments: Mapping[str, Any]) -> nn.Module:
+        """The layer as its constructor makes it on one rank, with what its class or a user has put onto it."""
+        made: Any = type(module).__new__(type(module))
+        self._memo[id(module)] = made
+        with self._context:
+            trace_constructor(lambda: row.ours.__init__(made, **arguments), seed=0)
+        for places in ("_parameters", "_buffers", "_modules"):
+            known, held = vars(made)[places], vars(module)[places]
+            known.update({leaf: copy.deepcopy(held[leaf], self._memo) for leaf in held if leaf not in known})
+        vars(made).update(
+            {key: copy.deepcopy(value, self._memo) for key, value in vars(module).items() if key not in vars(made)}
+        )
+        made.full_name = module.full_name
+        _take_mode_and_hooks(made, module)
+        return made
+
     def _copied(self, module: nn.Module) -> nn.Module:
+        own = [leaf for leaf, held in module._parameters.items() if held is not None and made_by_layer(held)]
+        if isinstance(module, Layer) and own:
+            raise ValueError(
+                f"{self._names.get(id(module)) or 'the model'} ({type(module).__name__}) makes {', '.join(own)} "
+                f"itself, and has no row in colossus.convert.table: derive it from a layer that has one, or hold its "
+                f"parameters in a plain module of torch"
+            )
         try:
             return copy.deepcopy(module, self._memo)
         except (TypeError, pickle.PicklingError) as error:
@@ -161,6 +231,20 @@ class _Copy:
                 f"{name} ({type(module).__name__}) cannot be copied ({error}): give the class a __deepcopy__ or a "
                 f"__getstate__ that leaves out what is no part of the model"
             ) from error
+
+
+def _is_as_written(module: nn.Module, *kinds: type[Layer]) -> bool:
+    """Whether it is of one of these classes, and nobody has replaced what it computes or put something inside."""
+    replaced = "forward" in vars(module) and not is_checkpointed(module)
+    known = {"weight", "bias", *getattr(module, "outputs", ())}
+    held = {*module._modules, *module._buffers, *module._parameters}
+    return type(module) in kinds and not replaced and held <= known
+
+
+def _take_mode_and_hooks(made: nn.Module, module: nn.Module) -> None:
+    made.training = module.training
+    for hooks, others in zip(_hooks_of(made), _hooks_of(module), strict=True):
+        hooks.update(others)
 
 
 def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:

@@ -1,1 +1,0 @@
-"""Models without colossus: plain ``torch.nn`` modules, and folders that need nothing but torch."""
