@@ -39,14 +39,6 @@ class DecoderOptions(TransformerOptions):
     label_smoothing: Probability = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0
 
-    @property
-    def num_tokens(self) -> int:
-        return self.seq_len
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_layers + 2
-
     def sequence_mode(self, parallel: Any) -> str:
         """Of ring and Ulysses the one that sends fewer bytes for this attention."""
         ways = self._head_ways(parallel)
@@ -177,10 +169,6 @@ class ViTOptions(TransformerOptions):
     def num_tokens(self) -> int:
         """Patches, and the class token."""
         return self.num_patches + (self.pool == "token")
-
-    @property
-    def num_blocks(self) -> int:
-        return self.num_layers + 2
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

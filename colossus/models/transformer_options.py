@@ -86,19 +86,14 @@ class TransformerOptions(BaseModel):
         return {key: item for key, item in value.items() if not (key in derived and item is None)}
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of a sequence in the blocks."""
-        raise NotImplementedError
-
-    @property
     def is_rotary(self) -> bool:
         """Whether positions are rotated in attention."""
         return False
 
     @property
     def num_blocks(self) -> int:
-        """Into how many stages a pipeline can cut the model at most."""
-        return self.num_layers
+        """Into how many stages a pipeline can cut the model at most: its layers and its two ends."""
+        return self.num_layers + 2
 
     def check(self, parallel: Any) -> list[str]:
         """What is wrong with these sizes in any run, and under the ``parallel`` section; one line per problem."""

@@ -87,13 +87,10 @@ class ViT(Transformer[ViTOptions]):
         return self._split_tokens(x)
 
     def _check(self, images: Tensor) -> None:
-        shape = self.options.image_shape
-        if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1:] != shape:
-            found = f"of shape {tuple(images.shape)}" if isinstance(images, Tensor) else f"a {type(images).__name__}"
-            raise located_error(
-                f"ViT: its input is {found}, but model.in_channels and model.image_size say images "
-                f"[batch, {', '.join(map(str, shape))}]"
-            )
+        if not isinstance(images, Tensor):
+            raise located_error(f"ViT: its input is a {type(images).__name__}; it takes a tensor of images")
+        for problem in self.options.check_sample(tuple(images.shape[1:]), None):
+            raise located_error(f"ViT: an image of its input, {list(images.shape)}, {problem}")
         if not images.is_floating_point():
             raise located_error(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
 

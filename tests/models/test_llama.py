@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.modes import BATCH, MODES, Mode, own
 from helpers.twins import PlainGPT
-from torch import Tensor
 
 import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.config import load_config
-from colossus.context.parallel_context import ParallelContext
-from colossus.engine.gradients.axes import gradient_sum_axes
-from colossus.layers.model_parallel import model_parallel_of
+from colossus.context.parallel_context import one_rank
 from colossus.models.gpt import GPT
 
 LLAMA: dict[str, Any] = dict(
@@ -34,66 +30,40 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama 3.1": dict(norm_eps=0.3, num_kv_heads=2, rotary_base=500000.0, rotary_scaling=SCALING),
     "layer norm": dict(norm="layernorm", norm_eps=0.3, rotary_base=30.0, rotary_scaling=LINEAR),
 }
-IDS = torch.randint(0, 30, (BATCH, 24), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(0, 30, (4, 24), generator=torch.Generator().manual_seed(1))
 
 
-def differences(context: ParallelContext) -> list[str]:
-    found = []
-    for kind, options in KINDS.items():
-        ours: Any = colossus.build(lambda o=options: GPT(**{**LLAMA, **o}), context, dtype=torch.float64)
-        plain = PlainGPT(**{**LLAMA, **options}).double()
-        plain.load_state_dict(full_state_dict(ours, context))
-        loss, _ = ours.loss(ours(own(context, IDS)), {"labels": own(context, IDS.roll(1, 1))})
-        want, _ = plain.loss_sum(IDS, IDS.roll(1, 1))
-        loss.backward()
-        want.backward()
-        total = loss.detach().clone()
-        axes = model_parallel_of(context).regions.whole.batch
-        if axes:
-            torch.distributed.all_reduce(total, group=context.group(axes).process_group)
-        for parameter in ours.parameters():
-            axes = gradient_sum_axes(parameter, context)
-            if axes:
-                torch.distributed.all_reduce(parameter.grad, group=context.group(axes).process_group)
-        grads = full_state_dict(ours, context, gradients=True)
-        pairs: dict[str, tuple[Tensor, Any]] = {"loss": (total, want.detach())}
-        pairs |= {name: (grads[name], p.grad) for name, p in plain.named_parameters()}
-        for name, (mine, reference) in pairs.items():
-            error = (mine - reference).abs().max().item() / max(1.0, reference.abs().max().item())
-            if error > 1e-10:
-                found.append(f"{kind}, {name}: {error:.1e}")
-    return found
-
-
-@pytest.mark.rest("Mode(name='1d', shape=(1,), data=1, sequence_sharded=False)")
-@pytest.mark.parametrize("mode", [Mode("1d", (1,)), Mode("1d", (2,), sequence_sharded=True), MODES["2d"]], ids=str)
-def test_llama_is_expressible(mode: Mode) -> None:
-    for found in mode.run(differences):
-        assert not found, "\n".join(found)
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_is_expressible(kind: str) -> None:
+    """Under plans `test_plans.py` compares it with itself."""
+    context, options = one_rank(), {**LLAMA, **KINDS[kind]}
+    ours: Any = colossus.build(lambda: GPT(**options), context, dtype=torch.float64)
+    plain = PlainGPT(**options).double()
+    plain.load_state_dict(full_state_dict(ours, context))
+    loss, _ = ours.loss(ours(IDS), {"labels": IDS.roll(1, 1)})
+    want, _ = plain.loss_sum(IDS, IDS.roll(1, 1))
+    loss.backward()
+    want.backward()
+    grads = full_state_dict(ours, context, gradients=True)
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_the_options_have_an_effect() -> None:
     """The comparison above could not fail if they had none."""
-
-    def body(context: ParallelContext) -> list[float]:
-        losses = []
-        for options in ({}, {"rotary_base": 500000.0}, {"rotary_scaling": SCALING}, {"norm_eps": 1e-2}):
-            net: Any = colossus.build(lambda o=options: GPT(**{**LLAMA, **o}), context, dtype=torch.float64)
-            losses.append(net.loss(net(IDS), {"labels": IDS.roll(1, 1)})[0].item())
-        return losses
-
-    (losses,) = Mode("1d", (1,)).run(body)
+    losses = []
+    for options in ({}, {"rotary_base": 500000.0}, {"rotary_scaling": SCALING}, {"norm_eps": 1e-2}):
+        net: Any = colossus.build(lambda o=options: GPT(**{**LLAMA, **o}), one_rank(), dtype=torch.float64)
+        losses.append(net.loss(net(IDS), {"labels": IDS.roll(1, 1)})[0].item())
     assert len({round(loss, 9) for loss in losses}) == 4
 
 
 def test_attention_alone_takes_them() -> None:
-    def body(context: ParallelContext) -> list[float]:
-        attention: Any = colossus.build(
-            lambda: layers.Attention(32, 4, rotary=True, rotary_base=500000.0, rotary_scaling=SCALING), context
-        )
-        return [attention.rotary.base, attention.rotary.scaling.factor, attention(torch.zeros(2, 6, 32)).sum().item()]
-
-    assert Mode("1d", (1,)).run(body)[0][:2] == [500000.0, 8.0]
+    attention = layers.Attention(32, 4, rotary=True, rotary_base=500000.0, rotary_scaling=SCALING)
+    assert attention.rotary is not None
+    assert attention.rotary.scaling is not None
+    assert (attention.rotary.base, attention.rotary.scaling.factor) == (500000.0, 8.0)
 
 
 REFUSED = [

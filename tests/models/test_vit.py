@@ -176,9 +176,9 @@ def test_a_padded_plan_is_none_that_is_refused() -> None:
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        (torch.zeros(2, 3, 6, 8), r"of shape \(2, 3, 6, 8\), but .* say images \[batch, 3, 8, 6\]"),
-        (torch.zeros(2, 3, 4, 6), r"of shape \(2, 3, 4, 6\)"),
-        (torch.zeros(3, 8, 6), r"of shape \(3, 8, 6\)"),
+        (torch.zeros(2, 3, 6, 8), r"\[2, 3, 6, 8\], has shape \[3, 6, 8\], but .* say \[3, 8, 6\]"),
+        (torch.zeros(2, 3, 4, 6), r"has shape \[3, 4, 6\]"),
+        (torch.zeros(3, 8, 6), r"has shape \[8, 6\], but"),
         (torch.zeros(2, 3, 8, 6, dtype=torch.uint8), "images of torch.uint8; make them of floating point"),
         ({"images": torch.zeros(2, 3, 8, 6)}, "its input is a dict"),
     ],
