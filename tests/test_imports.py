@@ -277,7 +277,6 @@ def test_light_modules_load_no_torch() -> None:
         "colossus.schedule.check",
         "colossus.schedule.build",
         *builtin,
-        "colossus.schedule.partition.balance",
         "colossus.schedule.partition.bounds",
         "colossus.schedule.draw.timeline",
         "colossus.schedule.draw.picture",

@@ -83,12 +83,8 @@ def _mode(value: Any) -> Any:
     return value.lower() if isinstance(value, str) and value.lower() in ("1d", "2d", "2.5d", "3d") else value
 
 
-#: what ``parallel.pipeline.split`` may say the stages are equal in
-PIPELINE_SPLITS = ("parameters", "time", "memory")
-
-
 def _split(value: Any) -> Any:
-    if isinstance(value, str) and value in PIPELINE_SPLITS:
+    if value == "parameters":
         return value
     if isinstance(value, list | tuple) and value:
         if all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
@@ -96,8 +92,8 @@ def _split(value: Any) -> Any:
         if all(isinstance(item, str) and item for item in value):
             return tuple(value)
     raise ValueError(
-        f"must be {', '.join(map(repr, PIPELINE_SPLITS))}, the number of blocks of each stage, [3, 3], or the names of "
-        f"the blocks with which stages begin, ['blocks.3'], got {value!r}"
+        f"must be 'parameters', the number of blocks of each stage, [3, 3], or the names of the blocks with which "
+        f"stages begin, ['blocks.3'], got {value!r}"
     )
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossus.comm import log, shared_memory
@@ -28,7 +27,7 @@ from colossus.engine.forward_rng import seed_outside
 from colossus.engine.gradient_watch import GradientWatch
 from colossus.engine.gradients.gradient_norm import GradientNorm
 from colossus.engine.gradients.group_norms import GroupNorms
-from colossus.engine.inputs import Inputs, model_input
+from colossus.engine.inputs import Inputs
 from colossus.engine.loss_function import LossFunction, require_no_parameters
 from colossus.engine.loss_scale import LossScaler
 from colossus.engine.optimizer_step import OptimizerStep
@@ -47,8 +46,6 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.patch import PatchEmbedding
 from colossus.layout.parameter import full_model_order, num_parameters
 from colossus.registry import MODELS, STRATEGIES
-from colossus.schedule.partition.bounds import BlockCost
-from colossus.schedule.partition.measure import measure_blocks
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.tensor_parallel.dtypes import set_gradient_dtype
 
@@ -151,7 +148,6 @@ def _assemble(
             data_log.warning("checkpoints of this run will hold no tokenizer: %s", loaders.tokenizer_missing)
     inputs = Inputs(context, context.precision.data, pad=config.parallel.sequence.pad)
     pipeline = PipelineRuntime(config, context)
-    costs = _measure(config, context, factory, inputs, loaders, dtype) if pipeline.needs_costs else None
     existing: dict[str, str] = {}
     peek = None if loaders is None else lambda: [loaders.train.peek()]
     strategy = STRATEGIES.build(config.parallel.data_strategy)
@@ -167,7 +163,7 @@ def _assemble(
         require_optimizer_of_tables(config.optimizer, with_tables, is_given=optimizer is not None)
         strategy.check_tables(tables)
         strategy.choose_ways(tables, Samples(config, plain_factory, peek, loss_fn), context)
-        pipeline.split(whole, costs)
+        pipeline.split(whole)
         strategy.prepare(whole, context)
 
     module = build(factory, context, dtype=dtype, wide_dtype=context.precision.data, prepare=prepare)
@@ -264,27 +260,6 @@ def _meets_after(config: Config, has_validation: bool, completed: int) -> bool:
     train, every = config.train, config.checkpoint.every
     evaluates = has_validation and bool(train.eval_every) and completed % train.eval_every == 0
     return evaluates or bool(every and completed % every == 0) or completed == train.steps
-
-
-def _measure(
-    config: Config,
-    context: ParallelContext,
-    factory: Callable[[], nn.Module],
-    inputs: Inputs,
-    loaders: Loaders | None,
-    dtype: torch.dtype,
-) -> list[BlockCost]:
-    """What each block of the model costs for one microbatch of the training data."""
-    if loaders is None:
-        raise ValueError(
-            f"parallel.pipeline.split = {config.parallel.pipeline.split!r} measures the blocks of the model on a "
-            f"batch, but there is no data: give the config `data`, or take split='parameters'"
-        )
-    batch = inputs.split(loaders.train.peek(), config.schedule.microbatches)
-    first = batch.microbatches[0]
-    sample = inputs.mark_tokens(model_input(inputs.local(first)), first)
-    with context:
-        return measure_blocks(factory, context, sample, batch.info, dtype=dtype, wide_dtype=context.precision.data)
 
 
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:

@@ -13,9 +13,8 @@ from colossus.context.parallel_context import ParallelContext
 from colossus.engine.gradients.tied import tied_parameters
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layers.pipeline_block import NamedBlock, is_chain, pipeline_blocks
-from colossus.schedule.actions import Action, Actions, in_flight_of_stages, placement
+from colossus.schedule.actions import Action, placement
 from colossus.schedule.build import make_schedule
-from colossus.schedule.partition.bounds import BlockCost
 from colossus.schedule.partition.partition import Partition, keep_stages_of, make_partition
 from colossus.schedule.runtime.executor import Executor, Stages, forward_only
 from colossus.schedule.runtime.observer import StepObserver
@@ -35,11 +34,11 @@ class PipelineRuntime:
     def __init__(self, config: Config, context: ParallelContext) -> None:
         schedule = config.schedule
         size = context.size("pipeline")
-        self._context, self._stated_split = context, config.parallel.pipeline.split
-        self._schedule: Actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
-        self.rank_of: Mapping[int, int] = placement(self._schedule)
+        self._context, self._split = context, config.parallel.pipeline.split
+        actions = make_schedule(schedule.type, size, schedule.microbatches, **schedule.options)
+        self.rank_of: Mapping[int, int] = placement(actions)
         self.rank = context.index("pipeline")
-        self.actions: Sequence[Action] = self._schedule[self.rank]
+        self.actions: Sequence[Action] = actions[self.rank]
         self.partition: Partition | None = None
         self._forward_actions: dict[int, list[Action]] = {}
         self._links: Links | None = None
@@ -54,28 +53,15 @@ class PipelineRuntime:
         """Whether backwards are split into those of inputs and those of weights."""
         return any(action.kind == "backward_weight" for action in self.actions)
 
-    @property
-    def needs_costs(self) -> bool:
-        """Whether the blocks of the model must be measured before it is split."""
-        return self.last_stage > 0 and self._stated_split in ("time", "memory")
-
-    def split(self, model: nn.Module, costs: Sequence[BlockCost] | None = None) -> None:
+    def split(self, model: nn.Module) -> None:
         """Delete the stages of other ranks from a model on the meta device.
-
-        Args:
-            costs: of the model's blocks. Where they are needed and not given, the model is split by parameters: a dry
-                run has none.
 
         Raises:
             ValueError: see `make_partition`.
         """
-        if not self.last_stage:
-            return
-        split = "parameters" if costs is None and self.needs_costs else self._stated_split
-        in_flight = in_flight_of_stages(self._schedule)
-        partition = make_partition(model, self.rank_of, split, costs=costs, in_flight=in_flight)
-        keep_stages_of(model, partition, self.rank)
-        self.partition = partition
+        if self.last_stage:
+            self.partition = make_partition(model, self.rank_of, self._split)
+            keep_stages_of(model, self.partition, self.rank)
 
     def stage_forwards(self, model: nn.Module) -> dict[int, Callable[[Any], Any]]:
         """Stage -> what runs it, for the stages of this rank."""

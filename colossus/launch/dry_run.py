@@ -47,19 +47,9 @@ def describe(config: Config, model: ModelInfo | None, origin: Origin | None, loc
             rows["weights"] = describe_weights(weights)
     lines = [f"{key:<11} {value}" for key, value in rows.items()]
     number = list(rows).index("parameters") + 1
-    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(_stages(config, model))]
+    cut = [line.removeprefix("stage ") for line in (model.stages if model is not None else ())]
+    stages = [f"{'stages' if not number else '':<11} {line}" for number, line in enumerate(cut)]
     return "\n".join(["nothing was started (--dry-run)", *lines[:number], *stages, *lines[number:]])
-
-
-def _stages(config: Config, model: ModelInfo | None) -> list[str]:
-    """How the pipeline is cut, a line for each stage."""
-    if model is None or not model.stages:
-        return []
-    lines = [line.removeprefix("stage ") for line in model.stages]
-    split = config.parallel.pipeline.split
-    if split in ("time", "memory"):
-        lines.append(f"(by parameters; the run measures the blocks and splits by {split})")
-    return lines
 
 
 def _parameters(model: ModelInfo | None) -> str:

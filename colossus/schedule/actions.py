@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 Kind = Literal[
     "forward",
@@ -21,7 +21,6 @@ Kind = Literal[
     "reduce",
     "step",
 ]
-KINDS: tuple[str, ...] = get_args(Kind)
 #: kinds that compute
 COMPUTE = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 #: kinds that make the gradient of a stage's input (dgrad)
@@ -96,11 +95,10 @@ Actions = list[list[Action]]
 
 
 def needs(action: Action, last_stage: int) -> Iterator[Action]:
-    """The actions, of any rank, that must be done before a compute action or a send: the one answer to that question.
+    """The compute actions, of any rank, that must be done before a compute action or a send.
 
-    The gradient of a stage's input is named as ``backward``, though the list may split it; see `made_by`. A need on
-    another rank is met by its transfer (see `receive_of`). Receives need nothing of their own rank; ``reduce`` and
-    ``step`` come after everything on their stage and their rank.
+    This is the one answer to that question. The gradient of a stage's input is named as ``backward``, though the list
+    may split it; see `made_by`. Other actions need nothing: a need on another rank is met by its transfer.
     """
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == "forward":
@@ -121,25 +119,14 @@ def made_by(action: Action) -> Action:
     return Action("backward", action.stage, action.microbatch) if action.kind == "backward_input" else action
 
 
-def receive_of(need: Action, action: Action) -> Action:
-    """The receive that brings what ``need`` made on another rank to the rank of the compute action that needs it."""
-    kind: Kind = "receive_activation" if need.kind == "forward" else "receive_gradient"
-    return Action(kind, action.stage, action.microbatch, need.stage)
-
-
 def placement(actions: Actions) -> dict[int, int]:
-    """Stage -> the rank that computes it; the lowest one where several do, which `check` refuses."""
+    """Stage -> the rank that computes it; the lowest one where several do, which the checker refuses."""
     found: dict[int, int] = {}
     for rank, own in enumerate(actions):
         for action in own:
             if action.kind in COMPUTE:
                 found.setdefault(action.stage, rank)
     return found
-
-
-def has_transfers(actions: Actions) -> bool:
-    """Whether the lists hold sends and receives, rather than compute actions only."""
-    return any(action.kind in TRANSFERS for own in actions for action in own)
 
 
 def in_flight(own: Sequence[Action]) -> list[int]:
@@ -153,12 +140,3 @@ def in_flight(own: Sequence[Action]) -> list[int]:
         held += (action.kind == "forward") - (action.kind in LAST_USE)
         out.append(held)
     return out
-
-
-def in_flight_of_stages(actions: Actions) -> list[int]:
-    """For each stage the most microbatches that it holds at a time."""
-    peaks: dict[int, int] = {}
-    for own in actions:
-        for stage in {action.stage for action in own if action.kind in COMPUTE}:
-            peaks[stage] = max(in_flight([action for action in own if action.stage == stage]))
-    return [peaks[stage] for stage in sorted(peaks)]

@@ -1,4 +1,6 @@
-"""A schedule by its name: its lists of actions, completed and checked. No torch.
+"""A schedule by its name: its compute actions, checked, and all that follows from them put in. No torch.
+
+Schedules say what is computed, in which order; transfers, reductions and the step are derived here, and nowhere else.
 
 Sends that block are safe when all ranks agree on one order of everything that happens, a transfer being one event for
 its two ranks: whichever event is the next in that order, both its ranks have come to it. Playing the compute actions
@@ -12,18 +14,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from colossus.registry import SCHEDULES
-from colossus.schedule.actions import (
-    LAST_USE,
-    Action,
-    Actions,
-    has_transfers,
-    made_by,
-    needs,
-    placement,
-    receive_of,
-)
-from colossus.schedule.check import check, check_order, explain_deadlock
-from colossus.schedule.simulate import Deadlock, play
+from colossus.schedule.actions import LAST_USE, Action, Actions, Kind, made_by, needs, placement
+from colossus.schedule.check import check
+from colossus.schedule.simulate import play
 
 #: (stages, microbatches, **options of the schedule) -> the most activations that each rank may hold
 Bound = Callable[..., list[int]]
@@ -37,8 +30,7 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
     """The lists of actions of every rank.
 
     Args:
-        kind: a registered name, or a function (stages, microbatches, **options) -> lists, of compute actions only or
-            full ones.
+        kind: a registered name, or a function (stages, microbatches, **options) -> for each rank its compute actions.
         stages: number of ranks of the pipeline.
         options: further arguments of the schedule, such as ``chunks``.
 
@@ -64,11 +56,13 @@ def make_schedule(kind: str | Callable[..., Actions], stages: int, microbatches:
     if problem:
         raise ValueError(f"schedule {name} {problem}")
     bound: Bound | None = getattr(schedule, "in_flight", None)
+    compute = [list(own) for own in lists]
     try:
-        actions = complete([list(own) for own in lists])
-        check(actions, microbatches, bound(stages, microbatches, **options) if bound else None)
+        check(compute, microbatches, bound(stages, microbatches, **options) if bound else None)
     except ValueError as error:
         raise ValueError(f"schedule {name} (stages={stages}, microbatches={microbatches}): {error}") from None
+    actions = complete(compute)
+    play(actions, lambda action: 0.0, blocking=True)  # a Deadlock here would be a mistake of ours
     return actions
 
 
@@ -97,38 +91,33 @@ def bounded(bound: Bound) -> Callable[[ScheduleFunction], ScheduleFunction]:
 
 
 def complete(actions: Actions) -> Actions:
-    """The lists with what they lack: transfers if there are none at all, reductions, the step.
+    """Lists of compute actions that `check` has passed, with transfers, reductions and the step.
 
-    Args:
-        actions: for each rank its compute actions in order, or full lists, which stay as they are.
-
-    Raises:
-        ValueError: naming the first action that comes before what it needs, or waits for ever for another rank.
+    A stage's gradients are reduced as soon as they are complete, to overlap with what follows.
     """
-    out = [_with_reductions(own) for own in actions]
-    if not has_transfers(actions):
-        microbatches = 1 + max((action.microbatch for own in actions for action in own), default=0)
-        check_order(actions, microbatches, is_full=False)
-        try:
-            out = _with_transfers(out)
-        except Deadlock as deadlock:
-            # indices are those of the lists as they were given: without the reductions put in
-            waiting_at = {rank: actions[rank].index(out[rank][index]) for rank, index in deadlock.waiting_at.items()}
-            raise ValueError(explain_deadlock(actions, waiting_at)) from None
-    step = Action("step")
-    return [own if step in own else [*own, step] for own in out]
-
-
-def _with_reductions(own: list[Action]) -> list[Action]:
-    """With a reduction of each stage's gradients as soon as they are complete, to overlap with what follows."""
-    present = {action.stage for action in own if action.kind == "reduce"}
-    last = {action.stage: index for index, action in enumerate(own) if action.kind in LAST_USE}
-    out = []
-    for index, action in enumerate(own):
-        out.append(action)
-        if last.get(action.stage) == index and action.stage not in present:
-            out.append(Action("reduce", action.stage))
-    return out
+    rank_of = placement(actions)
+    spans = play(actions, lambda action: _TIMES[action.kind])
+    made_at = {made_by(span.action): span.end for own in spans for span in own}
+    events: list[list[tuple[_Event, Action]]] = [[] for _ in actions]
+    for rank, own in enumerate(spans):
+        last_of_stage = {span.action.stage: index for index, span in enumerate(own) if span.action.kind in LAST_USE}
+        for index, span in enumerate(own):
+            action = span.action
+            # sorting is stable, and the boundary of a local action is its place in the list
+            events[rank].append((_Event(span.start, True, False, index, False, 0), action))
+            if last_of_stage.get(action.stage) == index:
+                events[rank].append((_Event(span.end, True, False, index, False, 0), Action("reduce", action.stage)))
+            for need in needs(action, max(rank_of)):
+                if rank_of[need.stage] == rank:
+                    continue
+                kind: Kind = "receive_activation" if need.kind == "forward" else "receive_gradient"
+                receive = Action(kind, action.stage, action.microbatch, need.stage)
+                boundary = min(receive.stage, need.stage)
+                is_gradient = kind == "receive_gradient"
+                event = _Event(made_at[need], False, boundary % 2 == 1, boundary, is_gradient, need.microbatch)
+                events[rank].append((event, receive))
+                events[rank_of[need.stage]].append((event, receive.mirror()))
+    return [[*(action for _, action in sorted(own, key=lambda pair: pair[0])), Action("step")] for own in events]
 
 
 class _Event(NamedTuple):
@@ -141,24 +130,3 @@ class _Event(NamedTuple):
     boundary: int
     is_gradient: bool
     microbatch: int
-
-
-def _with_transfers(actions: Actions) -> Actions:
-    rank_of = placement(actions)
-    spans = play(actions, lambda action: _TIMES.get(action.kind, 0.0))
-    made_at = {made_by(span.action): span.end for own in spans for span in own}
-    events: list[list[tuple[_Event, Action]]] = [[] for _ in actions]
-    for rank, own in enumerate(spans):
-        for index, span in enumerate(own):
-            # sorting is stable, and the boundary of a local action is its place in the list
-            events[rank].append((_Event(span.start, True, False, index, False, 0), span.action))
-            for need in needs(span.action, max(rank_of)):
-                if rank_of[need.stage] == rank:
-                    continue
-                receive = receive_of(need, span.action)
-                boundary = min(receive.stage, need.stage)
-                is_gradient = receive.kind == "receive_gradient"
-                event = _Event(made_at[need], False, boundary % 2 == 1, boundary, is_gradient, need.microbatch)
-                events[rank].append((event, receive))
-                events[rank_of[need.stage]].append((event, receive.mirror()))
-    return [[action for _, action in sorted(own, key=lambda pair: pair[0])] for own in events]

@@ -18,7 +18,6 @@ from colossus.schedule.actions import (
     TRANSFERS,
     Action,
     Actions,
-    has_transfers,
     in_flight,
     made_by,
     needs,
@@ -67,21 +66,19 @@ class Times:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     transfer: float = 0.0
-    reduce: float = 0.0
-    step: float = 0.0
     stages: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        named = {name: getattr(self, name) for name in (*sorted(COMPUTE), "transfer", "reduce", "step")}
+        named = {name: getattr(self, name) for name in (*sorted(COMPUTE), "transfer")}
         for name, value in [*named.items(), *(("stages", factor) for factor in self.stages or ())]:
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name}: a time is a finite number of at least 0, got {value!r}")
 
     def of(self, action: Action) -> float:
         """The time for which the action holds its rank."""
-        if action.kind in COMPUTE:
-            return float(getattr(self, action.kind) * (self.stages[action.stage] if self.stages is not None else 1.0))
-        return float(getattr(self, action.kind, 0.0))  # of a transfer only the wire takes time
+        if action.kind not in COMPUTE:
+            return 0.0  # of a transfer only the wire takes time
+        return float(getattr(self, action.kind) * (self.stages[action.stage] if self.stages is not None else 1.0))
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ class Simulation:
 
 
 def simulate(actions: Actions, times: Times | None = None, *, blocking: bool = False) -> Simulation:
-    """Play full lists that have passed the checker.
+    """Play the lists of `make_schedule`.
 
     Args:
         blocking: a send and its receive hold both their ranks; by default transfers overlap with computing.
@@ -166,7 +163,7 @@ class _Player:
         self.actions, self.duration, self.transfer, self.blocking = actions, duration, transfer, blocking
         self.rank_of = placement(actions)
         self.last_stage = max(self.rank_of, default=0)
-        self.has_transfers = has_transfers(actions)
+        self.has_transfers = any(action.kind in TRANSFERS for own in actions for action in own)
         self.spans: list[list[Span]] = [[] for _ in actions]
         self.now = [0.0] * len(actions)
         #: (what made it, rank) -> when it was on that rank

@@ -603,7 +603,7 @@ def test_a_stage_needs_a_block() -> None:
     ("given", "split"),
     [
         (4, "parameters"),
-        (dict(size=4, split="time"), "time"),
+        (dict(size=4, split="parameters"), "parameters"),
         (dict(size=2, split=[4, 2]), (4, 2)),
         (dict(size=2, split=("blocks.1",)), ("blocks.1",)),
     ],
@@ -613,16 +613,16 @@ def test_pipeline_section(given: Any, split: Any) -> None:
     assert (pipeline.size, pipeline.split) == (given if isinstance(given, int) else given["size"], split)
 
 
-@pytest.mark.parametrize("split", ["equal", [], [0, 3], [1, "blocks.1"], [True, 2], 3])
+@pytest.mark.parametrize("split", ["equal", "time", [], [0, 3], [1, "blocks.1"], [True, 2], 3])
 def test_wrong_split(split: Any) -> None:
     (found,) = problems(dict(parallel=dict(pipeline=dict(size=2, split=split))))
-    assert found.startswith("parallel.pipeline.split: must be 'parameters', 'time', 'memory', the number of blocks of")
+    assert found.startswith("parallel.pipeline.split: must be 'parameters', the number of blocks of each stage")
     assert found.endswith(f"got {split!r}")
 
 
 def test_overrides_of_the_pipeline() -> None:
-    file = dict(parallel=dict(pipeline=dict(size=2, split="memory")))
-    assert load_config(file, ["parallel.pipeline=3"]).parallel.pipeline.split == "memory"
+    file = dict(parallel=dict(pipeline=dict(size=2, split=[1, 5])))
+    assert load_config(file, ["parallel.pipeline=3"]).parallel.pipeline.split == (1, 5)
     changed = load_config(dict(parallel=dict(pipeline=2)), ["parallel.pipeline.split=[3,2,1]", "parallel.pipeline=3"])
     assert (changed.parallel.pipeline.size, changed.parallel.pipeline.split) == (3, (3, 2, 1))
 

@@ -78,10 +78,8 @@ def test_layers_know_the_length_for_one_step_and_no_longer() -> None:
     assert run_ranks(2, _lengths_seen, PADDED, with_context=False) == [[5, None, 6, None, 3, None]] * 2
 
 
-def _measured(rank: int) -> list[tuple[int, int]]:
-    """A pipeline whose split is measured on sequences that are padded beyond the last position."""
-    parallel = dict(pipeline=dict(size=2, split="memory"), **PADDED)
-    settings = config_of(parallel, 1, "fp64", model=SIZES, data=dict(type="PythonStdlib"))
+def _lengths_on_stages(rank: int) -> list[tuple[int, int]]:
+    settings = config_of(dict(pipeline=2, **PADDED), 1, "fp64", model=SIZES)
     engine = colossus.initialize(settings)
     lengths = []
 
@@ -95,6 +93,6 @@ def _measured(rank: int) -> list[tuple[int, int]]:
     return lengths
 
 
-def test_every_stage_and_the_measuring_of_blocks_know_the_length() -> None:
-    ranks = run_ranks(4, _measured, with_context=False)
+def test_every_stage_knows_the_length() -> None:
+    ranks = run_ranks(4, _lengths_on_stages, with_context=False)
     assert sorted({seen for rank in ranks for seen in rank}) == [(0, 6), (1, 6)]

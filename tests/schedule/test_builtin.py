@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -11,8 +9,7 @@ from helpers.drawn import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from colossus.registry import SCHEDULES
-from colossus.schedule.actions import COMPUTE, SENDS, TRANSFERS, Action, Actions, placement
+from colossus.schedule.actions import COMPUTE, TRANSFERS, Action, Actions, placement
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import Simulation, Times, simulate
 
@@ -48,10 +45,6 @@ def ends(simulation: Simulation) -> dict[tuple[str, int, int], tuple[float, floa
                     assert (kind, action.stage, action.microbatch) not in out
                     out[kind, action.stage, action.microbatch] = span.start, span.end
     return out
-
-
-def test_the_built_ins_are_registered() -> None:
-    assert set(NAMES) <= set(SCHEDULES.names())
 
 
 @given(name=st.sampled_from(NAMES), chunks=st.integers(1, 4), **SIZES)
@@ -122,7 +115,7 @@ def test_activations_in_flight(stages: int, microbatches: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_has_one_stage_and_full_backwards(name: str) -> None:
     """What the engine runs without a pipeline."""
-    (own,) = SCHEDULES.get(name)(1, 3)
+    (own,) = make(name, 1, 3, 1)
     turns = [("forward", 0), ("backward", 0), ("forward", 1), ("backward", 1), ("forward", 2), ("backward", 2)]
     if name == "gpipe":
         turns.sort(key=lambda turn: turn[0] != "forward")
@@ -140,40 +133,6 @@ def test_gradients_are_reduced_as_soon_as_they_are_complete() -> None:
     assert Action("send_gradient", 2, 3, 1) in between  # the other rank waits for it
     assert all(action.kind in TRANSFERS for action in between)
     assert own[-2:] == [Action("reduce", 0), Action("step")]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_threads_with_blocking_sends_come_to_an_end(name: str) -> None:
-    """A send and its receive meet at a barrier, and values come in the order in which they are awaited."""
-    actions = make(name, 4, 6)
-    rank_of = placement(actions)
-    meeting: dict[tuple[int, int], threading.Barrier] = defaultdict(lambda: threading.Barrier(2, timeout=20))
-    for sender in range(4):
-        for receiver in range(4):
-            _ = meeting[sender, receiver]
-    letters: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    done: list[int] = []
-
-    def body(rank: int) -> None:
-        for action in actions[rank]:
-            if action.kind not in TRANSFERS:
-                continue
-            assert action.peer is not None
-            other = rank_of[action.peer]
-            if action.kind in SENDS:
-                letters[rank, other].append(action)
-                meeting[rank, other].wait()
-            else:
-                meeting[other, rank].wait()
-                assert letters[other, rank].pop(0) == action.mirror()
-        done.append(rank)
-
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert sorted(done) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

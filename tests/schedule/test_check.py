@@ -1,51 +1,56 @@
-"""The checker refuses what would be wrong, hang or hold too much, and names the first bad action."""
+"""The checker refuses what would be wrong, hang or hold too much, and names the first bad action; the rest is derived."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from helpers.drawn import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from colossus.registry import SCHEDULES
 from colossus.schedule.actions import COMPUTE, TRANSFERS, Action, Actions
-from colossus.schedule.build import make_schedule
+from colossus.schedule.build import bounded, complete, make_schedule
 from colossus.schedule.check import check
-from colossus.schedule.simulate import simulate
+from colossus.schedule.simulate import Deadlock, play, simulate
 
 MICROBATCHES = 3
-SCHEDULES = {name: make_schedule(name, 3, MICROBATCHES) for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")}
+LISTS: dict[str, Actions] = {
+    name: SCHEDULES.get(name)(3, MICROBATCHES) for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
+}
 PLACES = [
     (name, rank, index)
-    for name, actions in SCHEDULES.items()
+    for name, actions in LISTS.items()
     for rank, own in enumerate(actions)
     for index in range(len(own))
 ]
 
 
 def copy(name: str) -> Actions:
-    return [list(own) for own in SCHEDULES[name]]
+    return [list(own) for own in LISTS[name]]
 
 
-def located_error(actions: Actions, microbatches: int = MICROBATCHES, bound: list[int] | None = None) -> str:
+def refusal(actions: Actions, microbatches: int = MICROBATCHES, bound: list[int] | None = None) -> str:
     with pytest.raises(ValueError, match="rank") as caught:
         check(actions, microbatches, bound)
     return str(caught.value)
 
 
-def problem_of(actions: Actions) -> str | None:
-    try:
-        check(actions, MICROBATCHES)
-    except ValueError as error:
-        return str(error)
-    return None
+def compute(*letters: str) -> list[Action]:
+    kinds = {"F": "forward", "B": "backward"}
+    return [Action(kinds[word[0]], int(word[1]), int(word[2])) for word in letters]  # type: ignore[arg-type]
+
+
+# -- counting -------------------------------------------------------------------------------------------------
 
 
 def test_a_dropped_action_is_named() -> None:
     for name, rank, index in PLACES:
         actions = copy(name)
         dropped = actions[rank].pop(index)
-        message = located_error(actions)
-        assert message.startswith(f"rank {rank}, "), (name, dropped, message)
-        assert str(dropped) in message, (name, dropped, message)
+        assert refusal(actions) == f"rank {rank}: no {dropped}; add it", name
 
 
 def test_an_action_done_twice_is_named() -> None:
@@ -53,137 +58,189 @@ def test_an_action_done_twice_is_named() -> None:
         actions = copy(name)
         action = actions[rank][index]
         actions[rank].insert(index + 1, action)
-        message = located_error(actions)
-        assert message.startswith(f"rank {rank}, action {index + 1} ({action}) "), (name, message)
-        assert "comes after the step" in message or f"is done already by action {index}; drop one" in message
+        assert refusal(actions) == (
+            f"rank {rank}, action {index + 1} ({action}) is done already by action {index}; drop one of them"
+        ), name
+
+
+def test_an_action_on_another_rank_is_named() -> None:
+    for name in LISTS:
+        actions = copy(name)
+        moved = actions[1].pop(2)
+        actions[2].insert(0, moved)
+        assert f"({moved}): stage {moved.stage} is on rank 1; drop it" in refusal(actions)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([Action("forwards")], "(forwards(stage=0, microbatch=0)): a schedule gives compute actions only (backward, "),  # type: ignore[arg-type]
+        ([Action("send_activation", 0, 0, 1)], "sends, receives, reductions and the step are put in"),
+        ([Action("step")], "a schedule gives compute actions only"),
+        ([Action("forward", -1)], "a stage is a whole number from 0, got -1"),
+        ([Action("forward", 0, 3)], "there are 3 microbatches, from 0; drop it"),
+        ([Action("forward", 0, 0, 1)], "only sends and receives have a peer; leave it out"),
+        ([Action("forward", 1)], "no rank has stage 0 of 2: give it to one"),
+        ([], "no rank computes anything"),
+        ([Action("backward"), Action("backward_weight")], "is done already by action 0; drop one of them"),
+        ([Action("forward"), Action("backward_input")], "no backward of weights of microbatch 0 on stage 0; add it"),
+    ],
+)
+def test_odd_actions(own: list[Action], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check([own], MICROBATCHES if "3 microbatches" in message else 1)
+
+
+def test_a_rank_without_a_stage() -> None:
+    assert refusal([[Action("forward")], []], 1) == "rank 1 of 2 has no stage: give it one, or use fewer ranks"
+
+
+def test_activations_in_flight_above_the_bound() -> None:
+    assert refusal(LISTS["gpipe"], bound=[3, 2, 1]) == (
+        "rank 1, action 2 (forward of microbatch 2 on stage 1) makes 3 activations in flight, and the schedule "
+        "promises at most 2; put a backward before it"
+    )
+    assert "has 2 numbers for 3 ranks" in refusal(LISTS["gpipe"], bound=[3, 2])
+
+
+# -- playing --------------------------------------------------------------------------------------------------
 
 
 def test_swapped_actions_are_refused_or_still_right() -> None:
-    refused = 0
+    refused = []
     for name, rank, index in PLACES:
         actions = copy(name)
         own = actions[rank]
         if index + 1 == len(own):
             continue
         own[index], own[index + 1] = own[index + 1], own[index]
-        if problem := problem_of(actions):
-            refused += 1
-            assert "rank" in problem
-            assert "action" in problem
+        try:
+            check(actions, MICROBATCHES)
+        except ValueError as error:
+            refused.append(str(error))
             continue
         # then neither of the two needs the other, and the whole still comes to an end
-        assert simulate(actions, blocking=True).makespan > 0
-        pair = own[index : index + 2]
-        assert not any(action.kind == "step" for action in pair)
-        if pair[0].stage == pair[1].stage and pair[0].microbatch == pair[1].microbatch:
-            assert any(action.kind in TRANSFERS | {"reduce"} for action in pair), pair
-    assert refused > len(PLACES) // 3
+        assert simulate(complete(actions), blocking=True).makespan > 0
+        assert (own[index].stage, own[index].microbatch) != (own[index + 1].stage, own[index + 1].microbatch)
+    assert len(refused) > len(PLACES) // 5
+    assert all(re.search(r"swap them|move one of the two", error) for error in refused)
 
 
-def test_an_action_on_another_rank_is_named() -> None:
-    for name in SCHEDULES:
-        actions = copy(name)
-        moved = actions[1].pop(2)
-        actions[2].insert(0, moved)
-        assert f"({moved})" in located_error(actions)
+def test_what_a_rank_needs_of_itself() -> None:
+    halves = [Action("forward"), Action("backward_weight"), Action("backward_input")]
+    assert refusal([halves], 1) == (
+        "rank 0, action 1 (backward of weights of microbatch 0 on stage 0) needs the backward of inputs of microbatch "
+        "0 on stage 0 before it, which is action 2; swap them"
+    )
 
 
-def naive(actions: Actions) -> Actions:
-    """Receive right before it is needed, send as soon as it is there: what one writes first."""
-    out = []
-    for own in actions:
-        receives = {
-            (a.kind, a.stage, a.microbatch): a for a in own if a.kind in ("receive_activation", "receive_gradient")
+def test_compute_actions_that_wait_for_each_other() -> None:
+    waiting = [compute("F00", "B00", "F01", "B01"), compute("F11", "F10", "B10", "B11")]
+    assert refusal(waiting, 2) == (
+        "rank 0, action 1 (backward of microbatch 0 on stage 0) waits for ever for the backward of microbatch 0 on "
+        "stage 1: rank 1 has it as action 2, behind rank 1, action 0 (forward of microbatch 1 on stage 1); move one of "
+        "the two"
+    )
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+@settings(max_examples=examples(60))
+def test_any_order_that_can_be_played_gets_transfers_that_do_not_face_each_other(
+    data: st.DataObject, ranks: int, chunks: int, microbatches: int
+) -> None:
+    """Whole and split backwards, stages anywhere: what the check passes ends with sends that block."""
+    stages = ranks * chunks
+    rank_of = data.draw(st.permutations([stage % ranks for stage in range(stages)]))
+    lists: Actions = [[] for _ in range(ranks)]
+    for stage in range(stages):
+        for index in range(microbatches):
+            kinds = data.draw(st.sampled_from([("backward",), ("backward_input", "backward_weight")]))
+            lists[rank_of[stage]] += [Action(kind, stage, index) for kind in ("forward", *kinds)]  # type: ignore[arg-type]
+    # a random order that respects needs: all ranks draw their next action from those that can be done
+    remaining = [action for own in lists for action in own]
+    in_order: Actions = [[] for _ in range(ranks)]
+    while remaining:
+        can = [action for action in remaining if _comes_to_an_end(in_order, rank_of, action)]
+        chosen = data.draw(st.sampled_from(can))
+        remaining.remove(chosen)
+        in_order[rank_of[chosen.stage]].append(chosen)
+    check(in_order, microbatches)
+    full = complete(in_order)
+    assert [[action for action in own if action.kind in COMPUTE] for own in full] == in_order
+    play(full, lambda action: 1.0, blocking=True)
+    for rank, own in enumerate(full):
+        sent = {action.mirror() for other in full for action in other if action.kind in TRANSFERS}
+        assert {action for action in own if action.kind in TRANSFERS} <= sent
+        assert own[-1] == Action("step")
+        assert own.count(Action("step")) == 1
+        assert {action.stage for action in own if action.kind == "reduce"} == {
+            stage for stage, holder in enumerate(rank_of) if holder == rank
         }
-        sends = {(a.kind, a.stage, a.microbatch): a for a in own if a.kind in ("send_activation", "send_gradient")}
-        new = []
-        for action in own:
-            if action.kind in TRANSFERS:
-                continue
-            what = "activation" if action.kind == "forward" else "gradient"
-            if action.kind in COMPUTE:
-                new += [
-                    receives[key] for key in [(f"receive_{what}", action.stage, action.microbatch)] if key in receives
-                ]
-            new.append(action)
-            if action.kind in COMPUTE:
-                new += [sends[key] for key in [(f"send_{what}", action.stage, action.microbatch)] if key in sends]
-        out.append(new)
-    return out
 
 
-def test_two_sends_that_face_each_other() -> None:
-    actions = naive(make_schedule("1f1b", 2, 2))
-    assert located_error(actions, 2) == (
-        "rank 0, action 3 (send of the activation of microbatch 1 from stage 0 to stage 1) waits for ever for "
-        "rank 1, action 3 (send of the gradient of microbatch 0 from stage 1 to stage 0), which waits for rank 0. "
-        "A send ends when it is received: let one of them come after what the other waits for, or leave out all sends "
-        "and receives, and they are put in"
+def _comes_to_an_end(done: Actions, rank_of: list[int], action: Action) -> bool:
+    """Whether the action may follow what is done, by the definition of a pipeline."""
+    found = {(a.kind, a.stage, a.microbatch) for own in done for a in own}
+    stage, index = action.stage, action.microbatch
+
+    def has_input_gradient(of: int) -> bool:
+        return ("backward", of, index) in found or ("backward_input", of, index) in found
+
+    if action.kind == "forward":
+        return stage == 0 or ("forward", stage - 1, index) in found
+    if action.kind == "backward_weight":
+        return has_input_gradient(stage)
+    is_last = stage == len(rank_of) - 1
+    return ("forward", stage, index) in found and (is_last or has_input_gradient(stage + 1))
+
+
+def test_two_sends_that_face_each_other_would_wait_for_ever() -> None:
+    """The simulation sees what derived orders avoid: each rank receives right after its send."""
+    send, receive = Action("send_activation", 0, 1, 1), Action("send_gradient", 1, 0, 0)
+    full = make_schedule("1f1b", 2, 2)
+    for own, late in ((full[0], receive.mirror()), (full[1], send.mirror())):
+        own.remove(late)
+    full[0].insert(full[0].index(send) + 1, receive.mirror())
+    full[1].insert(full[1].index(receive) + 1, send.mirror())
+    with pytest.raises(Deadlock):
+        play(full, lambda action: 1.0, blocking=True)
+    assert simulate(full).makespan == 9  # with sends that do not wait it would pass unnoticed
+
+
+# -- schedules of a user's own --------------------------------------------------------------------------------
+
+
+def test_compute_actions_are_all_that_a_schedule_gives() -> None:
+    def mine(stages: int, microbatches: int) -> Any:
+        return [compute("F00", "F01", "B00", "B01"), tuple(compute("F10", "B10", "F11", "B11"))]
+
+    assert make_schedule(mine, 2, 2) == make_schedule("1f1b", 2, 2)
+
+    def full(stages: int, microbatches: int) -> Actions:
+        return make_schedule("1f1b", stages, microbatches)
+
+    with pytest.raises(ValueError, match=r"schedule full .*send of the activation .* are put in"):
+        make_schedule(full, 2, 2)
+
+
+def test_a_schedule_that_forgets_is_told_by_its_name() -> None:
+    def forgetful(stages: int, microbatches: int) -> Actions:
+        return [compute("F00", "F01", "B00", "B01"), compute("F10", "B10", "F11")]
+
+    with pytest.raises(ValueError, match="forgetful") as caught:
+        make_schedule(forgetful, 2, 2)
+    assert str(caught.value) == (
+        "schedule forgetful (stages=2, microbatches=2): rank 1: no backward of microbatch 1 on stage 1; add it"
     )
-    # with sends that do not wait it would pass unnoticed
-    assert simulate(actions).makespan == 9
 
 
-def test_the_naive_order_hangs_wherever_values_go_both_ways() -> None:
-    for ranks in range(2, 6):
-        for microbatches in range(2, 6):
-            assert "waits for ever" in located_error(naive(make_schedule("1f1b", ranks, microbatches)), microbatches)
+def test_a_bound_of_ones_own() -> None:
+    @bounded(lambda stages, microbatches: [1] * stages)
+    def greedy(stages: int, microbatches: int) -> Actions:
+        return SCHEDULES.get("gpipe")(stages, microbatches)
 
-
-def test_values_in_another_order_than_awaited() -> None:
-    actions = make_schedule("gpipe", 2, 2)
-    first, second = (actions[1].index(Action("receive_activation", 1, index, 0)) for index in range(2))
-    actions[1][first], actions[1][second] = actions[1][second], actions[1][first]
-    message = located_error(actions, 2)
-    assert "rank 1" in message
-    assert "action" in message
-
-
-def test_activations_in_flight_above_the_bound() -> None:
-    message = located_error(SCHEDULES["gpipe"], bound=[3, 2, 1])
-    assert message == (
-        "rank 1, action 7 (forward of microbatch 2 on stage 1) makes 3 activations in flight, and the schedule "
-        "promises at most 2; put a backward before it"
-    )
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [
-        (["forward"], "rank 0, action 0 (forward): no action; make it with Action(kind, stage, microbatch)"),
-        ([Action("forwards", 0, 0)], "no action; make it with Action"),  # type: ignore[arg-type]
-        ([Action("forward", 0, 7)], "there are 3 microbatches, from 0; drop it"),
-        ([Action("forward", -1, 0)], "a stage is a whole number from 0, got -1"),
-        ([Action("forward", 1, 0)], "no rank has stage 0 of 2: give it to one"),
-        ([Action("forward", 0, 0, peer=1)], "only sends and receives have a peer"),
-        ([Action("forward"), Action("send_activation", 0, 0, peer=2)], "the stage at the other end is 1: peer=1"),
-        ([Action("forward"), Action("send_activation", 0, 0, peer=1)], "stage 1 is no stage; drop it"),
-        ([Action("forward"), Action("step", 3)], "a step is for all microbatches and stages; leave them out"),
-        ([Action("forward"), Action("reduce", 2)], "stage 2 is computed by no rank; drop it"),
-        (
-            [Action("forward"), Action("backward"), Action("backward_weight")],
-            "rank 0, action 2 (backward of weights of microbatch 0 on stage 0) is done already by action 1",
-        ),
-        (
-            [Action("forward"), Action("backward_input"), Action("backward")],
-            "rank 0, action 2 (backward of microbatch 0 on stage 0) is done already by action 1",
-        ),
-        (
-            [Action("forward"), Action("backward_weight"), Action("backward_input")],
-            "needs the backward of inputs of microbatch 0 on stage 0 before it, which is action 2; swap them",
-        ),
-    ],
-)
-def test_odd_actions(own: list[Action], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check([own], MICROBATCHES)
-
-
-def test_stages_and_ranks_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match="rank 1 of 2 has no stage: give it one, or use fewer ranks"):
-        check([[Action("forward")], []], 1)
-    message = located_error([[Action("forward", 0, 0)], [Action("forward", 0, 1)]])
-    assert message.startswith("rank 1, action 0 (forward of microbatch 1 on stage 0): stage 0 is on rank 0")
+    with pytest.raises(ValueError, match="makes 2 activations in flight, and the schedule promises at most 1"):
+        make_schedule(greedy, 2, 2)
 
 
 def test_how_actions_look() -> None:

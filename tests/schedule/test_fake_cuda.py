@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 import colossus
 from colossus import layers
-from colossus.config import load_config
 from colossus.context.local_ranks import RanksFailed
-from colossus.context.parallel_context import ParallelContext
-from colossus.models.gpt import GPT
-from colossus.schedule.partition.measure import measure_blocks
 
 SMALL = dict(num_layers=2, hidden_size=16, num_heads=2, vocab_size=30, seq_len=8)
 FOUR = dict(num_layers=4)
@@ -86,28 +82,6 @@ def test_every_schedule_in_every_way(kind: str, precision: str) -> None:
         for is_tied in (True, False)
     ]
     assert run_fake_ranks(4, run_all, cases, ranks=range(4)) == [[[]] * len(cases)] * 4
-
-
-# -- measured stages ---------------------------------------------------------------------------------------------------
-
-
-def measured(rank: int) -> tuple[int, list[str]]:
-    settings = load_config(config(dict(pipeline=2)), nproc=2)
-    context = ParallelContext.from_config(settings, device="cuda:0")
-    ids = torch.zeros(2, SMALL["seq_len"], dtype=torch.int64, device=context.device)
-    with Waits(allowed=True) as waits:
-        costs = measure_blocks(lambda: GPT(**SMALL), context, ids, repeats=1)
-    context.close()
-    return len(costs), [line.split(" at ")[0] for line in waits.found]
-
-
-def test_blocks_are_measured_on_the_device() -> None:
-    """The device is waited for before and after a run, and not while it is timed."""
-    ((num_blocks, waits),) = run_fake_ranks(2, measured)
-    assert num_blocks == SMALL["num_layers"] + 2
-    at = [index for index, line in enumerate(waits) if line == "torch.cuda.synchronize"]
-    assert len(at) == 2 * num_blocks
-    assert [stop - start for start, stop in zip(at[::2], at[1::2], strict=True)] == [1] * num_blocks  # nothing between
 
 
 # -- big worlds --------------------------------------------------------------------------------------------------------

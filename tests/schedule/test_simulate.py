@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from colossus.schedule.actions import Action
 from colossus.schedule.build import make_schedule
 from colossus.schedule.simulate import Times, simulate
 
@@ -41,14 +40,6 @@ def test_stages_of_their_own_speed() -> None:
     assert found.makespan == 15
     assert found.bubbles == pytest.approx([1 - 6 / 15, 1 - 12 / 15])
     assert found.bubble == pytest.approx((9 + 3) / 30)
-
-
-def test_reductions_and_the_step_take_time_but_compute_nothing() -> None:
-    plain, timed = simulate(TWO), simulate(TWO, Times(reduce=2.0, step=1.0))
-    assert timed.makespan == plain.makespan + 3
-    assert timed.bubbles[0] == pytest.approx(1 - 6 / 12)
-    assert [span.action for span in timed.spans[0][-2:]] == [Action("reduce"), Action("step")]
-    assert [(span.start, span.end) for span in timed.spans[0][-2:]] == [(9, 11), (11, 12)]
 
 
 def test_activations_over_time() -> None:

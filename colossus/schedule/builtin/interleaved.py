@@ -12,7 +12,7 @@ import itertools
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import bounded, complete, require_counts
+from colossus.schedule.build import bounded, require_counts
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
 
 
@@ -57,4 +57,4 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Actions:
         warm_up = _warm_up(stages, microbatches, chunks, rank)
         steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
         out.append([*forwards[:warm_up], *steady, *backwards[len(forwards) - warm_up :]])
-    return complete(out)
+    return out

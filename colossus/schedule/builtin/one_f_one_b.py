@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import bounded, complete
+from colossus.schedule.build import bounded
 
 
 @SCHEDULES.register("1f1b")
@@ -24,4 +24,4 @@ def one_f_one_b(stages: int, microbatches: int) -> Actions:
             actions.append(Action("backward", stage, index))
         actions += [Action("backward", stage, index) for index in range(microbatches - warm_up, microbatches)]
         out.append(actions)
-    return complete(out)
+    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions
-from colossus.schedule.build import bounded, complete
+from colossus.schedule.build import bounded
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
 
 
@@ -31,4 +31,4 @@ def zb_h1(stages: int, microbatches: int) -> Actions:
                 actions.append(Action("backward_weight", stage, index - stage))
         deferred = range(max(0, microbatches - stage), microbatches)
         out.append([*actions, *(Action("backward_weight", stage, index) for index in deferred)])
-    return complete(out)
+    return out

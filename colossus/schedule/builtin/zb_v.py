@@ -13,7 +13,7 @@ from collections import Counter
 
 from colossus.registry import SCHEDULES
 from colossus.schedule.actions import Action, Actions, Kind
-from colossus.schedule.build import bounded, complete
+from colossus.schedule.build import bounded
 from colossus.schedule.builtin.one_f_one_b import one_f_one_b
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
@@ -34,7 +34,7 @@ def zb_v(stages: int, microbatches: int) -> Actions:
             actions.append(Action(_KINDS[letters[0]], chunks[letters[1]], next_microbatch[letters]))
             next_microbatch[letters] += 1
         out.append([action for action in actions if action.microbatch < microbatches])
-    return complete(out)
+    return out
 
 
 def _order(stages: int, rank: int, microbatches: int) -> list[str]:

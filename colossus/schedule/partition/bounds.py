@@ -1,78 +1,88 @@
-"""What ``parallel.pipeline.split`` means: a cost that stages share equally, or their stated bounds. No torch."""
+"""Which blocks each stage of a pipeline runs: equal in parameters, or as stated. No torch."""
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from colossus.schedule.partition.balance import StageCost
-
-#: "parameters", "time", "memory", a number of blocks for each stage, or the names of blocks with which stages begin
+#: "parameters", a number of blocks for each stage, or the names of blocks with which stages begin
 Split = str | Sequence[int] | Sequence[str]
 
-#: bytes held for each byte of parameters: weight, gradient, and the two moments of Adam
-COPIES_OF_PARAMETERS = 4
 
-
-@dataclass(frozen=True)
-class BlockCost:
-    """What one block costs on a rank for one microbatch.
-
-    Attributes:
-        seconds: forward and backward.
-        parameter_bytes: of this rank's shards of its parameters.
-        activation_bytes: held from forward to backward.
-    """
-
-    seconds: float
-    parameter_bytes: int
-    activation_bytes: int
-
-
-def stage_cost(
-    split: str,
-    elements: Sequence[int],
-    costs: Sequence[BlockCost] | None,
-    in_flight: Sequence[int] | None,
-) -> StageCost:
-    """The cost that `split_chain` balances.
+def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Bounds of the stages, as ``parallel.pipeline.split`` says: stage s runs ``bounds[s]`` to ``bounds[s + 1] - 1``.
 
     Args:
-        split: "parameters", "time" or "memory".
+        names: of the blocks of the model.
         elements: number of elements of the parameters of each block.
-        costs: of each block, for "time" and "memory".
-        in_flight: for "memory", the microbatches that each stage holds.
+
+    Raises:
+        ValueError: for a split that fits neither the model nor the number of stages.
     """
-    if split == "parameters":
-        parameters = _running_sum(elements)
-        return lambda stage, start, stop: parameters[stop] - parameters[start]
-    if split not in ("time", "memory"):
+    if not isinstance(split, str):
+        return _stated_bounds(split, names, num_stages)
+    if split != "parameters":
         raise ValueError(
-            f"split = {split!r}: use 'parameters', 'time', 'memory', a number of blocks for each stage, or the names "
-            f"of the blocks with which stages begin"
+            f"split = {split!r}: use 'parameters', a number of blocks for each stage, or the names of the blocks with "
+            f"which stages begin"
         )
-    assert costs is not None
-    assert len(costs) == len(elements)
-    if split == "time":
-        seconds = _running_sum([cost.seconds for cost in costs])
-        return lambda stage, start, stop: seconds[stop] - seconds[start]
-    assert in_flight is not None
-    held = _running_sum([COPIES_OF_PARAMETERS * cost.parameter_bytes for cost in costs])
-    activations = _running_sum([cost.activation_bytes for cost in costs])
-
-    def memory(stage: int, start: int, stop: int) -> float:
-        return held[stop] - held[start] + in_flight[stage] * (activations[stop] - activations[start])
-
-    return memory
+    return split_chain(elements, num_stages)
 
 
-def _running_sum(values: Sequence[float]) -> list[float]:
-    return [0, *itertools.accumulate(values)]
+def split_chain(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    """Bounds of stages of contiguous blocks whose costs are as equal as they can be, with at least one block each.
+
+    Of all splits the one whose largest stage cost is smallest; among those, the one with the smallest sum of squared
+    costs; among those, the one with the smallest sum of squared numbers of blocks. It is found exactly, by dynamic
+    programming, in about ``num_stages * num_blocks ** 2 / 2`` steps.
+
+    Costs are compared per stage. Where a rank has several stages, as in interleaved schedules, another split may make
+    the sum of a rank's stages smaller; but a pipeline in its steady state waits for its slowest stage.
+
+    Args:
+        costs: of each block, at least 0.
+
+    Raises:
+        ValueError: for more stages than blocks, or none.
+    """
+    num_blocks = len(costs)
+    if not 1 <= num_stages <= num_blocks:
+        raise ValueError(f"{num_blocks} blocks cannot be cut into {num_stages} stages of at least one block each")
+    before = [0, *itertools.accumulate(costs)]
+    possible = sorted({stop - start for start, stop in itertools.combinations(before, 2)})
+    limit = possible[bisect.bisect_left(possible, True, key=lambda most: _stages_needed(costs, most) <= num_stages)]
+
+    # stop -> (squared costs, squared numbers of blocks, bounds) of the best split of the blocks before it
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
+    for later in reversed(range(num_stages)):  # the stages that follow, each of which needs a block
+        following = {}
+        for stop in range(num_stages - later, num_blocks - later + 1):
+            options = [
+                (squares + (before[stop] - before[start]) ** 2, counts + (stop - start) ** 2, (*bounds, stop))
+                for start, (squares, counts, bounds) in best.items()
+                if start < stop and before[stop] - before[start] <= limit
+            ]
+            if options:
+                following[stop] = min(options)
+        best = following
+    return best[num_blocks][2]
 
 
-def stated_bounds(split: Sequence[int] | Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+def _stages_needed(costs: Sequence[int], most: int) -> float:
+    """How many stages of at most this cost hold the blocks; each takes as many as it can."""
+    if max(costs) > most:
+        return float("inf")
+    stages, held = 1, 0
+    for cost in costs:
+        if held + cost > most:
+            stages, held = stages + 1, 0
+        held += cost
+    return stages
+
+
+def _stated_bounds(split: Sequence[int] | Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
     """Bounds of the stages from the number of blocks of each, or from the blocks with which they begin.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
@@ -12,8 +13,7 @@ from torch import nn
 from colossus.construct.tensor_replacer import keep_attributes_on_meta
 from colossus.layers.pipeline_block import NamedBlock, has_hooks, pipeline_blocks, run_blocks
 from colossus.layout.parameter import record_full_order, spec_of
-from colossus.schedule.partition.balance import split_chain
-from colossus.schedule.partition.bounds import BlockCost, Split, name_ranges, stage_cost, stated_bounds
+from colossus.schedule.partition.bounds import Split, name_ranges, stage_bounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,24 +72,15 @@ class Partition:
         return lines
 
 
-def make_partition(
-    model: nn.Module,
-    rank_of: Mapping[int, int],
-    split: Split = "parameters",
-    *,
-    costs: Sequence[BlockCost] | None = None,
-    in_flight: Sequence[int] | None = None,
-) -> Partition:
+def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = "parameters") -> Partition:
     """Split a model that is a chain of blocks into stages.
 
     Args:
         model: whole; on the meta device or not.
         rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
-        split: the cost that stages share as equally as they can: ``"parameters"`` (elements of whole parameters; a tied
-            one counts on every stage that uses it), ``"time"`` or ``"memory"``; or the number of blocks of each stage;
-            or the name of the block with which each stage begins, with or without that of the first stage.
-        costs: of every block, for ``"time"`` and ``"memory"`` (see `colossus.schedule.partition.measure`).
-        in_flight: for ``"memory"``, the most microbatches that each stage holds at a time.
+        split: ``"parameters"`` (as equal as can be in elements of whole parameters; a tied one counts on every stage
+            that uses it); or the number of blocks of each stage; or the name of the block with which each stage begins,
+            with or without that of the first stage.
 
     Raises:
         ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
@@ -109,12 +100,8 @@ def make_partition(
             f"chunks of the schedule), or cut the model into more blocks"
         )
     sizes = {name: spec_of(parameter).num_elements for name, parameter in model.named_parameters()}
-    if isinstance(split, str):
-        elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
-        cost = stage_cost(split, elements, costs, in_flight)
-        bounds = split_chain(cost, len(blocks), num_stages)
-    else:
-        bounds = stated_bounds(split, [block.name for block in blocks], num_stages)
+    elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
+    bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)
     stages_of: dict[str, tuple[int, ...]] = {
         name: tuple(
             stage
@@ -151,34 +138,24 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
         stages = modules.get(name, [])  # empty: owned by no block, so every rank has it
         if stages and not here.intersection(stages):
             keep_attributes_on_meta(module)
-            module.register_forward_pre_hook(_RefuseCall(_not_on_this_rank(name, module, stages[0], partition, rank)))
+            message = (
+                f"{name} ({type(module).__name__}) is on stage {stages[0]} (pipeline rank "
+                f"{partition.rank_of[stages[0]]}), but is called on rank {rank}: a PipelineBlock must own (name) every "
+                f"module that it calls"
+            )
+            module.register_forward_pre_hook(partial(_refuse_call, message))
     if "" not in modules:
-        model.register_forward_pre_hook(_RefuseCall(_called_as_a_whole(model, partition, rank)))
+        message = (
+            f"{type(model).__name__} is called as a whole, but pipeline rank {rank} has stage "
+            f"{', '.join(map(str, sorted(here)))} of {partition.num_stages} only: call engine.train_step(batch) or "
+            f"engine.evaluate()"
+        )
+        model.register_forward_pre_hook(partial(_refuse_call, message))
 
 
-class _RefuseCall:
-    """A forward pre-hook of a module that this rank cannot run."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-    def __call__(self, module: nn.Module, args: Any) -> NoReturn:
-        raise ValueError(self.message)
-
-
-def _not_on_this_rank(name: str, module: nn.Module, stage: int, partition: Partition, rank: int) -> str:
-    return (
-        f"{name} ({type(module).__name__}) is on stage {stage} (pipeline rank {partition.rank_of[stage]}), but is "
-        f"called on rank {rank}: a PipelineBlock must own (name) every module that it calls"
-    )
-
-
-def _called_as_a_whole(model: nn.Module, partition: Partition, rank: int) -> str:
-    stages = ", ".join(map(str, partition.stages_on(rank)))
-    return (
-        f"{type(model).__name__} is called as a whole, but pipeline rank {rank} has stage {stages} of "
-        f"{partition.num_stages} only: call engine.train_step(batch) or engine.evaluate()"
-    )
+def _refuse_call(message: str, module: nn.Module, args: Any) -> NoReturn:
+    """A forward pre-hook, once it has its message, of a module that this rank cannot run."""
+    raise ValueError(message)
 
 
 def _stages_by(partition: Partition, names_of: Callable[[NamedBlock], Sequence[str]]) -> dict[str, list[int]]:
