@@ -1,4 +1,4 @@
-"""The checker refuses what would be wrong, hang or hold too much, and names the first bad action; the rest is derived."""
+"""The checker refuses what would be wrong, hang or hold too much, and names the first bad action."""
 
 from __future__ import annotations
 
