@@ -183,7 +183,7 @@ class Ours:
         tensors = []
         for part in held:
             ndim = len(part.shape)
-            layout = Layout.whole(ndim) if part.dim is None else Layout.sharded(ndim, **{f"d{part.dim}": (_AXIS,)})
+            layout = Layout(tuple((_AXIS,) if dim == part.dim else () for dim in range(ndim)))
             writes = shares.takes(layout, part.shape, part.local.element_size())
             box = layout.box(part.shape, sizes, at)
             tensors.append(HeldTensor.of_chunk(part.key, part.shape, box, part.local, writes=writes))

@@ -61,11 +61,10 @@ class ReplicaAverage:
         """Rows that this rank is the first of its replica to hold, as indices."""
         context = self._parts.context
         axes = [axis for axis in context.replica_axes if axis not in context.grid.axes("pipeline")]
-        return [
-            slice(*shard.rows) if param.dim() else ...
-            for shard in spec_of(param).shards
-            if shard.layout.owns(context.coordinates, axes)
-        ]
+        spec = spec_of(param)
+        if not spec.layout.owns(context.coordinates, axes):
+            return []
+        return [slice(*shard.rows) if param.dim() else ... for shard in spec.shards]
 
     # -- what is averaged ---------------------------------------------------------------------------------
 

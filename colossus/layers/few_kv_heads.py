@@ -19,7 +19,6 @@ from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.tensor_parallel.attention_heads import replicated_outputs
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -110,7 +109,7 @@ class _Projection(Layer):
     ) -> None:
         super().__init__()
         self.out_features, self.rows = out_features, rows
-        self.sharding = sharding if rows is None else replicated_outputs(sharding)
+        self.sharding = sharding if rows is None else _replicated_outputs(sharding)
         default = torch_linear(in_features)
         weight_shape, bias_shape = {"": (out_features, in_features)}, {"": (out_features,)}
         bias_layout = Layout((sharding.y.features if rows is None else (),))
@@ -139,6 +138,16 @@ class _Projection(Layer):
         before, behind = self.rows[0], self.out_features - self.rows[1]
         forward = (*plans.w.forward, _Pad(-before, -behind))
         return replace(plans, w=MovePlan(forward, (_Pad(before, behind), *plans.w.backward)))
+
+
+def _replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
+    """A column linear's sharding with a weight whose rows are whole on all ranks that split the features of y."""
+
+    def without(layout: Layout) -> Layout:
+        rows = tuple(axis for axis in layout.dims[0] if axis not in sharding.y.features)
+        return replace(layout, dims=(rows, *layout.dims[1:]))
+
+    return replace(sharding, weight=without(sharding.weight), gathered_weight=without(sharding.gathered_weight))
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,13 @@ class Layer(NamedModule):
         ]  # numpy's integers overflow where ours do not
         rows = local_rows(full, layout, sizes)
         shards = tuple(
-            LogicalShard(name, shape, layout, init[name] if isinstance(init, Mapping) else init, span)
+            LogicalShard(name, shape, init[name] if isinstance(init, Mapping) else init, span)
             for name, shape, span in zip(shapes, full, rows, strict=True)
         )
         local = (rows[-1][1], *layout.chunk(full[0], sizes)[1:])
-        spec = ParameterSpec(shards, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}")
+        spec = ParameterSpec(
+            shards, layout, f"{type(self).__name__} parameter of shape {full if len(full) > 1 else full[0]}"
+        )
         return attach(nn.Parameter(allocate.allocate(local, spec, self.context, dtype)), spec)
 
     def decide_gradients(self, parameter: nn.Parameter | None, *uses: Activation) -> None:

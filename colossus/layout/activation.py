@@ -18,7 +18,7 @@ class Activation:
     """The layout of an activation by roles: `at` gives the `Layout` for a number of dims.
 
     Args:
-        batch: axes that shard the samples, outermost first; so for ``tokens`` and ``features``.
+        batch: axes that `Shard` the samples, outermost first; so for ``tokens`` and ``features``.
         partial: as of `Layout`; so ``grad_partial``.
     """
 
@@ -52,9 +52,9 @@ class Activation:
             if axes
         ]
         if self.partial:
-            phrases.append(f"partial over {','.join(self.partial)}")
+            phrases.append(f"Partial({','.join(self.partial)})")
         if self.grad_partial:
-            phrases.append(f"gradient partial over {','.join(self.grad_partial)}")
+            phrases.append(f"Replicate({','.join(self.grad_partial)})")
         return "; ".join(phrases) or "whole"
 
 

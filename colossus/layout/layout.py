@@ -1,13 +1,11 @@
 """Layout: which mesh axes shard which dim of a tensor, and over which axes its value or gradient is partial.
 
-Per axis a tensor is in one of four states:
+Per axis a tensor has one of four placements, by their names in torch's DTensor and Meta's spmd_types:
 
-* *sharded*: a dim is split over the axis;
-* *partial*: the value is the sum over the axis of what the ranks hold;
-* *replicated*: all ranks hold the value, and the true gradient is the sum of their gradients (``grad_partial``);
-* *invariant* (an axis not named at all): all ranks hold the value and the complete gradient.
-
-The difference of the last two is that of "replicate" and "invariant" in Meta's spmd_types.
+* `Shard` (``dims``): a dim is split over the axis;
+* `Partial` (``partial``): the value is the sum over the axis of what the ranks hold;
+* `Replicate` (``grad_partial``): all ranks hold the value, and its gradient is `Partial`: the sum of theirs;
+* `Invariant` (an axis not named at all): all ranks hold the value and its complete gradient.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ Intervals = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Sharding of one tensor.
+    """The placements of one tensor.
 
     Args:
-        dims: for each tensor dim the axes that shard it, outermost first; order matters.
-        partial: axes over which the value is a partial sum.
-        grad_partial: axes over which the value is replicated and the gradient is a partial sum.
+        dims: for each tensor dim the axes that `Shard` it, outermost first; order matters.
+        partial: axes over which the value is `Partial`.
+        grad_partial: axes over which the value is `Replicate`: of its gradient the ranks have addends.
         stored: axes over which the rows (dim 0) of what a rank has by ``dims`` are cut further, for storage only: its
             ranks compute with all of them (ZeRO).
 
@@ -57,15 +55,6 @@ class Layout:
     def whole(cls, ndim: int) -> Layout:
         """The same on all ranks."""
         return cls(((),) * ndim)
-
-    @classmethod
-    def sharded(cls, ndim: int, **dims: Sequence[str]) -> Layout:
-        """``Layout.sharded(2, d0=("row",))``: dim 0 over row."""
-        names = [f"d{index}" for index in range(ndim)]
-        unknown = sorted(dims.keys() - set(names))
-        if unknown:
-            raise located_error(f"Layout.sharded: no dim {', '.join(unknown)}; dims are {', '.join(names) or 'none'}")
-        return cls(tuple(tuple(dims.get(name, ())) for name in names))
 
     @cached_property
     def shard_axes(self) -> tuple[str, ...]:
@@ -119,13 +108,6 @@ class Layout:
             box.append((min(index * chunk, size), min((index + 1) * chunk, size)))
         return tuple(box)
 
-    def divides(self, shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
-        """Whether every box is full."""
-        self._check(shape)
-        rows = math.prod(sizes[axis] for axis in self.stored)
-        ways = [shards * (rows if dim == 0 else 1) for dim, shards in enumerate(self.num_shards(sizes))]
-        return all(size % each == 0 for size, each in zip(shape, ways, strict=True))
-
     def owns(self, at: Mapping[str, int], axes: Sequence[str]) -> bool:
         """Whether the rank at ``at`` counts its box in a sum over ``axes``: the first of those with the same box."""
         return all(at[axis] == 0 for axis in axes if axis not in self.shard_axes)
@@ -135,14 +117,14 @@ class Layout:
             raise located_error(f"layout {self} has {len(self.dims)} dims, the tensor has shape {tuple(shape)}")
 
     def __str__(self) -> str:
-        dims = ", ".join("S(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)
+        dims = ", ".join("Shard(" + ",".join(dim) + ")" if dim else "-" for dim in self.dims)
         text = f"[{dims}]"
         if self.partial:
-            text += f" partial({','.join(self.partial)})"
+            text += f" Partial({','.join(self.partial)})"
         if self.grad_partial:
-            text += f" gradient partial({','.join(self.grad_partial)})"
+            text += f" Replicate({','.join(self.grad_partial)})"
         if self.stored:
-            text += f" stored S({','.join(self.stored)})"
+            text += f" stored Shard({','.join(self.stored)})"
         return text
 
 

@@ -35,14 +35,12 @@ class LogicalShard:
     Attributes:
         name: within the module (``query``), empty when the buffer has one shard.
         shape: full shape of the logical parameter.
-        layout: how the full shape is sharded.
         init: draws the initial value; None where a constructor gives it (a plain parameter's).
         rows: rows of dim 0 of the local buffer, (start, stop).
     """
 
     name: str
     shape: tuple[int, ...]
-    layout: Layout
     init: Initializer | None
     rows: tuple[int, int]
 
@@ -53,7 +51,7 @@ class ParameterSpec:
     Attributes:
         shards: what the local buffer holds, in the order of its rows.
         description: what errors call the parameter before it has a name.
-        layout: of all shards, which are sharded alike.
+        layout: of the full shape of each shard: all are placed alike.
         name: full name in the model, set by `colossus.build`.
         gradient_axes: axes over which the gradient of the local buffer is a partial sum; None before the first use.
         is_decided: whether ``gradient_axes`` is known before the first use.
@@ -68,10 +66,11 @@ class ParameterSpec:
 
     intervals: tuple[tuple[int, int], ...] | None = None
 
-    def __init__(self, shards: tuple[LogicalShard, ...], description: str, *, is_plain: bool = False) -> None:
-        self.shards = shards
+    def __init__(
+        self, shards: tuple[LogicalShard, ...], layout: Layout, description: str, *, is_plain: bool = False
+    ) -> None:
+        self.shards, self.layout = shards, layout
         self.description = description
-        self.layout = shards[0].layout
         self.name = ""
         self._recorded: tuple[str, ...] | None = None
         self.is_decided = self.is_plain = is_plain
@@ -81,8 +80,8 @@ class ParameterSpec:
     @classmethod
     def plain(cls, shape: tuple[int, ...]) -> ParameterSpec:
         """Of a parameter that no layer of ours has made, by its shape."""
-        shard = LogicalShard("", shape, Layout.whole(len(shape)), None, (0, shape[0] if shape else 1))
-        return cls((shard,), f"plain parameter of shape {shape}", is_plain=True)
+        shard = LogicalShard("", shape, None, (0, shape[0] if shape else 1))
+        return cls((shard,), Layout.whole(len(shape)), f"plain parameter of shape {shape}", is_plain=True)
 
     @property
     def num_elements(self) -> int:
@@ -94,7 +93,7 @@ class ParameterSpec:
 
         Rows of the local buffer behind the last are padding.
         """
-        box = shard.layout.box(shard.shape, sizes, at)
+        box = self.layout.box(shard.shape, sizes, at)
         if self.intervals is None:
             return (box,)
         return tuple((interval, *box[1:]) for interval in self.intervals)
@@ -129,10 +128,10 @@ class StoredSpec(ParameterSpec):
     """
 
     def __init__(self, computed: ParameterSpec, axes: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        cut = [replace(shard, layout=replace(shard.layout, stored=axes)) for shard in computed.shards]
-        rows = local_rows([shard.shape for shard in cut], cut[0].layout, sizes)
-        shards = (replace(shard, rows=span) for shard, span in zip(cut, rows, strict=True))
-        super().__init__(tuple(shards), computed.description, is_plain=computed.is_plain)
+        layout = replace(computed.layout, stored=axes)
+        rows = local_rows([shard.shape for shard in computed.shards], layout, sizes)
+        shards = (replace(shard, rows=span) for shard, span in zip(computed.shards, rows, strict=True))
+        super().__init__(tuple(shards), layout, computed.description, is_plain=computed.is_plain)
         self.name, self.is_decided, self._computed = computed.name, computed.is_decided, computed
 
     def place(self, intervals: Sequence[tuple[int, int]]) -> None:
@@ -221,7 +220,7 @@ def logical_parameters(model: nn.Module, *, keep_ties: bool = False) -> Iterator
         for shard in spec.shards:
             path = ".".join(filter(None, (module, shard.name, leaf)))
             rows = shard.rows if len(spec.shards) > 1 else None
-            yield LogicalParameter(path, name, shard.shape, shard.layout, parameter, rows, shard.name, spec.intervals)
+            yield LogicalParameter(path, name, shard.shape, spec.layout, parameter, rows, shard.name, spec.intervals)
 
 
 def record_full_order(model: nn.Module) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from colossus.arithmetic import either, nearest_multiples, not_a_multiple
-from colossus.layout.layout import Layout
 from colossus.tensor_parallel.choose_sharding import IndivisibleSize, Shardings
-from colossus.tensor_parallel.mode import MatmulSharding
 
 
 def head_problems(
@@ -71,16 +67,6 @@ def indivisible_heads(num_heads: int, num_kv_heads: int, shardings: Shardings) -
 def are_replicated(num_kv_heads: int, shardings: Shardings | None) -> bool:
     """Whether key/value heads are fewer than the ranks that split heads, so that each of these stores all of them."""
     return shardings is not None and num_kv_heads < shardings.ways(shardings.regions.inner.features)
-
-
-def replicated_outputs(sharding: MatmulSharding) -> MatmulSharding:
-    """A column linear's sharding with a weight whose rows are whole on all ranks that split the features of y."""
-
-    def without(layout: Layout) -> Layout:
-        rows = tuple(axis for axis in layout.dims[0] if axis not in sharding.y.features)
-        return replace(layout, dims=(rows, *layout.dims[1:]))
-
-    return replace(sharding, weight=without(sharding.weight), gathered_weight=without(sharding.gathered_weight))
 
 
 def uneven_kv_heads(num_heads: int, num_kv_heads: int, ways: int, by: str, prefix: str = "") -> str:

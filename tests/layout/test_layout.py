@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from colossus.context.grid import RankGrid
 from colossus.context.parallel_context import ParallelContext
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
-from colossus.layout.parameter import LogicalShard, ParameterSpec, local_rows
+from colossus.layout.parameter import ParameterSpec, local_rows
 from colossus.layout.redistribute import gather, shard
 
 NAMES = ("a", "b", "c")
@@ -70,16 +69,6 @@ def test_each_element_is_owned_once(case: tuple[Layout, tuple[int, ...], dict[st
         if all(at[axis] == 0 for axis in NAMES if axis not in axes) and layout.owns(at, axes):
             times[tuple(slice(*span) for span in layout.box(shape, grid, at))] += 1
     assert torch.equal(times, torch.ones(shape))
-
-
-@given(cases)
-def test_divides_means_all_boxes_are_full(case: tuple[Layout, tuple[int, ...], dict[str, int]]) -> None:
-    layout, shape, grid = case
-    chunk = layout.chunk(shape, grid)
-    boxes = [layout.box(shape, grid, at) for at in points(grid)]
-    full = all(tuple(stop - start for start, stop in box) == chunk for box in boxes)
-    assert layout.divides(shape, grid) == full
-    assert layout.num_shards(grid) == tuple(math.prod(grid[axis] for axis in dim) for dim in layout.dims)
 
 
 @given(cases)
@@ -233,13 +222,8 @@ def test_gradient_axes_of_1d() -> None:
     assert gradient_axes(norm, Activation(partial=("tensor",)).at(2)) == ()
 
 
-def _spec(**layout: Any) -> ParameterSpec:
-    shard = LogicalShard("", (4, 4), Layout.sharded(2, **layout), lambda key, shape, box: None, (0, 4))  # type: ignore[arg-type, return-value]
-    return ParameterSpec((shard,), "Linear parameter of shape (4, 4)")
-
-
 def test_two_uses_that_disagree_are_an_error() -> None:
-    spec = _spec()
+    spec = ParameterSpec.plain((4, 4))
     spec.record(("data", "tensor"))
     spec.record(("tensor", "data"))  # the same sum
     assert spec.gradient_axes == ("data", "tensor")
@@ -267,19 +251,12 @@ def test_roles_of_dims() -> None:
 
 def test_printing() -> None:
     layout = Layout((("row",), (), ("col", "depth")), partial=("x",), grad_partial=("y", "z"))
-    assert str(layout) == "[S(row), -, S(col,depth)] partial(x) gradient partial(y,z)"
+    assert str(layout) == "[Shard(row), -, Shard(col,depth)] Partial(x) Replicate(y,z)"
     assert str(Layout.whole(1)) == "[-]"
     assert str(Layout.whole(0)) == "[]"
     assert str(Activation()) == "whole"
     words = str(Activation(("data",), ("sequence",), ("tensor",), ("i",), ("j",)))
-    assert (
-        words == "batch over data; tokens over sequence; features over tensor; partial over i; gradient partial over j"
-    )
-
-
-def test_equal_layouts_are_equal() -> None:
-    assert Layout.sharded(3, d0=("a", "b"), d2=["c"]) == Layout((("a", "b"), (), ("c",)))
-    assert len({Layout.sharded(1, d0=("a",)), Layout((("a",),)), Layout.whole(1)}) == 2
+    assert words == "batch over data; tokens over sequence; features over tensor; Partial(i); Replicate(j)"
 
 
 @pytest.mark.parametrize(
@@ -298,14 +275,8 @@ def test_an_axis_named_twice(arguments: dict[str, Any]) -> None:
 
 def test_the_number_of_dims_is_checked() -> None:
     layout = Layout((("a",), ()))
-    for ask, shape in itertools.product((layout.chunk, layout.divides), ((4,), (4, 4, 4))):
-        with pytest.raises(ValueError, match=r"layout \[S\(a\), -\] has 2 dims, the tensor has shape \("):
-            ask(shape, {"a": 2})
+    for shape in ((4,), (4, 4, 4)):
+        with pytest.raises(ValueError, match=r"layout \[Shard\(a\), -\] has 2 dims, the tensor has shape \("):
+            layout.chunk(shape, {"a": 2})
     with pytest.raises(ValueError, match="has 2 dims, the tensor has shape"):
         layout.box((4,), {"a": 2}, {"a": 0})
-
-
-def test_a_misspelt_dim_is_an_error() -> None:
-    for wrong in ("d2", "dim0", "x"):
-        with pytest.raises(ValueError, match=f"{wrong}.*d0, d1"):
-            Layout.sharded(2, **{wrong: ("a",)})

@@ -188,11 +188,11 @@ def test_a_dim_that_does_not_divide() -> None:
 
 def test_refusals_say_why() -> None:
     whole = Layout.whole(1)
-    with pytest.raises(ValueError, match=r"cannot go from \[-\] gradient partial\(a\) to \[-\]: .*gradient.*reduced"):
+    with pytest.raises(ValueError, match=r"cannot go from \[-\] Replicate\(a\) to \[-\]: .*gradient.*reduced"):
         moves(Layout(((),), grad_partial=("a",)), whole)
-    with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-\] partial\(a\): .*partial sum over a"):
+    with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-\] Partial\(a\): .*partial sum over a"):
         moves(whole, Layout(((),), partial=("a",)))
-    with pytest.raises(ValueError, match=r"cannot go from \[S\(a\)\] to \[-\] partial\(a\): .*partial sum over a"):
+    with pytest.raises(ValueError, match=r"cannot go from \[Shard\(a\)\] to \[-\] Partial\(a\): .*partial sum over a"):
         moves(Layout((("a",),)), Layout(((),), partial=("a",)))
     with pytest.raises(ValueError, match=r"cannot go from \[-\] to \[-, -\]: the number of dims differs"):
         moves(whole, Layout.whole(2))

@@ -321,7 +321,7 @@ def test_the_shard_of_a_split_parameter_is_named(verify: Verify) -> None:
     assert code == 3
     assert "DIFFERENT at step 1: the gradient of up.weight\n" in out
     assert "shape [16, 6], layout [" in out
-    assert "S(tensor)" in out
+    assert "Shard(tensor)" in out
     assert "only the shard of rank 1 (tensor 1) differs" in out
     assert "it is 2 times that of one process there (2 is the size of tensor: a sum over it too many?)" in out
 
@@ -680,7 +680,7 @@ def test_weights_that_were_never_used_are_compared_and_noise_is_not() -> None:
 
 def test_a_diagnosis_names_ranks_and_factors() -> None:
     grid = RankGrid({"data": 2, "tensor": 4}, {"data": ("data",), "tensor": ("tensor",)})
-    info = ParameterInfo((8, 3), Layout.sharded(2, d0=("tensor",)), ("data",), "Linear")
+    info = ParameterInfo((8, 3), Layout((("tensor",), ())), ("data",), "Linear")
     reference = torch.arange(24, dtype=torch.float64).view(8, 3) + 1
     plan = reference.clone()
     plan[2:4] *= 0.5

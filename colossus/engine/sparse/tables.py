@@ -143,7 +143,7 @@ class Tables:
     def _features(self, spec: ParameterSpec) -> Features | None:
         """Where ranks have parts of the features of a table."""
         (shard,) = spec.shards
-        group = self._context.group(shard.layout.dims[1])
+        group = self._context.group(spec.layout.dims[1])
         if group.size == 1:
             return None
         return Features(shard.shape[1], lambda own: collectives.all_reduce(own.contiguous(), group).wait())

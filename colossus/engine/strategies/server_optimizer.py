@@ -41,8 +41,7 @@ class ServerOptimizer:
 
     def _require_whole_rows(self, group: Mapping[str, Any]) -> None:
         for param in group["params"]:
-            (shard,) = spec_of(param).shards
-            if self._context.size(shard.layout.dims[1]) > 1:
+            if self._context.size(spec_of(param).layout.dims[1]) > 1:
                 raise ValueError(
                     f"{spec_of(param).name}: rowwise_adagrad needs the squares of whole rows, but ranks have parts of "
                     f"its features, which are tensors of their own at the servers; take adagrad"
