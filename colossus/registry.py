@@ -142,10 +142,10 @@ MODEL_OPTIONS = Registry(
     },
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None
-MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.from_config:resolve"})
+MODEL_SOURCES = Registry("source of models", {"hf": "colossus.hf.model_config:resolve"})
 HF_FAMILIES = Registry("model type of Hugging Face", package="colossus.hf.families")
 #: folders of weights that are no checkpoints of ours, by what tells them
-WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.format:HuggingFace"})
+WEIGHT_FORMATS = Registry("format of weights", {"hf": "colossus.hf.folder:HuggingFace"})
 #: what `colossus checkpoint convert --to` writes
 WEIGHT_WRITERS = Registry(
     "form of weights",

@@ -31,7 +31,7 @@ def find_weights(path: Path | str, damaged: dict[Path, CheckpointError] | None =
         return locate(path, damaged)
     if damaged is not None and path in damaged:
         raise damaged[path]
-    foreign.check(path)
+    foreign.manifest(path)
     return path
 
 

@@ -1,17 +1,44 @@
-"""What a family of Hugging Face's models is: its config in our options, its tensors in our parameters. No torch."""
+"""What a family of Hugging Face's models is: a table of keys of its config and one of its tensors. No torch.
+
+The reader, the writer and all checks read these tables and know no family.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from colossus.checkpoint.companions import TOKEN_IDS
-from colossus.hf.settings import Settings
+from colossus.checkpoint.errors import CheckpointError
+from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
 Shape = tuple[int, ...]
+
+TABLE, HEAD = "embedding.weight", "head.weight"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of ``config.json``, and the option of ours that it sets. Keys with one option must agree.
+
+    Attributes:
+        default: of transformers, where the key is missing or null; None leaves it to our option's default.
+        choices: their names -> ours; of those with one meaning the first is written.
+    """
+
+    theirs: str
+    ours: str
+    default: Any = None
+    choices: Mapping[str, str] | None = None
+
+    def written(self, value: Any) -> Any:
+        if self.choices is None:
+            return value
+        return next(theirs for theirs, ours in self.choices.items() if ours == value)
 
 
 @dataclass(frozen=True)
@@ -23,37 +50,38 @@ class Part:
 
 
 @dataclass(frozen=True)
-class HFTensor:
-    """A tensor of theirs, and the parameters of ours that it is made of.
+class Row:
+    """A tensor of theirs, and the parameters of ours that it is made of. A ``*`` in names is the number of each layer.
 
     Attributes:
         name: with the prefix of the base model (``transformer.``).
-        shape: as it is in the file.
         parts: one behind the other along dim 0.
         transposed: the file has ``[in, out]`` where we have ``[out, in]``.
+        file_shape: where the file has the same numbers in other dims.
         other_names: under which it is looked for, too.
         may_be_missing: a folder without it can be read; the parameter then keeps its initial values, where asked for.
     """
 
     name: str
-    shape: Shape
     parts: tuple[Part, ...]
     transposed: bool = False
+    file_shape: Shape | None = None
     other_names: tuple[str, ...] = ()
     may_be_missing: bool = False
 
     def __post_init__(self) -> None:
-        assert math.prod(self.shape) == math.prod(self.stacked), self
-
-    @property
-    def stacked(self) -> Shape:
-        """The shape of all parts, one behind the other."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        assert math.prod(self.shape) == math.prod(self.rows), self
 
     @property
     def rows(self) -> Shape:
-        """The row-major array that the file has, in the dims of our parameters."""
-        return self.stacked[::-1] if self.transposed else self.stacked
+        """The row-major array that the file has, in the dims of our parameters: all parts, one behind the other."""
+        stacked = (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return stacked[::-1] if self.transposed else stacked
+
+    @property
+    def shape(self) -> Shape:
+        """As it is in the file."""
+        return self.file_shape or self.rows
 
     def located(self) -> Iterator[tuple[Part, int]]:
         """Each part, and its first place in dim 0 of all of them."""
@@ -61,6 +89,27 @@ class HFTensor:
         for part in self.parts:
             yield part, first
             first += part.shape[0]
+
+    def of_layer(self, number: int) -> Row:
+        name, *others = (each.replace("*", str(number)) for each in (self.name, *self.other_names))
+        parts = tuple(Part(part.name.replace("*", str(number)), part.shape) for part in self.parts)
+        return replace(self, name=name, parts=parts, other_names=tuple(others))
+
+
+def row(theirs: str, ours: str | Sequence[str], *shape: int, **more: Any) -> Row:
+    """A tensor that is a parameter of ours, or several of one shape; ``more`` are attributes of the `Row`."""
+    names = [ours] if isinstance(ours, str) else ours
+    return Row(theirs, tuple(Part(name, shape) for name in names), **more)
+
+
+def module(theirs: str, ours: str | Sequence[str], *shape: int, bias: bool = True, **more: Any) -> list[Row]:
+    """Weight and bias of a norm ``[features]``, or of a linear ``[out, in]``, which may be several of ours."""
+    names = [ours] if isinstance(ours, str) else ours
+    found = [row(f"{theirs}.weight", [f"{name}.weight" for name in names], *shape, **more)]
+    if bias:
+        more = {**more, "transposed": False}
+        found.append(row(f"{theirs}.bias", [f"{name}.bias" for name in names], shape[0], **more))
+    return found
 
 
 class Family(ABC):
@@ -70,8 +119,11 @@ class Family(ABC):
         model_type: as ``config.json`` names it.
         architecture: the class of transformers that has what our model has.
         prefix: of the names of the base model within it.
-        ours: the types of our models that may be one of these.
-        is_language_model: whether its config names ids of tokens.
+        ours: the types of our models that may be one of these; the first is what a folder becomes.
+        keys: of its config.
+        required: keys of its config that must have these values, which are their defaults.
+        fixed: options that all of its models have with these values.
+        derived: options that its config cannot set, so that they follow from others.
         ignored: patterns (`fnmatch`) of tensors that are no parameters of the model, or that it does without.
     """
 
@@ -79,42 +131,101 @@ class Family(ABC):
     architecture: ClassVar[str]
     prefix: ClassVar[str]
     ours: ClassVar[tuple[str, ...]]
-    is_language_model: ClassVar[bool] = True
+    keys: ClassVar[tuple[Key, ...]]
+    required: ClassVar[Mapping[str, Any]] = {}
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    derived: ClassVar[tuple[str, ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def to_spec(self, settings: Settings, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Our model, ``dict(type="GPT", ...)``; what we cannot do is told to the settings.
+    def rows(self, options: Any) -> Sequence[Row]:
+        """All tensors of a model with these options, in the order of its modules; an untied head's, too."""
+
+    def to_spec(self, config: Mapping[str, Any], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+        """Our model, ``dict(type="GPT", ...)``, of a ``config.json``; what we cannot do is added to the problems.
 
         Args:
             given: options of ours that take the place of what the config says.
         """
+        for name, wanted in self.required.items():
+            if config.get(name) not in (None, wanted):
+                problems.append(f"{name} = {config[name]!r}: colossus has {wanted!r} only")
+        fields = MODEL_OPTIONS.get(self.ours[0]).model_fields
+        spec = {"type": self.ours[0], **{name: value for name, value in self.fixed.items() if name in fields}}
+        set_by: dict[str, tuple[str, Any]] = {}
+        for key in self.keys:
+            value = key.default if config.get(key.theirs) is None else config[key.theirs]
+            if key.choices is not None:
+                if not isinstance(value, str) or value not in key.choices:
+                    problems.append(f"{key.theirs} = {value!r}: known are {', '.join(map(repr, key.choices))}")
+                    continue
+                value = key.choices[value]
+            first, other = set_by.setdefault(key.ours, (key.theirs, value))
+            if other != value and key.ours not in given:
+                both = f"{first} = {other!r}, {key.theirs} = {value!r}"
+                problems.append(f"{both}: colossus has one value for them, {key.ours}: give it")
+            if value is not None:
+                spec[key.ours] = value
+        return spec
 
-    @abstractmethod
-    def differences(self, options: Any) -> list[str]:
-        """What keeps a model of ours from being one of these: each as ``norm = 'rmsnorm'``."""
-
-    @abstractmethod
     def to_config(self, options: Any) -> dict[str, Any]:
-        """What ``config.json`` says of a model of ours that has no differences."""
+        """What ``config.json`` says of a model of ours that has no differences: the inverse of `to_spec`."""
+        return {**self.required, **{key.theirs: key.written(getattr(options, key.ours)) for key in self.keys}}
 
-    def beside(self, options: Any, told: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``config.json`` says that is none of the model's; see `colossus.checkpoint.companions`."""
-        return dict(told.get(TOKEN_IDS, {})) if self.is_language_model else {}
+    def differences(self, options: Any) -> list[str]:
+        """What keeps a model of ours from being one of these: each as ``norm = 'rmsnorm' (not 'layernorm')``."""
+        told = {name: value for name, value in options.model_dump().items() if name not in self.derived}
+        follow = type(options)(**told)
+        allowed = {name: [value] for name, value in self.fixed.items()}
+        allowed |= {name: [getattr(follow, name)] for name in self.derived}
+        allowed |= {key.ours: list(dict.fromkeys(key.choices.values())) for key in self.keys if key.choices}
+        return [
+            f"{name} = {getattr(options, name)!r} (not {' or '.join(map(repr, values))})"
+            for name, values in allowed.items()
+            if getattr(options, name, values[0]) not in values
+        ]
 
-    @abstractmethod
-    def tensors(self, options: Any) -> Sequence[HFTensor]:
-        """All tensors of the model, in the order of its modules."""
+    def beside(self, options: Any, companions: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``config.json`` says that is none of the model's, of the sections of `Companions.config`."""
+        return dict(companions.get(TOKEN_IDS, {}))
 
     def aliases(self, options: Any) -> dict[str, str]:
         """Names of ours -> the name under which a tied parameter is."""
-        return {}
+        return {HEAD: TABLE} if getattr(options, "tie_embeddings", False) else {}
+
+    def tensors(self, options: Any) -> list[Row]:
+        """The rows of all layers, without a tied head, which older versions may have saved in the table's place."""
+        found: list[Row] = []
+        for in_layers, rows in itertools.groupby(self.rows(options), lambda each: "*" in each.name):
+            some = list(rows)
+            found += [each.of_layer(n) for n in range(options.num_layers) for each in some] if in_layers else some
+        if not self.aliases(options):
+            return found
+        (head,) = (each for each in found if each.parts[0].name == HEAD)
+        return [
+            replace(each, other_names=(head.name,)) if each.parts[0].name == TABLE else each
+            for each in found
+            if each is not head
+        ]
 
 
-def unlike(options: Any, **wanted: Any) -> list[str]:
-    """The options that differ from what is wanted: ``positions = 'rotary' (not 'learned')``."""
-    return [
-        f"{key} = {getattr(options, key)!r} (not {value!r})"
-        for key, value in wanted.items()
-        if getattr(options, key) != value
-    ]
+def family_of(kind: str, options: Any) -> Family:
+    """The family of Hugging Face that a model of ours is one of.
+
+    Args:
+        kind: the registered name of its type.
+
+    Raises:
+        CheckpointError: it is none; which options differ.
+    """
+    refused = []
+    for name in HF_FAMILIES.names():
+        family: Family = HF_FAMILIES.get(name)()
+        if kind in family.ours:
+            differences = family.differences(options)
+            if not differences:
+                return family
+            refused.append(f"no {family.model_type}, since {', '.join(differences)}")
+    if not refused:
+        refused = [f"a {kind}; those that can be are {', '.join(MODEL_OPTIONS.names())}"]
+    raise CheckpointError(f"the model cannot be written for Hugging Face: it is {'; '.join(refused)}")

@@ -5,9 +5,8 @@ Everything that can be wrong is found from ``config.json`` and the headers of th
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-import json
+import importlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,26 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from colossus.checkpoint.dtypes import ITEM_BYTES
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.checkpoint.manifest import TOKENIZER_FILE, FileEntry, Manifest, TensorEntry
 from colossus.checkpoint.tensor_header import StoredTensor, read_header
-from colossus.hf.family import Family, HFTensor
-from colossus.hf.settings import Settings
-from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
-
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-#: options of ours that have a value of their own only where they are given, and what it is made of
-_DERIVED = {
-    "num_kv_heads": ("num_heads",),
-    "head_dim": ("hidden_size", "num_heads"),
-    "ffn_hidden_size": ("hidden_size", "mlp"),
-}
+from colossus.hf.family import Family, Row
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, is_hf_folder, options_of, read_json, spec_of
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -46,7 +31,7 @@ _MOST_LISTED = 4
 class Placed:
     """Where a tensor of theirs is, and which."""
 
-    tensor: HFTensor
+    tensor: Row
     stored: StoredTensor
     file: str
 
@@ -57,40 +42,13 @@ class HFFolder:
 
     Attributes:
         path: of the folder.
-        family: of its model.
-        spec: our model with all of its options, ``dict(type="Llama", num_layers=..., ...)``.
-        options: the same, checked.
-        config: what its ``config.json`` says.
-        files: bytes by name, of those that hold tensors.
         placed: in the order of the model.
-        versions: of transformers that wrote it, where it says so.
+        manifest: what it holds, by our names: tensors without chunks, files without checksums, the model's options.
     """
 
     path: Path
-    family: Family
-    spec: Mapping[str, Any]
-    options: Any
-    config: Mapping[str, Any]
-    files: Mapping[str, int]
     placed: Sequence[Placed]
-    versions: Mapping[str, str]
-
-    @property
-    def tokenizer(self) -> str | None:
-        """As a manifest names it."""
-        return TOKENIZER_FILE if (self.path / TOKENIZER_FILE).is_file() else None
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether it is meant as one: it has a config with a ``model_type``, or weights under their names."""
-    if not path.is_dir():
-        return False
-    if any((path / name).exists() for name in (SINGLE, INDEX)):
-        return True
-    try:
-        return "model_type" in read_json(path / CONFIG)
-    except CheckpointError:
-        return False
+    manifest: Manifest
 
 
 def read_folder(path: Path) -> HFFolder:
@@ -102,79 +60,31 @@ def read_folder(path: Path) -> HFFolder:
     """
     config = read_json(path / CONFIG)
     family, spec = spec_of(path, config, {})
-    options = _options(path, spec)
+    options = options_of(spec)
     stored = _stored(path)
     if options.num_layers > len(stored):
         raise CheckpointError(
             f"{path / CONFIG}: says {options.num_layers} layers, the files have {len(stored)} tensors"
         )
     placed = _place(path, family, family.tensors(options), stored)
-    files = {name: (path / name).stat().st_size for name in sorted({file for file, _ in stored.values()})}
-    full = {"type": spec["type"], **options.model_dump()}
     written_by = config.get("transformers_version")
-    versions = {"transformers": written_by} if isinstance(written_by, str) else {}
-    return HFFolder(path, family, full, options, config, files, placed, versions)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object out of a JSON file.
-
-    Raises:
-        DamagedCheckpoint: there is none.
-    """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.parent}: there is no {path.name} in it") from None
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from None
-    if not isinstance(body, dict):
-        raise DamagedCheckpoint(f"{path}: holds a {type(body).__name__} where an object is expected")
-    return body
-
-
-def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-    """The family of a config, and our model with ``given`` options laid over what the config says.
-
-    Raises:
-        CheckpointError: naming the keys and values that colossus has no model for.
-    """
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in HF_FAMILIES:
-        known = ", ".join(HF_FAMILIES.names())
-        raise CheckpointError(f"{path / CONFIG}: model_type = {kind!r}: colossus reads {known}")
-    family: Family = HF_FAMILIES.get(kind)()
-    settings = Settings(config)
-    for key in ("quantization_config", "auto_map"):
-        if config.get(key):
-            why = "quantised weights" if key == "quantization_config" else "code of the model's own"
-            settings.problems.append(f"{key}: colossus reads no {why}")
-    spec = family.to_spec(settings, given)
-    if settings.problems:
-        raise CheckpointError(f"{path / CONFIG}: {'; '.join(settings.problems)}")
-    return family, _without_derived(spec, given) | dict(given)
-
-
-def _without_derived(spec: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the sizes that the config has as they follow from another one which is given anew: they follow again."""
-    found = dict(spec)
-    for key, sources in _DERIVED.items():
-        if key in given or key not in spec or not any(source in given for source in sources):
-            continue
-        others = {name: value for name, value in spec.items() if name not in ("type", key)}
-        with contextlib.suppress(ValueError):
-            if getattr(MODEL_OPTIONS.get(spec["type"])(**others), key) == spec[key]:
-                del found[key]
-    return found
-
-
-def _options(path: Path, spec: Mapping[str, Any]) -> Any:
-    try:
-        return MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
-    except ValidationError as error:
-        told = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise CheckpointError(f"{path / CONFIG}: as our options: {told}") from None
+    files = sorted({file for file, _ in stored.values()})
+    manifest = Manifest(
+        step=0,
+        saved_at=(path / CONFIG).stat().st_mtime,
+        versions={"transformers": written_by} if isinstance(written_by, str) else {},
+        plan={"text": f"a folder of Hugging Face ({family.model_type})"},
+        config={"model": {"type": spec["type"], **options.model_dump()}, **beside_of(config)},
+        files={name: FileEntry((path / name).stat().st_size, 0) for name in files},
+        tensors={
+            f"model/{part.name}": TensorEntry(each.stored.dtype, part.shape, ())
+            for each in placed
+            for part in each.tensor.parts
+        },
+        aliases=family.aliases(options),
+        tokenizer=TOKENIZER_FILE if (path / TOKENIZER_FILE).is_file() else None,
+    )
+    return HFFolder(path, placed, manifest)
 
 
 def _stored(path: Path) -> dict[str, tuple[str, StoredTensor]]:
@@ -214,7 +124,7 @@ def _without_weights(path: Path) -> str:
 
 
 def _place(
-    path: Path, family: Family, tensors: Sequence[HFTensor], stored: Mapping[str, tuple[str, StoredTensor]]
+    path: Path, family: Family, tensors: Sequence[Row], stored: Mapping[str, tuple[str, StoredTensor]]
 ) -> list[Placed]:
     """Each tensor of the model where it is.
 
@@ -282,3 +192,22 @@ def _are_equal(path: Path, one: tuple[str, StoredTensor], other: tuple[str, Stor
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     return True
+
+
+class HuggingFace:
+    """What `colossus.checkpoint.sources` asks of a format of weights."""
+
+    title = "a model folder of Hugging Face"
+
+    @staticmethod
+    def recognises(path: Path) -> bool:
+        return is_hf_folder(path)
+
+    @staticmethod
+    def manifest(path: Path) -> Manifest:
+        """What it holds; a CheckpointError says why it cannot be read."""
+        return read_folder(path).manifest
+
+    @staticmethod
+    def open(path: Path) -> Any:
+        return importlib.import_module("colossus.hf.reader").HFReader(path)

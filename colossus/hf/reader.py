@@ -12,7 +12,6 @@ from colossus.checkpoint.manifest import Chunk
 from colossus.checkpoint.reader import CheckpointReader
 from colossus.checkpoint.tensor_file import DTYPES, BoxReader
 from colossus.context.groups import AxisGroup
-from colossus.hf.contents import manifest_of
 from colossus.hf.folder import read_folder
 from colossus.layout.layout import Box
 
@@ -35,7 +34,7 @@ class HFReader(CheckpointReader):
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.model_folder = read_folder(self.folder)
-        self.manifest = manifest_of(self.model_folder)
+        self.manifest = self.model_folder.manifest
         self._places = {
             f"model/{part.name}": (placed, first)
             for placed in self.model_folder.placed
@@ -67,10 +66,12 @@ class HFReader(CheckpointReader):
 
     def verify(self, group: AxisGroup | None = None, on_block: Callable[[], None] = lambda: None) -> None:
         """That the files still have their sizes: Hugging Face's folders have no checksums."""
-        for name, size in self.model_folder.files.items():
+        for name, entry in self.manifest.files.items():
             try:
-                found = (self.folder / name).stat().st_size
+                size = (self.folder / name).stat().st_size
             except OSError as error:
                 raise CheckpointError(f"{self.folder / name}: cannot be read: {error.strerror or error}") from None
-            if found != size:
-                raise DamagedCheckpoint(f"{self.folder / name}: has {found} bytes, it had {size} when it was opened")
+            if size != entry.num_bytes:
+                raise DamagedCheckpoint(
+                    f"{self.folder / name}: has {size} bytes, it had {entry.num_bytes} when it was opened"
+                )

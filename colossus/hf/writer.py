@@ -13,20 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from colossus.checkpoint.cast import require_finite
-from colossus.checkpoint.companions import GENERATION, TOKEN_IDS, Companions, write_companions
+from colossus.checkpoint.companions import (
+    COMPANIONS,
+    GENERATION,
+    TOKEN_IDS,
+    Companions,
+    read_companions,
+    write_companions,
+)
 from colossus.checkpoint.durable import naming, write_flushed
 from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.exported import exported
+from colossus.checkpoint.folder import locate
+from colossus.checkpoint.manifest import MANIFEST, read_manifest
 from colossus.checkpoint.new_folder import new_folder, require_new
 from colossus.checkpoint.shards import MAX_SHARD_BYTES, split_into_shards
 from colossus.checkpoint.state_dict import WholeTensor, stream_state_dict, whole_tensors
 from colossus.checkpoint.tensor_file import make_header, write_file
 from colossus.checkpoint.together import on_all_ranks
 from colossus.context.parallel_context import ParallelContext
-from colossus.hf.family import Family, HFTensor
-from colossus.hf.folder import CONFIG, INDEX, SINGLE, listed
-from colossus.hf.like import companions_like
-from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
+from colossus.hf.family import Family, Row, family_of
+from colossus.hf.folder import listed
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE, beside_of, read_json
+from colossus.registry import MODEL_OPTIONS
 
 
 class Trained(Protocol):
@@ -50,7 +59,7 @@ class FolderPlan:
     """
 
     config: Mapping[str, Any]
-    shards: Mapping[str, Sequence[HFTensor]]
+    shards: Mapping[str, Sequence[Row]]
     dtypes: Mapping[str, torch.dtype]
     companions: Companions
 
@@ -59,7 +68,7 @@ class FolderPlan:
         """Our parameters, in the order in which they are written."""
         return [part.name for tensors in self.shards.values() for tensor in tensors for part in tensor.parts]
 
-    def num_bytes(self, tensor: HFTensor) -> int:
+    def num_bytes(self, tensor: Row) -> int:
         return math.prod(tensor.shape) * self.dtypes[tensor.name].itemsize
 
 
@@ -118,7 +127,7 @@ def _save(
 
     def beside() -> Companions:
         if like is not None:
-            return companions_like(Path(like).expanduser())
+            return _companions_in(Path(like).expanduser())
         given: Companions | None = getattr(getattr(engine, "checkpoints", None), "companions", None)
         return given or Companions()
 
@@ -138,6 +147,25 @@ def _save(
     on_all_ranks(world, write, tells_ranks=False)
 
 
+def _companions_in(folder: Path) -> Companions:
+    """Of a model folder of Hugging Face, which needs no weights; of a checkpoint, a folder of them or a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"like = {str(folder)!r}: there is no such folder")
+    if not (folder / MANIFEST).exists():
+        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        if "model_type" in config or any((folder / name).is_file() for name in COMPANIONS):
+            return read_companions(folder, beside_of(config))
+    try:
+        found = locate(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"like = {str(folder)!r}: {error}") from None
+    return read_companions(found, read_manifest(found).config)
+
+
 def plan_folder(
     kind: str,
     options: Any,
@@ -155,7 +183,7 @@ def plan_folder(
     Raises:
         CheckpointError: when it is no model of Hugging Face's that colossus writes: which options, or names, differ.
     """
-    family = _family_of(kind, options)
+    family = family_of(kind, options)
     tensors = family.tensors(options)
     _require_same_names(family, options, tensors, known)
     dtypes = {each.name: dtype or known[each.parts[0].name].dtype for each in tensors}
@@ -179,23 +207,7 @@ def plan_folder(
     return FolderPlan(config, dict(zip(files, shards, strict=True)), dtypes, companions)
 
 
-def _family_of(kind: str, options: Any) -> Family:
-    refused = []
-    for name in HF_FAMILIES.names():
-        family: Family = HF_FAMILIES.get(name)()
-        if kind in family.ours:
-            differences = family.differences(options)
-            if not differences:
-                return family
-            refused.append(f"no {family.model_type}, since {', '.join(differences)}")
-    if not refused:
-        refused = [f"a {kind}; those that can be are {', '.join(MODEL_OPTIONS.names())}"]
-    raise CheckpointError(f"the model cannot be written for Hugging Face: it is {'; '.join(refused)}")
-
-
-def _require_same_names(
-    family: Family, options: Any, tensors: Sequence[HFTensor], known: Mapping[str, WholeTensor]
-) -> None:
+def _require_same_names(family: Family, options: Any, tensors: Sequence[Row], known: Mapping[str, WholeTensor]) -> None:
     wanted = {part.name: part.shape for tensor in tensors for part in tensor.parts}
     here = {name: each.shape for name, each in known.items()}
     for title, names in (
@@ -244,7 +256,7 @@ def write_folder(
 
 
 def _assembled(
-    tensors: Sequence[HFTensor],
+    tensors: Sequence[Row],
     plan: FolderPlan,
     parts: Iterator[tuple[str, Tensor]],
     on_tensor: Callable[[int], None],

@@ -8,8 +8,7 @@ from colossus.checkpoint.errors import CheckpointError
 from colossus.checkpoint.matching import Known, match_weights
 from colossus.checkpoint.sources import manifest_of
 from colossus.config import Config, ConfigError, model_options
-from colossus.hf.family import Family
-from colossus.registry import HF_FAMILIES
+from colossus.hf.family import family_of
 
 
 def check_weights(config: Config, folder: Path) -> None:
@@ -39,12 +38,12 @@ def _known(config: Config) -> dict[str, Known] | None:
     options = model_options(config)
     if config.model is None or options is None:
         return None
-    for name in HF_FAMILIES.names():
-        family: Family = HF_FAMILIES.get(name)()
-        if config.model.type in family.ours and not family.differences(options):
-            others: dict[str, list[str]] = {}
-            for alias, first in family.aliases(options).items():
-                others.setdefault(first, []).append(alias)
-            parts = [part for tensor in family.tensors(options) for part in tensor.parts]
-            return {part.name: Known(part.shape, (part.name, *others.get(part.name, ()))) for part in parts}
-    return None
+    try:
+        family = family_of(config.model.type, options)
+    except CheckpointError:
+        return None
+    others: dict[str, list[str]] = {}
+    for alias, first in family.aliases(options).items():
+        others.setdefault(first, []).append(alias)
+    parts = [part for tensor in family.tensors(options) for part in tensor.parts]
+    return {part.name: Known(part.shape, (part.name, *others.get(part.name, ()))) for part in parts}

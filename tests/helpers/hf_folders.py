@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from colossus.hf.folder import CONFIG, INDEX, SINGLE, spec_of
-from colossus.registry import MODEL_OPTIONS
+from colossus.hf.model_config import CONFIG, INDEX, SINGLE, options_of, spec_of
 
 GPT2: dict[str, Any] = dict(
     model_type="gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=6, vocab_size=11, eos_token_id=3, resid_pdrop=0.0,
@@ -30,11 +29,10 @@ VIT: dict[str, Any] = dict(
 def random_tensors(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """What a folder with this config holds, in the shapes that the config says."""
     family, spec = spec_of(Path("nowhere"), config, {})
-    options = MODEL_OPTIONS.get(spec.pop("type"))(**spec)
     generator = torch.Generator().manual_seed(len(config))
     return {
         each.name: torch.randn(each.shape, generator=generator, dtype=torch.float64).to(dtype)
-        for each in family.tensors(options)
+        for each in family.tensors(options_of(spec))
     }
 
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from colossus.checkpoint import CheckpointError, DamagedCheckpoint
-from colossus.hf.folder import read_folder, spec_of
-from colossus.registry import MODEL_OPTIONS
+from colossus.hf.folder import read_folder
+from colossus.hf.model_config import options_of, spec_of
 
 Damage = Callable[[Path], Any]
 
@@ -103,9 +103,15 @@ WRONG: dict[str, tuple[Damage, str]] = {
     ),
     "unscaled": (_config(scale_attn_weights=False), r"scale_attn_weights = False: colossus has True only"),
     "cross attention": (_config(add_cross_attention=True), r"add_cross_attention = True"),
-    "two dropouts": (_config(resid_pdrop=0.1), r"resid_pdrop = 0.1, embd_pdrop = 0: colossus has one number"),
-    "no size": (_config(n_embd="8"), r"n_embd = '8': a whole number"),
-    "a tie that is none": (_config(tie_word_embeddings="no"), r"tie_word_embeddings = 'no': true or false"),
+    "two dropouts": (
+        _config(resid_pdrop=0.1),
+        r"resid_pdrop = 0.1, embd_pdrop = 0.0: colossus has one",
+    ),
+    "no size": (_config(n_embd="8"), r"n_embd = '8': Input should be a valid integer"),
+    "a tie that is none": (
+        _config(tie_word_embeddings="no"),
+        r"tie_word_embeddings = 'no': Input should be a valid",
+    ),
 }
 
 
@@ -124,7 +130,7 @@ def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
 
 LLAMA_REFUSED = [
     (dict(hidden_act="gelu"), r"hidden_act = 'gelu': known are 'silu', 'swish'"),
-    (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has biases in all"),
+    (dict(attention_bias=True), r"attention_bias = True, mlp_bias = False: colossus has one value for them"),
     (
         dict(rope_scaling=dict(type="dynamic", factor=2.0)),
         r"rope_scaling.rope_type = 'dynamic': colossus has 'default'",
@@ -141,7 +147,7 @@ LLAMA_REFUSED = [
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), r"rope_parameters.rope_type = 'yarn'"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), r"rope_scaling of type llama3: high_freq_factor, low"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_rotary_factor"),
-    (dict(rope_theta=0.5), r"rope_theta = 0.5: a number above 1"),
+    (dict(rope_theta=0.5), r"rope_theta = 0.5: Input should be greater than 1"),
     (
         dict(
             rope_scaling=dict(
@@ -152,9 +158,9 @@ LLAMA_REFUSED = [
                 original_max_position_embeddings=64,
             )
         ),
-        r"as our options: rotary_scaling: .*low_freq_factor = 4.0 is not below high_freq_factor = 1.0",
+        r"rotary_scaling: .*low_freq_factor = 4.0 is not below high_freq_factor = 1.0",
     ),
-    (dict(rms_norm_eps=0), r"as our options: norm_eps: "),
+    (dict(rms_norm_eps=0), r"rms_norm_eps = 0: Input should be greater than 0"),
     (dict(num_hidden_layers=10**9), r"says 1000000000 layers, the files have 12 tensors"),
     (dict(rope_scaling=[8]), r"rope_scaling = \[8\]: an object is needed"),
 ]
@@ -175,11 +181,11 @@ def test_what_transformers_fills_in_of_rotary_positions() -> None:
     both = dict(rope_theta=5e5, rope_scaling=scaled, rope_parameters=dict(scaled, rope_theta=5e5))
     assert spec_of(Path(), dict(LLAMA, **both), {})[1]["rotary_base"] == 5e5
     family, spec = spec_of(Path(), dict(LLAMA, rope_scaling=dict(type="linear", factor=2)), {})
-    options = MODEL_OPTIONS.get(spec.pop("type"))(**spec)
+    options = options_of(spec)
     assert options.rotary_scaling.scale(0.5) == 0.25
     written = family.to_config(options)
     assert written["rope_scaling"] == dict(rope_type="linear", factor=2.0)
-    assert spec_of(Path(), dict(written, model_type="llama"), {})[1] == dict(spec, type="Llama")
+    assert options_of(spec_of(Path(), dict(written, model_type="llama"), {})[1]) == options
 
 
 INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
@@ -202,7 +208,7 @@ INDEXED: dict[str, tuple[Callable[[dict[str, str]], Any], str]] = {
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_index_that_is_wrong(name: str, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "gpt2", GPT2, files=3)
-    assert len(read_folder(folder).files) == 3
+    assert len(read_folder(folder).manifest.files) == 3
     edit, said = INDEXED[name]
     index = folder / "model.safetensors.index.json"
     body = json.loads(index.read_text())

@@ -15,9 +15,8 @@ from colossus.cli.main import main
 from colossus.config import ConfigError, as_dict, load_config
 from colossus.config.section import Named
 from colossus.data import TextFolder
-from colossus.hf.folder import spec_of
+from colossus.hf.model_config import options_of, spec_of
 from colossus.launch.data_check import check_data
-from colossus.registry import MODEL_OPTIONS
 
 
 def _config(**model: Any) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def test_its_text_is_read_by_its_tokenizer(tmp_path: Path, monkeypatch: pytest.M
 def test_sizes_that_follow_from_others_follow_from_those_that_are_given() -> None:
     def options(config: dict[str, Any], **given: Any) -> Any:
         _, spec = spec_of(Path(), config, given)
-        return MODEL_OPTIONS.get(spec.pop("type"))(**spec)
+        return options_of(spec)
 
     wide = options(GPT2, hidden_size=24, num_heads=3)
     assert (wide.head_dim, wide.num_kv_heads, wide.ffn_hidden_size) == (8, 3, 96)
@@ -200,10 +199,10 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 def test_published_models_have_as_many_parameters(name: str) -> None:
     config, wanted = PUBLISHED[name]
     family, spec = spec_of(Path(name), config, {})
-    options = MODEL_OPTIONS.get(spec["type"])(**{key: value for key, value in spec.items() if key != "type"})
+    options = options_of(spec)
     assert count_parameters(spec) == wanted
     assert sum(math.prod(tensor.shape) for tensor in family.tensors(options)) == wanted
     assert not family.differences(options)
     again, same = spec_of(Path(name), {"model_type": config["model_type"], **family.to_config(options)}, {})
     assert type(again) is type(family)
-    assert MODEL_OPTIONS.get(same.pop("type"))(**same) == options
+    assert options_of(same) == options

@@ -19,6 +19,7 @@ from colossus.checkpoint import CheckpointError, DamagedCheckpoint, read_state_d
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.engine.initialize import make_engine
 from colossus.hf.folder import read_folder
+from colossus.hf.model_config import options_of
 from colossus.hf.reader import HFReader
 from colossus.monitor.display import PlainDisplay
 
@@ -106,7 +107,8 @@ def test_rope_as_both_versions_write_it(tmp_path: Path) -> None:
     plain = dict(rope_theta=500.0, rope_scaling=None)
     found = []
     for number, rope in enumerate((old, older, new, plain)):
-        options = read_folder(make_folder(tmp_path / str(number), {**LLAMA, **rope})).options
+        folder = read_folder(make_folder(tmp_path / str(number), {**LLAMA, **rope}))
+        options = options_of(folder.manifest.config["model"])
         assert options.rotary_base == 500.0
         found.append(options.rotary_scaling)
     assert found[0] == found[1] == found[2] != found[3]
