@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from colossus.checkpoint.companions import LABELS, TOKEN_IDS
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from colossus.checkpoint.manifest import TOKENIZER_FILE
+from colossus.config.errors import explain
 from colossus.hf.family import Family
 from colossus.registry import HF_FAMILIES, MODEL_OPTIONS
 
@@ -70,10 +71,9 @@ def spec_of(path: Path, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
             options_of(spec)
         except ValidationError as error:
             theirs = {key.ours: key.theirs for key in family.keys}
-            for each in error.errors():
-                option, *inside = map(str, each["loc"])
-                named = f"{theirs[option]} = {spec[option]!r}" if option in theirs else ".".join((option, *inside))
-                problems.append(f"{named}: {each['msg']}")
+            for option_path, problem in explain(error, MODEL_OPTIONS.get(spec["type"])).items():
+                option, dot, inside = option_path.partition(".")
+                problems.append(f"{theirs.get(option, option)}{dot}{inside}: {problem}")
     if problems:
         raise CheckpointError(f"{path / CONFIG}: {'; '.join(problems)}")
     return family, spec | dict(given)

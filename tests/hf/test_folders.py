@@ -107,10 +107,10 @@ WRONG: dict[str, tuple[Damage, str]] = {
         _config(resid_pdrop=0.1),
         r"resid_pdrop = 0.1, embd_pdrop = 0.0: colossus has one",
     ),
-    "no size": (_config(n_embd="8"), r"n_embd = '8': Input should be a valid integer"),
+    "no size": (_config(n_embd="8"), r"n_embd: must be a whole number, got '8'"),
     "a tie that is none": (
         _config(tie_word_embeddings="no"),
-        r"tie_word_embeddings = 'no': Input should be a valid",
+        r"tie_word_embeddings: must be True or False, got 'no'",
     ),
 }
 
@@ -147,7 +147,7 @@ LLAMA_REFUSED = [
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), r"rope_parameters.rope_type = 'yarn'"),
     (dict(rope_scaling=dict(rope_type="llama3", factor=8.0)), r"rope_scaling of type llama3: high_freq_factor, low"),
     (dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)), r"partial_rotary_factor"),
-    (dict(rope_theta=0.5), r"rope_theta = 0.5: Input should be greater than 1"),
+    (dict(rope_theta=0.5), r"rope_theta: must be greater than 1, got 0.5"),
     (
         dict(
             rope_scaling=dict(
@@ -160,7 +160,7 @@ LLAMA_REFUSED = [
         ),
         r"rotary_scaling: .*low_freq_factor = 4.0 is not below high_freq_factor = 1.0",
     ),
-    (dict(rms_norm_eps=0), r"rms_norm_eps = 0: Input should be greater than 0"),
+    (dict(rms_norm_eps=0), r"rms_norm_eps: must be greater than 0, got 0"),
     (dict(num_hidden_layers=10**9), r"says 1000000000 layers, the files have 12 tensors"),
     (dict(rope_scaling=[8]), r"rope_scaling = \[8\]: an object is needed"),
 ]
