@@ -128,11 +128,6 @@ def test_our_blocks_train_the_same_to_the_bit(recompute: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_the_model_may_say_it(kind: str) -> None:
-    assert_equal(trained("none", dropout=0.2, activation_checkpoint=kind), trained_as_it_is(dropout=0.2))
-
-
-@pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_child_that_draws_from_torchs_generator(kind: str) -> None:
     """One that a user has put into a block of ours, which draws from the context's streams otherwise."""
 
