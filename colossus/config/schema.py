@@ -86,20 +86,15 @@ def _mode(value: Any) -> Any:
 def _split(value: Any) -> Any:
     if value == "parameters":
         return value
-    if isinstance(value, list | tuple) and value:
-        if all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
-            return tuple(value)
-        if all(isinstance(item, str) and item for item in value):
-            return tuple(value)
-    raise ValueError(
-        f"must be 'parameters', the number of blocks of each stage, [3, 3], or the names of the blocks with which "
-        f"stages begin, ['blocks.3'], got {value!r}"
-    )
+    is_list = isinstance(value, list | tuple) and bool(value)
+    if is_list and all(isinstance(item, int) and not isinstance(item, bool) and item >= 1 for item in value):
+        return tuple(value)
+    raise ValueError(f"must be 'parameters' or the number of blocks of each stage, [3, 3], got {value!r}")
 
 
 class PipelineSection(SizedSection):
     #: what stages are equal in, as far as they can be; or the numbers or names of blocks that say where they begin
-    split: Annotated[str | tuple[int, ...] | tuple[str, ...], BeforeValidator(_split)] = "parameters"
+    split: Annotated[str | tuple[int, ...], BeforeValidator(_split)] = "parameters"
 
 
 class TensorSection(SizedSection):

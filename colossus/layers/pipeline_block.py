@@ -29,8 +29,7 @@ class PipelineBlock:
             called (``self.positions``), not hold them: they are allocated after the blocks are known.
         owns: the modules, parameters and buffers that ``call`` uses, or their names relative to the model; a module
             includes its submodules. None is skipped. A ``call`` that is a module owns itself.
-        name: shown in ``--dry-run`` and in errors, and taken by ``parallel.pipeline.split``; by default that of the
-            first thing owned.
+        name: shown in ``--dry-run`` and in errors; by default that of the first thing owned.
     """
 
     def __init__(self, call: Callable[[Any], Any], *owns: nn.Module | Tensor | str | None, name: str | None = None):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import difflib
 import itertools
 from collections.abc import Sequence
 
-#: "parameters", a number of blocks for each stage, or the names of blocks with which stages begin
-Split = str | Sequence[int] | Sequence[str]
+#: "parameters", or the number of blocks of each stage
+Split = str | Sequence[int]
 
 
 def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], num_stages: int) -> tuple[int, ...]:
@@ -24,10 +23,7 @@ def stage_bounds(split: Split, names: Sequence[str], elements: Sequence[int], nu
     if not isinstance(split, str):
         return _stated_bounds(split, names, num_stages)
     if split != "parameters":
-        raise ValueError(
-            f"split = {split!r}: use 'parameters', a number of blocks for each stage, or the names of the blocks with "
-            f"which stages begin"
-        )
+        raise ValueError(f"split = {split!r}: use 'parameters', or the number of blocks of each stage")
     return split_chain(elements, num_stages)
 
 
@@ -82,22 +78,7 @@ def _stages_needed(costs: Sequence[int], most: int) -> float:
     return stages
 
 
-def _stated_bounds(split: Sequence[int] | Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
-    """Bounds of the stages from the number of blocks of each, or from the blocks with which they begin.
-
-    Raises:
-        ValueError: when these do not fit ``names``, the blocks of the model, or the number of stages.
-    """
-    counts = [item for item in split if isinstance(item, int)]
-    begins = [item for item in split if isinstance(item, str)]
-    if len(counts) == len(split):
-        return _bounds_of_counts(counts, names, num_stages)
-    if len(begins) == len(split):
-        return _bounds_of_names(begins, names, num_stages)
-    raise ValueError(f"split = {list(split)}: give numbers of blocks or names of blocks, not both")
-
-
-def _bounds_of_counts(counts: Sequence[int], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
+def _stated_bounds(counts: Sequence[int], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
     problem = None
     if len(counts) != num_stages:
         problem = f"{len(counts)} numbers for {num_stages} stages"
@@ -109,30 +90,6 @@ def _bounds_of_counts(counts: Sequence[int], names: Sequence[str], num_stages: i
     if problem:
         raise ValueError(f"split = {list(counts)}: {problem}; give the number of blocks of each stage")
     return (0, *itertools.accumulate(counts))
-
-
-def _bounds_of_names(begins: Sequence[str], names: Sequence[str], num_stages: int) -> tuple[int, ...]:
-    for name in begins:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0)
-            raise ValueError(
-                f"split = {list(begins)}: no block is named {name!r}; did you mean {near[0]!r}? Blocks are "
-                f"{name_ranges(names)}"
-            )
-    # the first stage can only begin with the first block, so it may be left out
-    stated = [*begins] if begins and begins[0] == names[0] else [names[0], *begins]
-    if len(stated) != num_stages:
-        raise ValueError(
-            f"split = {list(begins)} begins {len(stated)} stages (the first begins with {names[0]!r}), but there are "
-            f"{num_stages}: name the block with which each stage but the first begins"
-        )
-    bounds = [names.index(name) for name in stated]
-    for (before, low), (after, high) in itertools.pairwise(zip(stated, bounds, strict=True)):
-        if high <= low:
-            raise ValueError(
-                f"split = {list(begins)}: {after!r} does not come after {before!r} in the model ({name_ranges(names)})"
-            )
-    return (*bounds, len(names))
 
 
 def name_ranges(names: Sequence[str]) -> str:

@@ -79,8 +79,7 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
         model: whole; on the meta device or not.
         rank_of: stage -> index along the pipeline axis, as ``colossus.schedule.actions.placement`` gives it.
         split: ``"parameters"`` (as equal as can be in elements of whole parameters; a tied one counts on every stage
-            that uses it); or the number of blocks of each stage; or the name of the block with which each stage begins,
-            with or without that of the first stage.
+            that uses it), or the number of blocks of each stage.
 
     Raises:
         ValueError: for a model that is no chain, more stages than blocks, and a split that does not fit.
@@ -102,14 +101,7 @@ def make_partition(model: nn.Module, rank_of: Mapping[int, int], split: Split = 
     sizes = {name: spec_of(parameter).num_elements for name, parameter in model.named_parameters()}
     elements = [sum(sizes[name] for name in block.parameters) for block in blocks]
     bounds = stage_bounds(split, [block.name for block in blocks], elements, num_stages)
-    stages_of: dict[str, tuple[int, ...]] = {
-        name: tuple(
-            stage
-            for stage, (start, stop) in enumerate(itertools.pairwise(bounds))
-            if any(name in block.parameters for block in blocks[start:stop])
-        )
-        for name in sizes
-    }
+    stages_of = _stages_by(blocks, bounds, lambda block: block.parameters)
     return Partition(blocks, bounds, dict(rank_of), stages_of, tuple(sizes), sizes)
 
 
@@ -123,8 +115,8 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
     here = set(partition.stages_on(rank))
     if len(here) == partition.num_stages:
         return
-    modules = _stages_by(partition, lambda block: block.modules)
-    buffers = _stages_by(partition, lambda block: block.buffers)
+    modules = _stages_by(partition.blocks, partition.bounds, lambda block: block.modules)
+    buffers = _stages_by(partition.blocks, partition.bounds, lambda block: block.buffers)
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     buffer_names = {id(buffer): name for name, buffer in model.named_buffers()}
     record_full_order(model)
@@ -135,7 +127,7 @@ def keep_stages_of(model: nn.Module, partition: Partition, rank: int) -> None:
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and not here.intersection(buffers.get(buffer_names[id(buffer)], here)):
                 del module._buffers[leaf]
-        stages = modules.get(name, [])  # empty: owned by no block, so every rank has it
+        stages = modules.get(name, ())  # empty: owned by no block, so every rank has it
         if stages and not here.intersection(stages):
             keep_attributes_on_meta(module)
             message = (
@@ -158,10 +150,12 @@ def _refuse_call(message: str, module: nn.Module, args: Any) -> NoReturn:
     raise ValueError(message)
 
 
-def _stages_by(partition: Partition, names_of: Callable[[NamedBlock], Sequence[str]]) -> dict[str, list[int]]:
+def _stages_by(
+    blocks: Sequence[NamedBlock], bounds: Sequence[int], names_of: Callable[[NamedBlock], Sequence[str]]
+) -> dict[str, tuple[int, ...]]:
     """Name -> the stages whose blocks own it, ascending."""
-    out: dict[str, list[int]] = {}
-    for stage in range(partition.num_stages):
-        for name in {name: None for block in partition.blocks_of(stage) for name in names_of(block)}:
-            out.setdefault(name, []).append(stage)
+    out: dict[str, tuple[int, ...]] = {}
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for name in {name for block in blocks[start:stop] for name in names_of(block)}:
+            out[name] = (*out.get(name, ()), stage)
     return out

@@ -15,9 +15,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from colossus.layers.model_parallel import ModelParallel
 from colossus.schedule.actions import COMPUTE, LAST_USE, Action
 from colossus.schedule.runtime.observer import StepObserver
-from colossus.schedule.runtime.transport import StageMicrobatch, Transport
+from colossus.schedule.runtime.transport import Transport
 from colossus.schedule.runtime.values import ValueSpec, batch_signature, flatten_value, gradients, unflatten_value
 
+#: (stage, microbatch)
+StageMicrobatch = tuple[int, int]
 #: the deferred weight gradients of one backward: each call makes one and accumulates it
 WgradTasks = list[Callable[[], None]]
 
@@ -152,7 +154,7 @@ class Executor:
             began = time.perf_counter() if self.observers else 0.0
             if early is not None and action.kind in COMPUTE:
                 for receive in next(early):
-                    self.transport.post_receive_early(receive, state.batch_shape)  # type: ignore[union-attr]
+                    self.transport.post_receive(receive, state.batch_shape, early=True)  # type: ignore[union-attr]
             if index in last_backwards:
                 self.stages.before_last_backward(action.stage)
                 self._do(action, state)
@@ -201,10 +203,8 @@ class Executor:
             self.transport.send_value(action, spec, tensors, state.batch_shape)
         elif action.kind == "send_gradient":
             self.transport.send(action, state.input_gradients.pop(key))
-        elif action.kind == "receive_activation":
-            self.transport.post_receive_value(action, state.batch_shape)
         else:
-            self.transport.post_receive_gradient(action, state.batch_shape)
+            self.transport.post_receive(action, state.batch_shape)
 
     def _forward(self, key: StageMicrobatch, state: _State) -> None:
         stage, microbatch = key

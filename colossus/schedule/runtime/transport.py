@@ -12,10 +12,7 @@ from torch import Tensor
 
 from colossus.comm.links import Incoming, Links, Wait
 from colossus.schedule.actions import Action
-from colossus.schedule.runtime.values import TensorSpec, ValueSpec
-
-#: (stage, microbatch)
-StageMicrobatch = tuple[int, int]
+from colossus.schedule.runtime.values import ValueSpec
 
 
 class Transport:
@@ -26,7 +23,7 @@ class Transport:
         rank_of: stage -> index of the rank that has it.
 
     Attributes:
-        receives_early: whether receives are to be posted before their turn (see `post_receive_early`).
+        receives_early: whether receives are to be posted before their turn.
         step_id: identifies the step, the same on all ranks of a model; two ranks that disagree get an error.
     """
 
@@ -36,8 +33,7 @@ class Transport:
         self.step_id: object = None
         #: by the stage that makes the value, and the shape of the batch
         self._specs: dict[tuple[int, Hashable], ValueSpec] = {}
-        self._values: dict[StageMicrobatch, tuple[ValueSpec, Incoming]] = {}
-        self._gradients: dict[StageMicrobatch, Incoming] = {}
+        self._posted: dict[Action, tuple[ValueSpec, Incoming]] = {}
         self._unflushed: dict[tuple[str, int, int], Wait] = {}
 
     # -- sending ------------------------------------------------------------------------------------------
@@ -70,39 +66,38 @@ class Transport:
 
     # -- receiving ----------------------------------------------------------------------------------------
 
-    def post_receive_early(self, action: Action, shape: Hashable) -> None:
-        """Post the receive of a later action, if the spec of its value is known already."""
-        is_gradient = action.kind == "receive_gradient"
-        if (action.stage if is_gradient else action.peer, shape) in self._specs:
-            (self.post_receive_gradient if is_gradient else self.post_receive_value)(action, shape)
+    def post_receive(self, action: Action, shape: Hashable, *, early: bool = False) -> None:
+        """Post the receive of a stage's input, or of the gradient of its output, unless it has been posted.
 
-    def post_receive_value(self, action: Action, shape: Hashable) -> None:
-        """Post the receive of a stage's input."""
-        assert action.peer is not None
-        key = action.stage, action.microbatch
-        if key in self._values:
+        Args:
+            early: before its turn; only done where the spec of its value is known already.
+        """
+        if action in self._posted:
             return
-        spec = self._specs.get((action.peer, shape))
+        is_gradient = action.kind == "receive_gradient"
+        made_by = action.stage if is_gradient else action.peer
+        assert made_by is not None
+        spec = self._specs.get((made_by, shape))
         if spec is None:
-            spec = self._specs[action.peer, shape] = self._links.recv_object(
-                self._peer(action), f"description of the {_message_name(action)}"
-            )
-        self._values[key] = spec, self._receive(action, spec.tensors)
-
-    def post_receive_gradient(self, action: Action, shape: Hashable) -> None:
-        """Post the receive of the gradient of a stage's output."""
-        key = action.stage, action.microbatch
-        if key not in self._gradients:
-            self._gradients[key] = self._receive(action, self._specs[action.stage, shape].differentiable)
+            if early:
+                return
+            spec = self._links.recv_object(self._peer(action), f"description of the {_message_name(action)}")
+            self._specs[made_by, shape] = spec
+        tensors = spec.differentiable if is_gradient else spec.tensors
+        self._posted[action] = (
+            spec,
+            self._links.receive(self._peer(action), tensors, _message_name(action), self.step_id),
+        )
 
     def wait_value(self, stage: int, microbatch: int) -> tuple[ValueSpec, list[Tensor]]:
         """A stage's input, once it is there."""
-        spec, incoming = self._values.pop((stage, microbatch))
+        spec, incoming = self._posted.pop(Action("receive_activation", stage, microbatch, stage - 1))
         return spec, incoming.wait()
 
     def wait_gradient(self, stage: int, microbatch: int) -> list[Tensor]:
         """The gradients of the tensors of a stage's output that require one, once they are there."""
-        arrived = self._gradients.pop((stage, microbatch)).wait()
+        _, incoming = self._posted.pop(Action("receive_gradient", stage, microbatch, stage + 1))
+        arrived = incoming.wait()
         self._flush("send_activation", stage, microbatch)
         return arrived
 
@@ -111,9 +106,6 @@ class Transport:
         for wait in self._unflushed.values():
             wait()
         self._unflushed.clear()
-
-    def _receive(self, action: Action, like: Sequence[TensorSpec]) -> Incoming:
-        return self._links.receive(self._peer(action), like, _message_name(action), self.step_id)
 
     def _flush(self, kind: str, stage: int, microbatch: int) -> None:
         wait = self._unflushed.pop((kind, stage, microbatch), None)
