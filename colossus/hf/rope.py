@@ -27,13 +27,14 @@ def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         problems.append(f"rope_scaling and rope_parameters differ: {pairs}: take one of the two out, the wrong one")
         return {}
     key, rope = ("rope_parameters", new) if new else ("rope_scaling", old)
-    if {rope.pop("partial_rotary_factor", 1.0), config.get("partial_rotary_factor") or 1.0} != {1.0}:
+    partial = (rope.pop("partial_rotary_factor", None), config.get("partial_rotary_factor"))
+    if any(factor not in (None, 1.0) for factor in partial):
         problems.append("partial_rotary_factor: colossus rotates whole heads only")
     kind = rope.pop("rope_type", "default")
     found = {"rotary_base": rope.pop("rope_theta")} if "rope_theta" in rope else {}
     if kind == "default":
         return found
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         problems.append(f"{key}.rope_type = {kind!r}: colossus has 'default', {', '.join(map(repr, _KEYS))}")
     elif wrong := sorted({*_KEYS[kind]} ^ rope.keys()):
         problems.append(f"{key} of type {kind}: {', '.join(wrong)} is missing, or not known")
