@@ -178,10 +178,19 @@ def test_what_colossus_has_not_is_refused(changed: dict[str, Any], said: str, tm
 
 
 VALUES = st.none() | st.booleans() | st.integers(-1, 9) | st.floats(0, 2) | st.sampled_from(["gelu", "silu", "default"])
-ROPE = st.dictionaries(
-    st.sampled_from(["rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"]),
-    VALUES | st.sampled_from(["linear", "llama3"]),
+SCALINGS = (
+    dict(rope_type="linear", factor=2.0),
+    dict(type="llama3", factor=8, low_freq_factor=1.0, high_freq_factor=4.0),
+    dict(rope_type="default", rope_theta=500.0),
 )
+CHANGES = st.dictionaries(st.sampled_from(["factor", "type"]), VALUES, max_size=1)
+ROPE = st.builds(lambda scaling, changed: scaling | changed, st.sampled_from(SCALINGS), CHANGES)
+#: mostly such as are read
+ANYTHING = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE | VALUES),
+    **dict.fromkeys(("image_size", "patch_size"), st.lists(st.integers(1, 9), min_size=2, max_size=2) | VALUES),
+    "id2label": st.dictionaries(st.sampled_from("012"), st.just("a name")) | VALUES,
+}
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA, VIT], ids=lambda config: config["model_type"])
@@ -189,9 +198,10 @@ ROPE = st.dictionaries(
 def test_any_config_is_refused_or_reads_as_what_it_writes(config: dict[str, Any], data: st.DataObject) -> None:
     """Whatever its keys say; no other error."""
     family = HF_FAMILIES.get(config["model_type"])
-    keys = [key.theirs for key in family.keys] + [*family.required, "id2label", "rope_scaling", "rope_parameters"]
-    anything = VALUES | st.lists(VALUES, max_size=2) | ROPE
-    changed = data.draw(st.dictionaries(st.sampled_from(keys), anything, max_size=3))
+    keys = [*(key.theirs for key in family.keys), *family.required]
+    more = ["rope_scaling", "rope_parameters"] if "rope_theta" in keys else ["id2label"]
+    names = data.draw(st.lists(st.sampled_from([*more, *keys]), max_size=2, unique=True))
+    changed = {key: data.draw(ANYTHING.get(key, VALUES), label=key) for key in names}
     try:
         family, spec = spec_of(Path("folder"), {**config, **changed}, {})
     except CheckpointError as error:
