@@ -9,12 +9,17 @@ from typing import Any
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` for ``package``: public name -> the submodule that defines it."""
+    """``__getattr__`` and ``__dir__`` for ``package``: public name -> the submodule that defines it.
+
+    A name that starts with a dot is relative to this package's parent.
+    """
 
     def getattribute(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{names[name]}"), name)
+        module = names[name]
+        path = f"{package.rpartition('.')[0]}{module}" if module.startswith(".") else f"{package}.{module}"
+        value = getattr(importlib.import_module(path), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -265,7 +265,7 @@ def _meets_after(config: Config, has_validation: bool, completed: int) -> bool:
 def _require_position_wise(model: nn.Module, context: ParallelContext) -> None:
     """Under sequence parallelism, that no module is there to mix tokens: it would see the tokens of one rank.
 
-    What is seen when they run only, `SplitTokens` refuses.
+    What is seen when they run only, `ShardedTensor` refuses.
     """
     if model_parallel_of(context).sequence is None:
         return

@@ -27,11 +27,11 @@ from colossus.engine.batch_check import fingerprint
 from colossus.engine.host_copy import send_to
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.token_dim import TokenDim
-from colossus.layers.tokens import with_tokens
 from colossus.nest import tensors
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
+from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.tensor import with_sequence
 
 #: a label that losses ignore
 IGNORED = -100
@@ -111,16 +111,16 @@ class Inputs:
         return local_samples(microbatch, self._context, self._dtype)
 
     def mark_tokens(self, given: Any, microbatch: Any) -> Any:
-        """What the model of this rank is given of a microbatch: of what holds a part of the tokens, `SplitTokens`.
+        """What the model of this rank is given of a microbatch: what holds a part of the tokens is a `ShardedTensor`.
 
         A loss function gets the plain tensors.
         """
         if self._sequence is None:
             return given
-        whole, num_ranks = model_input(microbatch), self._sequence.num_shards
+        whole, parallel = model_input(microbatch), model_parallel_of(self._context)
         num_tokens = sequence_length(microbatch)
         are_split = iter([_holds_tokens(x, num_tokens) for _, x in tensors(whole)])
-        return map_batch(lambda x: with_tokens(x, TokenDim(1) if next(are_split) else None, num_ranks), given)
+        return map_batch(lambda x: with_sequence(x, Place(1) if next(are_split) else None, parallel), given)
 
 
 def batch_axes(context: ParallelContext) -> tuple[str, ...]:

@@ -18,12 +18,12 @@ from colossus.engine.loss_function import LossFunction, checked_sum
 from colossus.engine.parameter_store import ParameterStore
 from colossus.engine.strategies.strategy import BackwardKind, Strategy
 from colossus.layers.deferred_wgrad import DeferredWgrad
-from colossus.layers.tokens import SplitTokens, local
 from colossus.layout.split_parameter import as_shards
 from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
+from colossus.sharded_tensor.tensor import ShardedTensor, without_sequence
 
 
 class ModelStages:
@@ -100,7 +100,7 @@ class ModelStages:
                         observer.after_forward(stage, microbatch, out)
                     if stage == self._last_stage:
                         with self._input_writes.around_loss(own):
-                            outputs = tree_map_only(SplitTokens, local, out)
+                            outputs = tree_map_only(ShardedTensor, without_sequence, out)
                             out = checked_sum(self.loss_fn(outputs, own))
                             if self.step is None:
                                 self.metrics.add(outputs, own)

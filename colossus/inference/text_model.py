@@ -27,15 +27,14 @@ from colossus.inference.cache_trial import DECLARED, find_problem
 from colossus.inference.plan import plan_config
 from colossus.inference.source import Source
 from colossus.layers.batch_info import BatchInfo
-from colossus.layers.children import is_listened_to
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import run_blocks
-from colossus.layers.sharded import to_whole
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS, TENSOR_MODES
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
+from colossus.sharded_tensor.tensor import to_whole
 
 
 class TextModel:
@@ -255,7 +254,7 @@ def _shortened(module: nn.Module) -> list[Callable[[Any], Any]] | None:
     Parameters and submodules become plain attributes, too, which are found ten times as fast as those of a module: a
     token of a small model is made of some hundred of them. One that is assigned anew takes the place of both.
     """
-    if not isinstance(module, Transformer) or is_listened_to(module):
+    if not isinstance(module, Transformer) or module._forward_hooks or module._forward_pre_hooks:
         return None
     for each in module.modules():
         vars(each).update(each._parameters)

@@ -22,25 +22,23 @@ _NAMES = {
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
     "SampledSoftmax": "loss.sampled_softmax",
-    "ShardedActivation": "sharded",
-    "SplitHeads": "attention_heads",
-    "SplitTokens": "tokens",
+    "ShardedTensor": ".sharded_tensor.tensor",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
     "checkpoint": "recomputation",
     "cross_entropy": "loss.cross_entropy",
-    "local": "tokens",
+    "local": ".sharded_tensor.tensor",
     "merge_heads": "attention_heads",
     "recompute": "recomputation",
     "run_blocks": "pipeline_block",
     "split_heads": "attention_heads",
-    "to_residual": "sharded",
-    "to_whole": "sharded",
+    "to_residual": "model_parallel",
+    "to_whole": ".sharded_tensor.tensor",
 }
 
 if TYPE_CHECKING:
     from colossus.layers.attention import Attention
-    from colossus.layers.attention_heads import SplitHeads, merge_heads, split_heads
+    from colossus.layers.attention_heads import merge_heads, split_heads
     from colossus.layers.block import TransformerBlock
     from colossus.layers.class_token import ClassToken
     from colossus.layers.dropout import Dropout
@@ -53,12 +51,12 @@ if TYPE_CHECKING:
     from colossus.layers.loss.cross_entropy import cross_entropy
     from colossus.layers.loss.sampled_softmax import SampledSoftmax
     from colossus.layers.mlp import MLP, GatedMLP
+    from colossus.layers.model_parallel import to_residual
     from colossus.layers.norm import LayerNorm, RMSNorm
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
     from colossus.layers.recomputation import checkpoint, recompute
-    from colossus.layers.sharded import ShardedActivation, to_residual, to_whole
-    from colossus.layers.tokens import SplitTokens, local
+    from colossus.sharded_tensor.tensor import ShardedTensor, local, to_whole
 
 __all__ = [
     "MLP",
@@ -78,9 +76,7 @@ __all__ = [
     "PositionEmbedding",
     "RMSNorm",
     "SampledSoftmax",
-    "ShardedActivation",
-    "SplitHeads",
-    "SplitTokens",
+    "ShardedTensor",
     "TransformerBlock",
     "accuracy",
     "checkpoint",

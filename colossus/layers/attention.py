@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from colossus.error_place import located_error
-from colossus.layers.attention_heads import local_mask
-from colossus.layers.children import is_listened_to, run_child
+from colossus.layers.children import call
 from colossus.layers.dropout import Dropout
 from colossus.layers.few_kv_heads import ReplicatedKV
 from colossus.layers.kv_cache import KeyValueCache
@@ -20,14 +19,14 @@ from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
 from colossus.layers.rotary import Rotary, rotate
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
+from colossus.sharded_tensor.mask import local_mask
+from colossus.sharded_tensor.tensor import local, placement_of, plain, require_sequences, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
@@ -59,8 +58,6 @@ class Attention(Layer):
         ValueError: when heads without a head_dim do not divide hidden_size, the tensor ranks do not divide the heads,
             or key/value heads and ranks do not divide either way.
     """
-
-    local_layouts = 2
 
     def __init__(
         self,
@@ -108,31 +105,19 @@ class Attention(Layer):
         self.dropout: nn.Module = Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        token_dim = require_sequences(x, self)
-        shard, source, return_layout = unwrap(x, self.parallel)
-        documents = None if documents is None else local(documents)
-        y = self.apply_local(shard, source, return_layout, mask, documents)
-        return wrap(y, return_layout, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(
-        self,
-        x: Tensor,
-        source: Activation,
-        target: Activation,
-        mask: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
         if x.dim() == 2:  # the tokens of one sample, not samples
             documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
-            return self.apply_local(x.unsqueeze(0), source, target, mask, documents).squeeze(0)
+            return self(x.unsqueeze(0), mask, documents).squeeze(0)
+        require_sequences(x, self)
         inner = self.parallel.regions.inner
-        query, key, value = (self._heads(output) for output in run_child(self, "qkv", x, source, inner, outputs=3))
+        outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
+        query, key, value = (self._heads(plain(output)) for output in outputs)
         cache = self.parallel.batch_info.cache
         positions = self._positions(query, inner)
         if self.rotary is not None:
             query, key = self._rotated(self.rotary, query, key, positions, cache)
         if documents is not None:
-            documents = self._local_documents(documents, inner)
+            documents = self._local_documents(local(documents), inner)
         if cache is not None:
             if mask is not None or documents is not None or not self.causal or self.parallel.sequence is not None:
                 self._refuse_cache(mask, documents)
@@ -144,8 +129,9 @@ class Attention(Layer):
             if documents is not None:
                 mask = _same_document(documents, mask)
             out = self._attend(query, key, value, mask, inner)
-        attended: Tensor = run_child(self, "out", out.transpose(-3, -2).flatten(-2), inner, target)
-        return attended
+        merged = wrap(out.transpose(-3, -2).flatten(-2), placement_of(outputs[0]))
+        y: Tensor = call(self.out, merged, self.parallel)
+        return y
 
     def _positions(self, query: Tensor, inner: Activation) -> Tensor | None:
         """Positions in the sequence of this rank's tokens, [tokens]; None for 0, 1, 2, ..."""
@@ -158,7 +144,7 @@ class Attention(Layer):
     def _rotated(
         self, rotary: nn.Module, query: Tensor, key: Tensor, positions: Tensor | None, cache: KeyValueCache | None
     ) -> tuple[Tensor, Tensor]:
-        if type(rotary) is not Rotary or is_listened_to(rotary):
+        if type(rotary) is not Rotary or rotary._forward_hooks or rotary._forward_pre_hooks:
             if cache is not None:
                 positions = cache.positions(query.shape[-2], query.device)
             return rotary(query, positions), rotary(key, positions)

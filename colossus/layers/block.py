@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colossus.layers.attention import Attention
 from colossus.layers.block_defaults import default_norm_eps
 from colossus.layers.checkpointed_forward import checkpoint_module
-from colossus.layers.children import run_child
+from colossus.layers.children import call
 from colossus.layers.dropout import Dropout
 from colossus.layers.layer import Layer
 from colossus.layers.rotary_scaling import RotaryScaling
-from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tokens import local, require_sequences
-from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 from colossus.registry import MLPS, NORMS
+from colossus.sharded_tensor.tensor import placement_of, plain_of_graph, require_sequences, wrap
 
 
 class TransformerBlock(Layer):
@@ -76,21 +75,16 @@ class TransformerBlock(Layer):
             checkpoint_module(self, activation_checkpoint, self.context)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        token_dim = require_sequences(x, self)
-        shard, activation, return_layout = unwrap(x, self.parallel)
-        documents = None if documents is None else local(documents)
-        shard = self.apply_local(shard, activation, mask, documents)
-        return wrap(shard, activation, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(
-        self, x: Tensor, at: Activation, mask: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
-        """The block on a plain local tensor laid out as ``at``, as is the result; the rest as in `Attention`."""
-        normal = run_child(self, "attention_norm", x, at, at)
-        attended = run_child(self, "attention", normal, at, at, mask=mask, documents=documents)
-        x = x + run_child(self, "attention_dropout", attended, at, at)
-        out = run_child(self, "mlp", run_child(self, "mlp_norm", x, at, at), at, at)
-        return x + run_child(self, "mlp_dropout", out, at, at)
+        require_sequences(x, self)
+        if torch.compiler.is_compiling():
+            placement = placement_of(x)
+            x = wrap(plain_of_graph(x), placement)
+        normal = call(self.attention_norm, x, self.parallel)
+        attended = call(self.attention, normal, self.parallel, mask=mask, documents=documents)
+        x = x + call(self.attention_dropout, attended, self.parallel)
+        out = call(self.mlp, call(self.mlp_norm, x, self.parallel), self.parallel)
+        y: Tensor = x + call(self.mlp_dropout, out, self.parallel)
+        return y
 
 
 def make_norm(norm: str, hidden_size: int, bias: bool, eps: float | None = None) -> nn.Module:

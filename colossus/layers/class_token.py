@@ -9,12 +9,11 @@ from colossus.construct.init import Normal
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tokens import require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.sharded_tensor.tensor import require_sequences, wrap
 
 
 class ClassToken(Layer):
@@ -29,8 +28,6 @@ class ClassToken(Layer):
         ValueError: where tokens are split over ranks: one of them alone has the first.
     """
 
-    local_layouts = 1
-
     def __init__(self, hidden_size: int, *, init: Initializer | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -42,18 +39,16 @@ class ClassToken(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_sequences(x, self)
-        shard, activation, return_layout = unwrap(x, self.parallel)
-        y = self.apply_local(shard, activation)
-        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
+        require_sequences(x, self)
+        x, placement = self.local_input(x)
+        activation = placement.activation
         if activation not in self._seen:
             self._check_and_record(x, activation)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             token = self.weight.to(x.dtype) if x.dtype in LOW else self.weight
             token = redistribute(token, self.layout, Layout((activation.features,)), self.context)
-            return torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+            y = torch.cat((token.expand(x.shape[0], 1, -1), x), dim=1)
+        return wrap(y, placement)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if x.dim() != 3:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from colossus.comm.conjugate import not_a_view
 from colossus.comm.early_save import save_for_backward, saved_tensors
 from colossus.comm.first_order import first_order
-from colossus.layers.tokens import SplitTokens, local, require_features_last, with_tokens
+from colossus.sharded_tensor.tensor import ShardedTensor, placement_of, plain, wrap
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.product import bias_gradient, product, wgrad_product
@@ -35,17 +35,21 @@ class DeferredWgrad(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and torch.is_grad_enabled():
             x, weight, bias = _arguments(*args, **kwargs)
-            plain = local(x) if isinstance(x, SplitTokens) else x
-            if _can_defer(plain, weight):
-                token_dim = require_features_last(x, "linear")
-                y = _Linear.apply(to_product_dtype(plain), weight, bias, self._weights)
-                return y if token_dim is None else with_tokens(y, token_dim, x.num_ranks)
+            if _can_defer(x, weight):
+                y = _Linear.apply(to_product_dtype(plain(x)), weight, bias, self._weights)
+                return wrap(y, placement_of(x))
         return func(*args, **kwargs)
 
 
 def _can_defer(x: Any, weight: Any) -> bool:
-    """Whether a linear is one of a plain tensor with a trainable matrix, outside of torch.func."""
-    if type(x) is not Tensor or not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
+    """Whether a linear is one of whole features with a trainable matrix, outside of torch.func."""
+    if isinstance(x, ShardedTensor):
+        place = x.placement.place("sequence")
+        if not x.placement.is_whole or place is None or place.dim == plain(x).dim() - 1:
+            return False
+    elif type(x) is not Tensor:
+        return False
+    if not isinstance(weight, nn.Parameter) or not weight.requires_grad or weight.dim() != 2:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from colossus.comm.early_save import is_hooked
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import ShardedActivation, unwrap, wrap
-from colossus.layers.token_dim import tokens_of
 from colossus.layout.activation import Activation
+from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 
 
 class Dropout(Layer):
@@ -23,8 +22,6 @@ class Dropout(Layer):
     mask, ranks that hold different shards draw different ones, and recomputation draws the same again.
     """
 
-    local_layouts = 1
-
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
@@ -34,14 +31,12 @@ class Dropout(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        local, activation, return_layout = unwrap(x, self.parallel)
-        num_features = x.num_features if isinstance(x, ShardedActivation) else None
-        y = self.apply_local(local, activation)
-        return wrap(y, activation, return_layout, self.parallel, num_features, tokens_of(x))
+        placement = placement_of(x)
+        activation = placement.activation if placement is not None else self.parallel.regions.whole
+        return wrap(self._drop(plain(x), activation), placement)
 
-    def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
+    def _drop(self, x: Tensor, activation: Activation) -> Tensor:
+        """A plain local tensor laid out as ``activation``, some of its elements zero."""
         generator, keep = self.generator(x.device, activation), 1.0 - self.p
         if x.requires_grad and not torch.compiler.is_compiling() and torch.is_grad_enabled() and is_hooked():
             out: Tensor = _WithoutSavedMask.apply(x, generator, keep)

@@ -18,15 +18,14 @@ from colossus.context.precision import LOW, Precision
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.lookup import look_up
-from colossus.layers.sharded import move, unwrap, wrap
 from colossus.layers.sparse_lookup import sparse_embedding
-from colossus.layers.token_dim import tokens_of
-from colossus.layers.tokens import local, require_sequences
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import local, move, require_sequences, sequence_place, wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -47,6 +46,8 @@ class Embedding(Layer):
         sparse: the gradient is of the rows that were looked up: sparse COO, or what the strategy of an engine makes of
             it. The table is then split by features as activations between blocks are, or replicated where they do not
             divide, and cannot be tied to a head, which needs all rows.
+        return_layout: of the output, by default whole. That between blocks gives what ``to_residual`` makes of a whole
+            one, with less traffic.
 
     Shape:
         ids [..] in the whole layout, output [.., embedding_dim].
@@ -66,9 +67,10 @@ class Embedding(Layer):
         dtype: torch.dtype | None = None,
         init: Initializer | None = None,
         sparse: bool = False,
+        return_layout: Activation | None = None,
     ) -> None:
         super().__init__()
-        self.sparse = sparse
+        self.sparse, self.return_layout = sparse, return_layout or self.parallel.regions.whole
         num_embeddings, embedding_dim = operator.index(num_embeddings), operator.index(embedding_dim)
         if padding_idx is not None and padding_idx < 0:
             padding_idx += num_embeddings
@@ -78,54 +80,44 @@ class Embedding(Layer):
         looked_up = self._lookup_layout(self.sharding) if self.sharding else self.split_between_blocks(embedding_dim)
         layout = self.sharding.weight if self.sharding else Layout(((), looked_up.features))
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
-        self._move_plans: dict[tuple[Activation, int], _LookupRoutes] = {}
-        self._target: Activation | None = None
+        self._move_plans: dict[tuple[Activation, int], _LookupPlans] = {}
         self._looked_up = looked_up
         self.decide_gradients(self.weight, looked_up)
 
     def forward(self, ids: Tensor) -> Tensor:
-        target = self._target or self.parallel.regions.whole
         if self.sharding is not None and ids.dim() == 0:  # as a batch of one
             return self.forward(ids.unsqueeze(0)).squeeze(0)
-        y = self.apply_local(local(ids), target)
-        return wrap(y, target, target, self.parallel, token_dim=tokens_of(ids))
+        target, place = self.return_layout, sequence_place(ids)
+        y = self._rows(local(ids), target)
+        return wrap(y, Placement.standard(self.parallel, target, target, y.dim(), place))
 
-    def call_for(self, ids: Tensor, target: Activation) -> Tensor:
-        """``self(ids)``, with its hooks, laid out as ``target`` instead of whole."""
-        self._target = target
-        try:
-            x: Tensor = self(ids)
-        finally:
-            self._target = None
-        return x
-
-    def apply_local(self, ids: Tensor, target: Activation) -> Tensor:
+    def _rows(self, ids: Tensor, target: Activation) -> Tensor:
         """The rows of ``ids`` as a plain local tensor laid out as ``target``."""
         if self.sharding is None:
             find = sparse_embedding if self.sparse else look_up
             with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
                 rows = find(ids, self.weight, self.padding_idx)
             rows = rows.to(activation_dtype(self.weight, self.context.precision))
-            return move(rows, self._looked_up, target, self.context)
+            return move(rows, self._looked_up, target, self.parallel)
         check_range(ids, self.num_embeddings, f"{self.title}: ids")
         ndim = ids.dim() + 1
-        routes = self._move_plans.get((target, ndim))
-        if routes is None:
-            routes = self._move_plans[target, ndim] = self._make_routes(self.sharding, target, ndim)
-        local_ids = run(routes.ids, ids).wait()
+        plans = self._move_plans.get((target, ndim))
+        if plans is None:
+            plans = self._move_plans[target, ndim] = self._make_plans(self.sharding, target, ndim)
+        local_ids = run(plans.ids, ids).wait()
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
-            return _Lookup.apply(local_ids, self.weight, self.padding_idx, routes)
+            return _Lookup.apply(local_ids, self.weight, self.padding_idx, plans)
 
     @staticmethod
     def _lookup_layout(sharding: MatmulSharding) -> Activation:
         """The layout of what was looked up, before it is reduced."""
         return replace(sharding.y.rows(), features=sharding.x.features, partial=sharding.y.features)
 
-    def _make_routes(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupRoutes:
+    def _make_plans(self, sharding: MatmulSharding, target: Activation, ndim: int) -> _LookupPlans:
         self.check_stored(self.weight, sharding.weight)
         looked_up, rows = self._lookup_layout(sharding), sharding.y.rows()
         user = self.parallel.regions.whole.rows()
-        return _LookupRoutes(
+        return _LookupPlans(
             ids=MovePlan.of(moves(_without_features(user, ndim), _without_features(rows, ndim)), self.context).forward,
             w=MovePlan.of(moves(sharding.weight, sharding.gathered_weight), self.context),
             y=MovePlan.of(moves(looked_up.at(ndim), target.at(ndim)), self.context),
@@ -164,7 +156,7 @@ def _without_features(activation: Activation, ndim: int) -> Layout:
 
 
 @dataclass(frozen=True)
-class _LookupRoutes:
+class _LookupPlans:
     """The moves of a lookup.
 
     Attributes:
@@ -198,29 +190,29 @@ class _Lookup(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, routes: _LookupRoutes) -> Tensor:
-        dtype = activation_dtype(weight, routes.precision)
-        gathered = routes.weights.gather(weight, routes.w, dtype).wait()
-        local = ids - routes.vocabulary_shard * gathered.shape[0]
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None, plans: _LookupPlans) -> Tensor:
+        dtype = activation_dtype(weight, plans.precision)
+        gathered = plans.weights.gather(weight, plans.w, dtype).wait()
+        local = ids - plans.vocabulary_shard * gathered.shape[0]
         elsewhere = (local < 0) | (local >= gathered.shape[0])
         local.masked_fill_(elsewhere, 0)
         out = F.embedding(local, gathered).masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         if padding_idx is not None:
             elsewhere = elsewhere | (ids == padding_idx)  # looked up, but without a gradient
         save_for_backward(ctx, local, elsewhere)
-        ctx.num_rows, ctx.routes, ctx.parameter = gathered.shape[0], routes, weight
-        return not_a_view(run(routes.y.forward, out, owned=True).wait())
+        ctx.num_rows, ctx.plans, ctx.parameter = gathered.shape[0], plans, weight
+        return not_a_view(run(plans.y.forward, out, owned=True).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, elsewhere = saved_tensors(ctx)
-        routes: _LookupRoutes = ctx.routes
+        plans: _LookupPlans = ctx.plans
         weight: Tensor = ctx.parameter
         # a word's gradients are added up in the dtype of their sum
-        dy = run(routes.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        dy = run(plans.y.backward, dy).wait().to(gradient_dtype(weight)).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         gradient = torch.ops.aten.embedding_dense_backward(dy, local, ctx.num_rows, -1, False)
-        dw = routes.weights.reduce(weight, gradient, routes.w)
+        dw = plans.weights.reduce(weight, gradient, plans.w)
         return None, dw.wait() if dw else None, None, None
 
 
@@ -232,8 +224,6 @@ class PositionEmbedding(Layer):
     Raises:
         ValueError: for more tokens than positions.
     """
-
-    local_layouts = 1
 
     def __init__(
         self,
@@ -251,20 +241,17 @@ class PositionEmbedding(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_sequences(x, self)
-        shard, activation, return_layout = unwrap(x, self.parallel)
-        y = self.apply_local(shard, activation)
-        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
+        require_sequences(x, self)
+        x, placement = self.local_input(x)
+        activation = placement.activation
         if activation not in self._seen:
             self._check_and_record(x, activation)
         with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
             rows = self._rows(x.shape[-2], activation, x.device)
             rows = rows.to(x.dtype) if x.dtype in LOW else rows
-        if self.layout.dims[1] == activation.features:
-            return x + rows
-        return x + redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
+        if self.layout.dims[1] != activation.features:
+            rows = redistribute(rows, self.layout, Layout(((), activation.features)), self.context)
+        return wrap(x + rows, placement)
 
     def _rows(self, count: int, activation: Activation, device: torch.device) -> Tensor:
         """The rows of this rank's tokens, [count, ..]."""

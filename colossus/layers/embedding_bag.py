@@ -13,12 +13,11 @@ from colossus.layers.bag_lookup import BagMode, embedding_bag
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
 from colossus.layers.row_source import row_source
-from colossus.layers.sharded import move, wrap
-from colossus.layers.token_dim import TokenDim, tokens_of
-from colossus.layers.tokens import local
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.tensor import local, move, sequence_place, with_sequence
 from colossus.tensor_parallel.dtypes import activation_dtype
 
 
@@ -79,7 +78,7 @@ class EmbeddingBag(Layer):
         self.decide_gradients(self.weight, self.looked_up)
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        token_dim = require_whole_bags(ids, offsets, self.title)
+        place = require_whole_bags(ids, offsets, self.title)
         ids, user = local(ids), self.parallel.regions.whole
         if (rows := row_source(self.weight)) is not None:
             rows.require_ids(ids)
@@ -101,20 +100,20 @@ class EmbeddingBag(Layer):
             title=self.title,
         )
         y = y.to(activation_dtype(self.weight, self.context.precision))
-        y = move(y, self.looked_up, user, self.context)
-        return wrap(y, user, user, self.parallel, token_dim=token_dim)
+        y = move(y, self.looked_up, user, self.parallel)
+        return with_sequence(y, place, self.parallel)
 
     def extra_repr(self) -> str:
         sparse = ", sparse=True" if self.sparse else ""
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{sparse}"
 
 
-def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> TokenDim | None:
-    """`tokens_of` the bags, of which a rank must have whole ones."""
-    token_dim = tokens_of(ids)
-    if (token_dim is not None and (ids.dim() != 2 or token_dim.dim != 0)) or tokens_of(offsets) is not None:
+def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> Place | None:
+    """`sequence_place` of the bags, of which a rank must have whole ones."""
+    place = sequence_place(ids)
+    if (place is not None and (ids.dim() != 2 or place.dim != 0)) or sequence_place(offsets) is not None:
         raise located_error(
             f"{title}: under parallel.sequence a rank has a part of the tokens, and so of each bag: a bag may be made "
             f"of what belongs to one token, as ids [tokens, n], but not of tokens"
         )
-    return token_dim
+    return place

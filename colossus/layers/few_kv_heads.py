@@ -14,13 +14,12 @@ from colossus.comm.collectives import Pending, Ready
 from colossus.construct.init import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import move, unwrap, wrap
-from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.sharded_tensor.tensor import move, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan
 
@@ -78,14 +77,13 @@ class ReplicatedKV(Layer):
             self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        token_dim = require_features_last(x, self)
-        local, source, return_layout = unwrap(x, self.parallel)
+        local, at = self.local_input(x)
         try:
-            moved = move(to_product_dtype(local), source, self.x_layout, self.context)
-            marked = wrap(moved, self.x_layout, return_layout, self.parallel, token_dim=token_dim)
+            moved = move(to_product_dtype(local), at.activation, self.x_layout, self.parallel)
+            marked = wrap(moved, at.moved(self.x_layout, moved.dim()))
             return tuple(getattr(self, name)(marked) for name in self.outputs)
         except (ValueError, RuntimeError) as error:
-            self.name_error(error, local, source, self.in_features)
+            self.name_error(error, local, at.activation, self.in_features)
             raise
 
     def extra_repr(self) -> str:
@@ -120,19 +118,18 @@ class _Projection(Layer):
         self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_features_last(x, self)
-        local, source, return_layout = unwrap(x, self.parallel)
-        inner, key = self.parallel.regions.inner, (source, local.dim())
+        local, at = self.local_input(x)
+        key = (at.activation, local.dim())
         plans = self._move_plans.get(key)
         if plans is None:
             plans = self._move_plans[key] = self._make_plans(*key)
         bias = self.bias if self.bias is None or self.rows is None else self.bias[slice(*self.rows)]
         y = matmul(local, self.weight, bias, plans)
-        return wrap(y, inner, return_layout, self.parallel, token_dim=token_dim)
+        return wrap(y, at.moved(self.parallel.regions.inner, y.dim()))
 
     def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
         inner, weights = self.parallel.regions.inner, self.parallel.weights
-        plans = matmul_routes(self.sharding, source, inner, ndim, self.context, weights)
+        plans = matmul_plans(self.sharding, source, inner, ndim, self.context, weights)
         if self.rows is None:
             return plans
         before, behind = self.rows[0], self.out_features - self.rows[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,18 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import require_features_last, unwrap
 
 
 class Layer(NamedModule):
     """Base of the layers.
 
     Attributes:
-        own_forward: the ``forward`` that the class has from colossus; another one is a user's.
-        local_layouts: how many layouts ``apply_local``, the shorter way of the same, takes: 2 are those of input and
-            output, 1 is that of both; 0 without one. To be said anew by a class with a ``forward`` of its own.
         is_fused: whether it gives several outputs, as a tuple.
     """
 
-    own_forward: ClassVar[Callable[..., Any] | None] = None
-    local_layouts: ClassVar[int] = 0
     is_fused: bool = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "forward" in vars(cls):
-            cls.local_layouts = vars(cls).get("local_layouts", 0)
-            if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
-                cls.own_forward = vars(cls)["forward"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +48,7 @@ class Layer(NamedModule):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the routes, which hold process groups, and are made anew when they are needed."""
+        """Without the move plans, which hold process groups, and are made anew when they are needed."""
         return {name: {} if name == "_move_plans" else value for name, value in vars(self).items()}
 
     @property
@@ -69,6 +59,11 @@ class Layer(NamedModule):
     def is_split(self) -> bool:
         """Whether there is any tensor parallelism to do."""
         return self.parallel.shardings is not None
+
+    def local_input(self, x: Tensor, num_features: int = 1) -> tuple[Tensor, Placement]:
+        """x as a plain local tensor, and how it is split, for a layer whose last dims are features."""
+        require_features_last(x, self, num_features)
+        return unwrap(x, self.parallel)
 
     def make_parameter(
         self,

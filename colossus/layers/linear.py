@@ -12,13 +12,12 @@ from torch import Tensor
 from colossus.construct.init import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import as_batch_of_one, move, unwrap, wrap
-from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
+from colossus.sharded_tensor.tensor import move, placement_of, plain, wrap
 from colossus.tensor_parallel.choose_sharding import unsharded
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.product import product
 
@@ -33,7 +32,7 @@ class Linear(Layer):
     With ``split=None`` it takes and returns all features, as torch's does, and is right anywhere in a model: how its
     weight is split is chosen by counted bytes, and where its sizes do not divide every rank computes all of it. A
     column/row pair saves the traffic between its two: ``split="column"`` returns features that stay split, a
-    `ShardedActivation`, on which element-by-element functions work and which ``split="row"`` takes.
+    `ShardedTensor`, on which element-by-element functions work and which ``split="row"`` takes.
 
     Args:
         in_features: size of the last dim of the input.
@@ -51,8 +50,6 @@ class Linear(Layer):
     Raises:
         ValueError: when a pair's sizes do not divide over the tensor ranks.
     """
-
-    local_layouts = 2
 
     def __init__(
         self,
@@ -119,36 +116,34 @@ class Linear(Layer):
 
     def forward(self, x: Tensor) -> Any:
         if self.sharding is None:
-            return self._outputs(product(x, self.weight, self.bias))
-        if x.dim() == 1:
-            return as_batch_of_one(self.forward, x)
-        token_dim = require_features_last(x, self)
-        local, source, return_layout = unwrap(x, self.parallel)
-        target = self.parallel.regions.inner if self.split == "column" else return_layout
-        y = self.apply_local(local, source, target)
-        if not self.is_fused:
-            return wrap(y, target, return_layout, self.parallel, token_dim=token_dim)
-        return tuple(wrap(output, target, return_layout, self.parallel, token_dim=token_dim) for output in y)
-
-    def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Any:
-        """The product of a plain local tensor laid out as ``source``, returned as ``target``: what blocks call."""
-        if self.sharding is None:
             if self.is_fused and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * self.in_features:
                 return self._one_by_one(x)
             return self._outputs(product(x, self.weight, self.bias))
+        local, at = self.local_input(x)
+        if local.dim() == 1:
+            return as_batch_of_one(self, x)
+        target = self.parallel.regions.inner if self.split == "column" else at.return_layout
+        y = self._product(local, at.activation, target)
+        placement = at.moved(target, local.dim())
+        if not self.is_fused:
+            return wrap(y, placement)
+        return tuple(wrap(output, placement) for output in y)
+
+    def _product(self, x: Tensor, source: Activation, target: Activation) -> Any:
+        """Of a plain local tensor laid out as ``source``; what it gives is laid out as ``target``."""
         key = (source, target, x.dim())
-        routes = self._move_plans.get(key)
-        if routes is None:
-            routes = self._move_plans[key] = self._make_routes(*key)
+        plans = self._move_plans.get(key)
+        if plans is None:
+            plans = self._move_plans[key] = self._make_plans(*key)
         try:
-            y = matmul(x, self.weight, self.bias, routes)
+            y = matmul(x, self.weight, self.bias, plans)
         except (ValueError, RuntimeError) as error:
             self.name_error(error, x, source, self.in_features)
             raise
         if not self.is_fused:
             return y
         reached = self._matmul_target(target)
-        return tuple(move(output, reached, target, self.context) for output in self._outputs(y))
+        return tuple(move(output, reached, target, self.parallel) for output in self._outputs(y))
 
     def _one_by_one(self, x: Tensor) -> Any:
         """The outputs of one row in one product, of a few rows in one each: MKL takes up to a fifth longer for few rows
@@ -169,10 +164,10 @@ class Linear(Layer):
         """Of a fused linear, the rows of each output in the local weight."""
         return [stop - start for start, stop in rows_of(self.weight)] if self.is_fused else []
 
-    def _make_routes(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
+    def _make_plans(self, source: Activation, target: Activation, ndim: int) -> MatmulPlans:
         assert self.sharding is not None
         self.check_stored(self.weight, self.sharding.weight)
-        return matmul_routes(
+        return matmul_plans(
             self.sharding,
             source,
             self._matmul_target(target),
@@ -190,3 +185,15 @@ class Linear(Layer):
         where = f", weight {self.sharding.weight}" if self.sharding else ""
         split = f", split={self.split!r}" if self.split else ""
         return f"{self.in_features}, {outputs}, bias={self.bias is not None}{split}{where}"
+
+
+def as_batch_of_one(layer: Layer, x: Tensor) -> Any:
+    """A layer called with x [features], as with a batch of one sample on every rank."""
+    local, at = layer.local_input(x)
+    out = layer.forward(wrap(local.unsqueeze(0), at.moved(at.activation, 2, at.num_features)))
+    return tuple(map(_only_sample, out)) if isinstance(out, tuple) else _only_sample(out)
+
+
+def _only_sample(x: Tensor) -> Tensor:
+    at, sample = placement_of(x), plain(x).squeeze(0)
+    return sample if at is None else wrap(sample, at.moved(at.activation, 1, at.num_features))

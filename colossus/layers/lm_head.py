@@ -12,13 +12,13 @@ from colossus.construct.init import torch_linear
 from colossus.error_place import located_error
 from colossus.layers.embedding import Embedding, vocabulary_sharding
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import as_batch_of_one, unwrap, wrap
-from colossus.layers.tokens import require_features_last
+from colossus.layers.linear import as_batch_of_one
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_routes
+from colossus.sharded_tensor.tensor import wrap
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
 from colossus.tensor_parallel.product import product
 
 
@@ -32,7 +32,7 @@ class LMHead(Layer):
         tied_to: an `Embedding` whose weight is shared: one parameter with one gradient.
 
     Shape:
-        input [.., hidden_size]; output [.., vocab_size], a `ShardedActivation` of [.., ceil(vocab_size / ranks)] where
+        input [.., hidden_size]; output [.., vocab_size], a `ShardedTensor` of [.., ceil(vocab_size / ranks)] where
         the vocabulary is split. `colossus.layers.cross_entropy` and `accuracy` take it so; ``to_whole`` gathers it.
     """
 
@@ -81,28 +81,27 @@ class LMHead(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.sharding is None:
             return product(x, self.weight, self.bias)
-        if x.dim() == 1:
-            return as_batch_of_one(self.forward, x)
-        token_dim = require_features_last(x, self)
-        local, source, return_layout = unwrap(x, self.parallel)
-        inner = self.parallel.regions.inner
-        routes = self._move_plans.get((source, local.dim()))
-        if routes is None:
-            routes = self._move_plans[source, local.dim()] = self._make_routes(source, local.dim())
+        local, at = self.local_input(x)
+        if local.dim() == 1:
+            return as_batch_of_one(self, x)
+        source, inner = at.activation, self.parallel.regions.inner
+        plans = self._move_plans.get((source, local.dim()))
+        if plans is None:
+            plans = self._move_plans[source, local.dim()] = self._make_plans(source, local.dim())
         try:
-            y = matmul(local, self.weight, self._gathered_bias(), routes)
+            y = matmul(local, self.weight, self._gathered_bias(), plans)
         except (ValueError, RuntimeError) as error:
             self.name_error(error, local, source, self.hidden_size)
             raise
         if inner == self.parallel.regions.whole:  # every rank has all columns, and the padding
-            return wrap(y[..., : self.vocab_size], inner, return_layout, self.parallel, token_dim=token_dim)
-        return wrap(y, inner, return_layout, self.parallel, self.vocab_size, token_dim)
+            return wrap(y[..., : self.vocab_size], at.moved(inner, y.dim()))
+        return wrap(y, at.moved(inner, y.dim(), self.vocab_size))
 
-    def _make_routes(self, source: Activation, ndim: int) -> MatmulPlans:
+    def _make_plans(self, source: Activation, ndim: int) -> MatmulPlans:
         assert self.sharding is not None
         self.check_stored(self.weight, self.sharding.weight)
         inner = self.parallel.regions.inner
-        return matmul_routes(self.sharding, source, inner, ndim, self.context, self.parallel.weights)
+        return matmul_plans(self.sharding, source, inner, ndim, self.context, self.parallel.weights)
 
     def _gathered_bias(self) -> Tensor | None:
         if self.bias is None or self.sharding is None:

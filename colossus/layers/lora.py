@@ -11,8 +11,7 @@ from colossus.construct.init import Constant
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
-from colossus.layers.sharded import move, to_whole, unwrap, wrap
-from colossus.layers.token_dim import tokens_of
+from colossus.sharded_tensor.tensor import moved, placement_of, to_whole
 
 
 class LoRALinear(Layer):
@@ -69,12 +68,8 @@ class LoRALinear(Layer):
 
     def _sum(self, y: Tensor, added: Tensor) -> Tensor:
         """In the layout of y."""
-        local, target, return_layout = unwrap(y, self.parallel)
-        other, source, _ = unwrap(added, self.parallel)
-        if source == target:
-            return y + added
-        moved = move(other, source, target, self.context)
-        return wrap(local + moved, target, return_layout, self.parallel, token_dim=tokens_of(y))
+        at = placement_of(y)
+        return y + moved(added, self.parallel.regions.whole if at is None else at.activation, self.parallel)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}"

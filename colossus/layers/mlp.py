@@ -9,34 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.layers.block_defaults import default_ffn_size
-from colossus.layers.children import run_child
+from colossus.layers.children import call
 from colossus.layers.layer import Layer
 from colossus.layers.linear import Linear
-from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tokens import require_features_last
-from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
 
 
 class _ColumnRowPair(Layer):
     """A column linear ``up`` and a row linear ``down``, between which features stay split."""
 
-    local_layouts = 2
     num_outputs: int | None = None  # of ``up``, where it is fused
 
     up: Linear
     down: Linear
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_features_last(x, self)
-        local, source, return_layout = unwrap(x, self.parallel)
-        y = self.apply_local(local, source, return_layout)
-        return wrap(y, return_layout, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(self, x: Tensor, source: Activation, target: Activation) -> Tensor:
-        inner = self.parallel.regions.inner
-        up = run_child(self, "up", x, source, inner, outputs=self.num_outputs)
-        return run_child(self, "down", self._activation(up), inner, target)
+        up = call(self.up, x, self.parallel, self.parallel.regions.inner, outputs=self.num_outputs)
+        y: Tensor = call(self.down, self._activation(up), self.parallel)
+        return y
 
     def _activation(self, up: Any) -> Tensor:
         """From the output or outputs of ``up`` to the input of ``down``."""

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossus.context.parallel_context import ParallelContext
+from colossus.context.parallel_context import ParallelContext, current_context
 from colossus.layers.batch_info import BatchInfo, BatchScope
 from colossus.layout.activation import Activation
 from colossus.registry import TENSOR_MODES
 from colossus.sequence_parallel.split import SequenceSplit
+from colossus.sharded_tensor.tensor import moved, placement_of
 from colossus.tensor_parallel.choose_sharding import Shardings
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import Regions, TensorMode
@@ -28,7 +29,7 @@ class RotaryTable:
     positions: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelParallel:
     """How a context splits a model's tensors; axes of one rank are left out.
 
@@ -89,3 +90,10 @@ def _model_parallel(context: ParallelContext) -> ModelParallel:
         return ModelParallel(context, mode, Regions(inputs, inputs, inputs), None, weights, sequence)
     shardings = Shardings.of(mode, inputs, sizes, sequence_sharded=options.sequence_sharded, keep=options.keep_gathered)
     return ModelParallel(context, mode, shardings.regions, shardings, weights, sequence)
+
+
+def to_residual(x: Tensor, parallel: ModelParallel | None = None) -> Tensor:
+    """The activation in the layout between blocks: called once before a stack of blocks, it saves them all gathers."""
+    placement = placement_of(x)
+    known = placement.parallel if placement is not None else parallel or model_parallel_of(current_context())
+    return moved(x, known.regions.residual, known)

@@ -22,18 +22,16 @@ from colossus.context.groups import AxisGroup
 from colossus.context.precision import LOW
 from colossus.error_place import located_error
 from colossus.layers.layer import Layer
-from colossus.layers.sharded import unwrap, wrap
-from colossus.layers.tokens import require_features_last
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
+from colossus.sharded_tensor.tensor import ShardedTensor, wrap
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
 class _Norm(Layer):
     """Base of both: parameters of the normalized shape, replicated on all tensor ranks."""
 
-    local_layouts = 1
     #: whose parameters `colossus.build` keeps in its wide dtype, as those of torch's norms
     is_norm = True
 
@@ -49,20 +47,19 @@ class _Norm(Layer):
         return self.make_parameter({"": shape}, Layout.whole(len(shape)), init or Constant(value), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        token_dim = require_features_last(x, self, len(self.normalized_shape))
-        local, activation, return_layout = unwrap(x, self.parallel)
-        y = self.apply_local(local, activation)
-        return wrap(y, activation, return_layout, self.parallel, token_dim=token_dim)
-
-    def apply_local(self, x: Tensor, activation: Activation) -> Tensor:
-        """The norm of a plain local tensor laid out as ``activation``."""
-        if activation not in self._seen:
-            self._check_and_record(x, activation)
-        if activation.features:
-            group = self.context.group(activation.features)
+        if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # a rank's heads, say
+            self._record(self.parallel.regions.whole)
+            return self._normalize(x)
+        x, placement = self.local_input(x, len(self.normalized_shape))
+        if placement.activation not in self._seen:
+            self._check_and_record(x, placement.activation)
+        if placement.activation.features:
+            group = self.context.group(placement.activation.features)
             self._check_size(x, group)
-            return self._normalize_split(x, group)
-        return self._normalize(x)
+            y = self._normalize_split(x, group)
+        else:
+            y = self._normalize(x)
+        return wrap(y, placement)
 
     def _check_and_record(self, x: Tensor, activation: Activation) -> None:
         if activation.tokens and len(self.normalized_shape) > 1:
@@ -71,6 +68,9 @@ class _Norm(Layer):
                 f"{','.join(activation.tokens)} (local shape {tuple(x.shape)}): call "
                 f"colossus.layers.to_whole(x) before it"
             )
+        self._record(activation)
+
+    def _record(self, activation: Activation) -> None:
         self.record_uses(activation)
         self._seen.add(activation)
 

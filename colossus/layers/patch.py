@@ -10,7 +10,10 @@ from torch import Tensor
 from colossus.arithmetic import either, nearest_multiples
 from colossus.error_place import located_error
 from colossus.layers.linear import Linear
+from colossus.layout.activation import Activation
 from colossus.layout.parameter import Initializer
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import mark
 
 
 class PatchEmbedding(Linear):
@@ -25,6 +28,7 @@ class PatchEmbedding(Linear):
         hidden_size: features of each patch.
         patch_size: side of a square patch, or (height, width).
         bias: whether to add one.
+        return_layout: of the output, by default whole.
         init, bias_init: see `colossus.layers.init`.
 
     Shape:
@@ -42,6 +46,7 @@ class PatchEmbedding(Linear):
         patch_size: int | tuple[int, int],
         bias: bool = True,
         *,
+        return_layout: Activation | None = None,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
         dtype: torch.dtype | None = None,
@@ -53,9 +58,13 @@ class PatchEmbedding(Linear):
         # Linear's own values are Conv2d's: both draw within 1/sqrt(fan-in), weight and bias
         super().__init__(in_channels * high * wide, hidden_size, bias, dtype=dtype, init=init, bias_init=bias_init)
         self.in_channels, self.hidden_size, self.patch_size = in_channels, hidden_size, (high, wide)
+        self.return_layout = return_layout or self.parallel.regions.whole
 
     def forward(self, images: Tensor) -> Any:
-        return super().forward(self.patches(images))
+        x, whole = self.patches(images), self.parallel.regions.whole
+        if self.return_layout != whole:
+            x = mark(x, Placement(self.parallel, whole, self.return_layout))
+        return super().forward(x)
 
     def patches(self, images: Tensor) -> Tensor:
         """[batch, channels, height, width] -> [batch, patches, channels * patch height * patch width]."""

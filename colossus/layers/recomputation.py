@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,10 @@ from colossus.comm import accounting
 from colossus.context.parallel_context import ParallelContext
 from colossus.error_place import located_error
 from colossus.layers.host_memory import from_host, to_host
-from colossus.layers.sharded import SplitTensor
-from colossus.layers.tokens import SplitTokens, local, with_tokens
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.ring import RING_ATTENTION
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 
 
 def recompute(
@@ -108,31 +107,21 @@ def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]],
     leaves, tree = tree_flatten(nest)
     slots: dict[int, _Slot] = {}
     tensors: list[Tensor] = []
-    marks: list[Callable[[Tensor], Tensor]] = []
+    placements: list[Placement | None] = []
     for place, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue
         if id(leaf) not in slots:
             slots[id(leaf)] = _Slot(len(tensors))
-            plain, mark = _take_apart(leaf)
-            tensors.append(plain)
-            marks.append(mark)
+            tensors.append(plain(leaf))
+            placements.append(placement_of(leaf))
         leaves[place] = slots[id(leaf)]
 
     def rebuild(tensors: tuple[Tensor, ...]) -> Any:
-        made = [mark(tensor) for mark, tensor in zip(marks, tensors, strict=True)]
+        made = [wrap(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
         return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
 
     return tensors, rebuild
-
-
-def _take_apart(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A tensor as a plain local one, and what makes one split like it of that."""
-    if isinstance(x, SplitTensor):
-        return x.take_apart()
-    if isinstance(x, SplitTokens):
-        return local(x), partial(with_tokens, token_dim=x.token_dim, num_ranks=x.num_ranks)
-    return x, lambda plain: plain
 
 
 def _setting_back(context: ParallelContext, kind: str, generators: bool) -> Callable[[], AbstractContextManager[None]]:

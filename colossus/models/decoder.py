@@ -7,18 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
+from colossus.layers.children import call, is_ours
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.lm_head import LMHead
 from colossus.layers.loss.cross_entropy import cross_entropy
+from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import last_token, to_whole, wrap
-from colossus.layers.token_dim import tokens_of
-from colossus.layers.tokens import local
-from colossus.layout.activation import Activation
 from colossus.models.options import DecoderOptions
 from colossus.models.transformer import INIT, Transformer
+from colossus.sharded_tensor.tensor import to_whole
 
 #: the value between two blocks: the activation, with the documents of its tokens where the input has them
 Hidden = Tensor | tuple[Tensor, Tensor]
@@ -39,7 +37,13 @@ class Decoder(Transformer[DecoderOptions]):
     def __init__(self, **options: Any) -> None:
         o = self.options_class(**options)
         super().__init__(o)
-        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=INIT, sparse=o.sparse_embeddings)
+        self.embedding = Embedding(
+            o.vocab_size,
+            o.hidden_size,
+            init=INIT,
+            sparse=o.sparse_embeddings,
+            return_layout=self.parallel.regions.residual,
+        )
         self.positions = None if o.is_rotary else PositionEmbedding(o.seq_len, o.hidden_size)
         self.dropout = Dropout(o.dropout)
         self.blocks = self.make_blocks(
@@ -62,34 +66,24 @@ class Decoder(Transformer[DecoderOptions]):
 
     def _embed(self, inputs: Tensor | dict[str, Tensor]) -> Hidden:
         ids, documents = (inputs["ids"], inputs.get("documents")) if isinstance(inputs, dict) else (inputs, None)
-        outer = self.parallel.regions.residual
-        x = self._look_up(ids, outer)
+        x = to_residual(self.embedding(ids), self.parallel)
         if self.positions is not None:
-            x = run_child(self, "positions", x, outer, outer)
-        x = run_child(self, "dropout", x, outer, outer)
-        x = wrap(x, outer, outer, self.parallel, token_dim=tokens_of(ids))
+            x = call(self.positions, x, self.parallel)
+        x = call(self.dropout, x, self.parallel)
         return x if documents is None else (x, documents)
-
-    def _look_up(self, ids: Tensor, target: Activation) -> Tensor:
-        embedding: nn.Module = self.embedding
-        if not isinstance(embedding, Embedding) or not computes_as_ours(embedding):
-            return to_local(embedding(ids), target, self.parallel)
-        if is_listened_to(embedding):
-            return to_local(embedding.call_for(ids, target), target, self.parallel)
-        return embedding.apply_local(local(ids), target)
 
     def _logits(self, hidden: Hidden) -> Tensor:
         x = hidden[0] if isinstance(hidden, tuple) else hidden
         if self.parallel.batch_info.only_last_token and not self.parallel.regions.residual.tokens:
-            x = last_token(x)
-        x = self.between_blocks(self.norm, x)
-        logits: Tensor = self.head(x if computes_as_ours(self.head) else to_whole(x))
+            x = x[:, -1:]
+        x = call(self.norm, x, self.parallel)
+        logits: Tensor = self.head(x if is_ours(self.head) else to_whole(x))
         return logits
 
     def run_block(self, block: nn.Module, hidden: Hidden) -> Hidden:
         if not isinstance(hidden, tuple):
-            return self.between_blocks(block, hidden)
-        return self.between_blocks(block, hidden[0], documents=hidden[1]), hidden[1]
+            return call(block, hidden, self.parallel)
+        return call(block, hidden[0], self.parallel, documents=hidden[1]), hidden[1]
 
     def loss(self, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum, count) over the tokens of a batch with ``labels`` [batch, tokens]."""

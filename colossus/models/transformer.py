@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from colossus.construct.init import Constant, Normal
 from colossus.context.parallel_context import current_context
 from colossus.layers.block import TransformerBlock, make_norm
-from colossus.layers.children import computes_as_ours
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layers.pipeline_block import PipelineBlock, run_blocks
-from colossus.layers.sharded import to_residual, to_whole
 from colossus.models.transformer_options import TransformerOptions
 
 Options = TypeVar("Options", bound=TransformerOptions)
@@ -87,9 +85,3 @@ class Transformer(nn.Module, Generic[Options]):
     def run_block(self, block: nn.Module, hidden: Any) -> Any:
         """One block on what the link before it gave."""
         raise NotImplementedError
-
-    def between_blocks(self, module: nn.Module, x: Tensor, **more: Tensor) -> Tensor:
-        """A module that a user put in the place of one of ours gets, and gives, the whole layout."""
-        if computes_as_ours(module):
-            return module(x, **more)
-        return to_residual(module(to_whole(x), **more), self.parallel)

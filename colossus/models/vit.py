@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossus.arithmetic import round_up
 from colossus.construct.init import Constant
 from colossus.error_place import located_error
-from colossus.layers.children import computes_as_ours, is_listened_to, run_child, to_local
+from colossus.layers.children import call, is_ours
 from colossus.layers.class_token import ClassToken
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import PositionEmbedding
@@ -22,11 +22,11 @@ from colossus.layers.loss.accuracy import accuracy
 from colossus.layers.loss.cross_entropy import cross_entropy
 from colossus.layers.patch import PatchEmbedding
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import move, to_whole, wrap
 from colossus.layout.activation import Activation
 from colossus.models.options import ViTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
+from colossus.sharded_tensor.tensor import moved, to_whole
 
 
 @MODELS.register("ViT")
@@ -46,7 +46,9 @@ class ViT(Transformer[ViTOptions]):
     def __init__(self, **options: Any) -> None:
         o = ViTOptions(**options)
         super().__init__(o)
-        self.patches = PatchEmbedding(o.in_channels, o.hidden_size, o.patch_size, bias_init=Constant(0.0))
+        self.patches = PatchEmbedding(
+            o.in_channels, o.hidden_size, o.patch_size, return_layout=self._whole_tokens, bias_init=Constant(0.0)
+        )
         self.class_token = ClassToken(o.hidden_size, init=INIT) if o.pool == "token" else None
         self.positions = PositionEmbedding(o.num_tokens, o.hidden_size, init=INIT)
         self.dropout = Dropout(o.dropout)
@@ -78,13 +80,11 @@ class ViT(Transformer[ViTOptions]):
 
     def _embed(self, images: Tensor) -> Tensor:
         self._check(images)
-        whole = self._whole_tokens
-        x = self._embed_patches(images, whole)
+        x = moved(self.patches(images), self._whole_tokens, self.parallel)
         if self.class_token is not None:
-            x = run_child(self, "class_token", x, whole, whole)
-        x = run_child(self, "positions", x, whole, whole)
-        x = run_child(self, "dropout", x, whole, whole)
-        return self._split_tokens(x)
+            x = call(self.class_token, x, self.parallel)
+        x = call(self.positions, x, self.parallel)
+        return self._split_tokens(call(self.dropout, x, self.parallel))
 
     def _check(self, images: Tensor) -> None:
         if not isinstance(images, Tensor):
@@ -94,23 +94,15 @@ class ViT(Transformer[ViTOptions]):
         if not images.is_floating_point():
             raise located_error(f"ViT: images of {images.dtype}; make them of floating point, pixels / 255 say")
 
-    def _embed_patches(self, images: Tensor, target: Activation) -> Tensor:
-        patches: nn.Module = self.patches
-        if isinstance(patches, PatchEmbedding) and computes_as_ours(patches) and not is_listened_to(patches):
-            embedded: Tensor = patches.apply_local(patches.patches(images), self.parallel.regions.whole, target)
-            return embedded
-        return to_local(patches(images), target, self.parallel)
-
     def _split_tokens(self, x: Tensor) -> Tensor:
         """From the tokens of an image, on each rank, to the layout between blocks, padded."""
-        outer = self.parallel.regions.residual
         missing = self._num_padded - x.shape[1]
         padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-        return wrap(move(padded, self._whole_tokens, outer, self.parallel.context), outer, outer, self.parallel)
+        return moved(padded, self.parallel.regions.residual, self.parallel)
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """The inverse of `_split_tokens`: a plain local tensor with the tokens of an image."""
-        return to_local(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
+    def _without_padding(self, x: Tensor) -> Tensor:
+        """The inverse of `_split_tokens`."""
+        return moved(x, self._whole_tokens, self.parallel)[:, : self.options.num_tokens]
 
     def without_padding(self, x: Tensor) -> Tensor:
         """A block's output in the whole layout, without the tokens that were added to those of the image."""
@@ -120,23 +112,22 @@ class ViT(Transformer[ViTOptions]):
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
         num_tokens, num_padded = self.options.num_tokens, self._num_padded
         if num_tokens == num_padded:
-            return self.between_blocks(block, hidden)
-        if computes_as_ours(block):
+            return call(block, hidden, self.parallel)
+        if is_ours(block):
             is_token = torch.arange(num_padded, device=hidden.device) < num_tokens
-            return self.between_blocks(block, hidden, mask=is_token.view(1, 1, 1, -1))
+            return call(block, hidden, self.parallel, mask=is_token.view(1, 1, 1, -1))
         # a user's own block never sees the padding
-        x = wrap(self._whole(hidden), *(self._whole_tokens,) * 2, self.parallel)
-        return self._split_tokens(to_local(block(to_whole(x)), self._whole_tokens, self.parallel))
+        return self._split_tokens(call(block, self._without_padding(hidden), self.parallel))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        whole, pool = self._whole_tokens, self.options.pool
+        pool = self.options.pool
         if pool == "mean":
-            hidden = self.between_blocks(self.norm, hidden)
-        x = self._whole(hidden)
-        pooled = wrap(x.mean(1) if pool == "mean" else x[:, 0], whole, whole, self.parallel)
+            hidden = call(self.norm, hidden, self.parallel)
+        x = self._without_padding(hidden)
+        pooled = x.mean(1) if pool == "mean" else x[:, 0]
         if pool == "token":
-            pooled = self.between_blocks(self.norm, pooled)
-        logits: Tensor = self.head(pooled if computes_as_ours(self.head) else to_whole(pooled))
+            pooled = call(self.norm, pooled, self.parallel)
+        logits: Tensor = self.head(pooled if is_ours(self.head) else to_whole(pooled))
         return logits
 
     def loss(self, logits: Tensor, batch: Any) -> tuple[Tensor, Tensor]:

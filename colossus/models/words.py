@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from colossus.construct.init import Normal
 from colossus.error_place import located_error
+from colossus.layers.children import call
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.pipeline_block import PipelineBlock
-from colossus.layers.sharded import to_whole
-from colossus.layout.activation import Activation
 from colossus.models.transformer import INIT, Transformer
 from colossus.models.words_options import WordsOptions
 from colossus.registry import MODELS
+from colossus.sharded_tensor.tensor import moved, to_whole
 
 #: of tables that are looked up, whose rows are learned seldom
 _TABLE_INIT = Normal(0.05)
@@ -38,9 +38,11 @@ class WordsLM(Transformer[WordsOptions]):
         o = WordsOptions(**options)
         super().__init__(o)
         sparse = o.sparse_embeddings
-        self.embedding = Embedding(o.vocab_size, o.hidden_size, init=_TABLE_INIT, sparse=sparse)
-        self.pairs = Embedding(o.pairs, o.hidden_size, init=_TABLE_INIT, sparse=sparse) if o.pairs else None
         is_gpt = o.trunk == "gpt"
+        outer = self.parallel.regions.residual if is_gpt else None
+        table: dict[str, Any] = dict(init=_TABLE_INIT, sparse=sparse, return_layout=outer)
+        self.embedding = Embedding(o.vocab_size, o.hidden_size, **table)
+        self.pairs = Embedding(o.pairs, o.hidden_size, **table) if o.pairs else None
         self.positions = PositionEmbedding(o.seq_len, o.hidden_size) if is_gpt and not o.is_rotary else None
         self.dropout = Dropout(o.dropout)
         rotary = dict(rotary=o.is_rotary, rotary_base=o.rotary_base, rotary_scaling=o.rotary_scaling)
@@ -65,9 +67,9 @@ class WordsLM(Transformer[WordsOptions]):
                 f"{'no' if pairs is None else 'a key'} 'pairs': give data.pairs the same number"
             )
         outer = self.parallel.regions.residual if self.lstm is None else self.parallel.regions.whole
-        x = _rows(self.embedding, ids, outer)
+        x = moved(self.embedding(ids), outer, self.parallel)
         if self.pairs is not None and pairs is not None:
-            x = x + _rows(self.pairs, pairs, outer)
+            x = x + moved(self.pairs(pairs), outer, self.parallel)
         return self.dropout(x if self.positions is None else self.positions(x))
 
     def _recur(self, x: Tensor) -> Tensor:
@@ -76,18 +78,14 @@ class WordsLM(Transformer[WordsOptions]):
         return x + out
 
     def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return self.between_blocks(block, hidden)
+        x: Tensor = call(block, hidden, self.parallel)
+        return x
 
     def _normalized(self, hidden: Tensor) -> Tensor:
-        return self.between_blocks(self.norm, hidden)
+        x: Tensor = call(self.norm, hidden, self.parallel)
+        return x
 
     def loss(self, hidden: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum, count) over the words of a batch with ``labels`` [batch, tokens]."""
         loss: tuple[Tensor, Tensor] = self.head(hidden, batch["labels"])
         return loss
-
-
-def _rows(table: nn.Module, ids: Tensor, target: Activation) -> Tensor:
-    """The rows of ``ids``: of an `Embedding` as ``target``, of a table in its place whole."""
-    rows: Tensor = table.call_for(ids, target) if isinstance(table, Embedding) else table(ids)
-    return rows

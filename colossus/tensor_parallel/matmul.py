@@ -36,7 +36,7 @@ class MatmulPlans:
     """The moves of one linear, for x of one layout and number of dims and y of another layout.
 
     Attributes:
-        x, w, y: routes of the operands.
+        x, w, y: moves of the operands.
         weights: gathers the weight and reduces its gradient.
         keep: whether the gathered x is kept for backward; else it is gathered again.
         adds_bias: whether this rank adds the bias: of ranks whose products are summed, the first does.
@@ -50,7 +50,7 @@ class MatmulPlans:
     adds_bias: bool
 
 
-def matmul_routes(
+def matmul_plans(
     sharding: MatmulSharding,
     source: Activation,
     target: Activation,
@@ -76,12 +76,12 @@ def matmul_routes(
     )
 
 
-def weight_gradient(routes: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
+def weight_gradient(plans: MatmulPlans, dy: Tensor, x: Tensor) -> Tensor:
     """wgrad before its reduction, [o, i], in the dtype of dy.
 
     dy [.., o] is gathered; x is as saved, gathered or not (see `_Matmul`).
     """
-    return wgrad_product(dy, x if routes.keep else run(routes.x.forward, x).wait())
+    return wgrad_product(dy, x if plans.keep else run(plans.x.forward, x).wait())
 
 
 class _Matmul(torch.autograd.Function):
@@ -113,53 +113,53 @@ class _Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulPlans) -> Tensor:
-        gather = routes.x.forward
-        if routes.keep:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
+        gather = plans.x.forward
+        if plans.keep:
             x, gather = run(gather, x).wait(), ()
         # x has the dtype of the product under autocast; where a user mixes dtypes without, torch says so
         dtype = weight.dtype if product_dtype(x) is None else x.dtype
-        w_gathered = routes.weights.gather(weight, routes.w, dtype).wait() if routes.weights.keeps else None
+        w_gathered = plans.weights.gather(weight, plans.w, dtype).wait() if plans.weights.keeps else None
         # before the rest: a recomputation ends here where no later one needs y
         x_saved = x if ctx.needs_input_grad[1] else None
         w_saved = (weight if w_gathered is None else w_gathered) if ctx.needs_input_grad[0] else None
         save_for_backward(ctx, x_saved, w_saved)
-        ctx.routes, ctx.parameter = routes, weight  # not saved for backward: checkpointing would give back a copy
+        ctx.plans, ctx.parameter = plans, weight  # not saved for backward: checkpointing would give back a copy
         if w_gathered is None:
-            w_gathered = routes.weights.gather(weight, routes.w, dtype).wait()
-        added = bias.to(dtype) if bias is not None and routes.adds_bias else None
+            w_gathered = plans.weights.gather(weight, plans.w, dtype).wait()
+        added = bias.to(dtype) if bias is not None and plans.adds_bias else None
         y = product(run(gather, x).wait(), w_gathered, added)
-        return not_a_view(run(routes.y.forward, y, owned=True).wait())
+        return not_a_view(run(plans.y.forward, y, owned=True).wait())
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w = saved_tensors(ctx)  # first: under checkpointing this runs a user's forward
         with torch._C.DisableTorchFunctionSubclass():
-            routes: MatmulPlans = ctx.routes
-            weights = routes.weights
+            plans: MatmulPlans = ctx.plans
+            weights = plans.weights
             weight: Tensor = ctx.parameter
             needs_x, needs_w, needs_b, _ = ctx.needs_input_grad
-            dy = run(routes.y.backward, dy).wait()
+            dy = run(plans.y.backward, dy).wait()
             dx = dw = None
             if needs_x:
-                w_gathered = w if weights.keeps else weights.gather(weight, routes.w, dy.dtype).wait()
-                dx = run(routes.x.backward, product(dy, w_gathered.t()), owned=True)
+                w_gathered = w if weights.keeps else weights.gather(weight, plans.w, dy.dtype).wait()
+                dx = run(plans.x.backward, product(dy, w_gathered.t()), owned=True)
             if needs_w and weights.deferral.takes(weight):
-                weights.deferral.defer(lambda: _deferred_wgrad(routes, weight, dy, x))
+                weights.deferral.defer(lambda: _deferred_wgrad(plans, weight, dy, x))
             elif needs_w:
-                dw = weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
+                dw = weights.reduce(weight, weight_gradient(plans, dy, x), plans.w)
             db = bias_gradient(dy) if needs_b else None
             return dx.wait() if dx else None, dw.wait() if dw else None, db, None
 
 
-def _deferred_wgrad(routes: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
-    dw = routes.weights.reduce(weight, weight_gradient(routes, dy, x), routes.w)
+def _deferred_wgrad(plans: MatmulPlans, weight: Tensor, dy: Tensor, x: Tensor) -> None:
+    dw = plans.weights.reduce(weight, weight_gradient(plans, dy, x), plans.w)
     if dw is not None:
-        routes.weights.deferral.accumulate(weight, dw.wait())
+        plans.weights.deferral.accumulate(weight, dw.wait())
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, routes: MatmulPlans) -> Tensor:
-    """y = x @ weight.T + bias: local tensors, in the layouts that ``routes`` were made for."""
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -> Tensor:
+    """y = x @ weight.T + bias: local tensors, in the layouts that ``plans`` were made for."""
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
-        return _Matmul.apply(to_product_dtype(x), weight, bias, routes)
+        return _Matmul.apply(to_product_dtype(x), weight, bias, plans)

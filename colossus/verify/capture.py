@@ -19,12 +19,11 @@ from colossus.engine.hooks import Hook
 from colossus.engine.results import StepResult
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.sharded import to_whole
-from colossus.layers.tokens import local
 from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.nest import tensors
 from colossus.schedule.runtime.observer import StepObserver
+from colossus.sharded_tensor.tensor import local, to_whole
 from colossus.verify.disable_dropout import DisabledDropout
 from colossus.verify.records import (
     Call,

@@ -14,9 +14,9 @@ from colossus.layers.bag_lookup import embedding_bag
 from colossus.layers.embedding_bag import require_whole_bags
 from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import sparse_embedding
-from colossus.layers.token_dim import TokenDim, tokens_of
-from colossus.layers.tokens import local, with_tokens
 from colossus.layout.parameter import spec_of
+from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.tensor import ShardedTensor, local, sequence_place, with_sequence
 
 
 def require_lazy(name: str, module: nn.Module) -> None:
@@ -78,7 +78,7 @@ class _RowLookups(TorchFunctionMode):
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Tensor:
     if row_source(weight) is None:
         return F.embedding(input, weight, padding_idx, *rest, **more)
-    return _marked(_narrowed(sparse_embedding(local(input), weight, padding_idx), weight), tokens_of(input), input)
+    return _marked(_narrowed(sparse_embedding(local(input), weight, padding_idx), weight), sequence_place(input), input)
 
 
 def _embedding_bag(
@@ -99,7 +99,7 @@ def _embedding_bag(
         options |= dict(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
         return F.embedding_bag(input, weight, offsets, per_sample_weights=per_sample_weights, **options)
     source.require_ids(local(input))
-    token_dim = require_whole_bags(input, offsets, "EmbeddingBag")
+    place = require_whole_bags(input, offsets, "EmbeddingBag")
     out = embedding_bag(
         local(input),
         weight,
@@ -109,7 +109,7 @@ def _embedding_bag(
         title="EmbeddingBag",
         **options,
     )
-    return _marked(_narrowed(out, weight), token_dim, input)
+    return _marked(_narrowed(out, weight), place, input)
 
 
 def _narrowed(rows: Tensor, weight: Tensor) -> Tensor:
@@ -117,5 +117,5 @@ def _narrowed(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.to(spec_of(weight).computed_dtype or weight.dtype)
 
 
-def _marked(out: Tensor, token_dim: TokenDim | None, source: Tensor) -> Tensor:
-    return out if token_dim is None else with_tokens(out, token_dim, source.num_ranks)  # type: ignore[attr-defined]
+def _marked(out: Tensor, place: Place | None, source: Tensor) -> Tensor:
+    return with_sequence(out, place, source.placement.parallel) if isinstance(source, ShardedTensor) else out

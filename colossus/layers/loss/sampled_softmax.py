@@ -16,12 +16,11 @@ from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
 from colossus.layers.log_uniform import LogUniformSample
 from colossus.layers.row_source import row_source
-from colossus.layers.sharded import move, unwrap
 from colossus.layers.sparse_lookup import read_rows, row_of_each
-from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.sharded_tensor.tensor import local, move
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.product import product
 
@@ -92,10 +91,9 @@ class SampledSoftmax(Layer):
         self.decide_gradients(self.bias, self.parallel.regions.whole)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        require_features_last(x, self)
+        x, at = self.local_input(x)
         labels = local(labels).long()
-        x, source, _ = unwrap(x, self.parallel)
-        x = move(x, source, self.looked_up, self.context)
+        x = move(x, at.activation, self.looked_up, self.parallel)
         if labels.shape != x.shape[:-1]:
             raise located_error(
                 f"{self.title}: labels have shape {tuple(labels.shape)}, x {tuple(x.shape)} on this rank"

@@ -13,10 +13,9 @@ from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
-from colossus.layers.sharded import ShardedActivation, unwrap
-from colossus.layers.tokens import local, require_features_last
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
+from colossus.sharded_tensor.tensor import ShardedTensor, plain, require_features_last, unwrap
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
 
@@ -63,13 +62,14 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
         ValueError: for shapes that do not fit.
     """
     require_features_last(logits, "the loss")
-    if not isinstance(logits, ShardedActivation):
-        logits = local(logits)
+    if not isinstance(logits, ShardedTensor) or logits.placement.is_whole:
+        logits = plain(logits)
         _check(logits, labels, labels)
         width = logits.shape[-1]
         return SplitLogits(logits, None, 0, width, width), labels
-    parallel = logits.parallel
-    shard, activation, _ = unwrap(logits, parallel)
+    parallel = logits.placement.parallel
+    shard, placement = unwrap(logits, parallel)
+    activation = placement.activation
     context, ndim, user = parallel.context, shard.dim(), parallel.regions.whole
     rows, user_rows = (Layout(a.rows().at(ndim).dims[:-1]) for a in (activation, user))
     if labels.dim() != ndim - 1:
@@ -78,7 +78,7 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     _check(logits, labels, own)
     group = context.group(activation.features)
     width = shard.shape[-1]
-    total = logits.num_features or width * group.size
+    total = placement.num_features or width * group.size
     start = min(group.index * width, total)
     axes, user_axes = rows.shard_axes, user_rows.shard_axes
     extra = tuple(axis for axis in axes if axis not in user_axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten_with_path, tree_unflatten
 from torch.utils._pytree import keystr as path_string
 
 from colossus.layers.model_parallel import ModelParallel
-from colossus.layers.sharded import ShardedActivation, unwrap, wrap
-from colossus.layers.token_dim import TokenDim, tokens_of
-from colossus.layers.tokens import with_tokens
-from colossus.layout.activation import Activation
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _CONSTANTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -28,15 +26,13 @@ class TensorSpec:
     Attributes:
         shape: of this rank's shard.
         needs_gradient: whether its gradient is sent back to the stage that made it.
-        sharding: (layout, output layout, number of features) of a `ShardedActivation`; None for a plain tensor.
-        token_dim: where it holds a sequence rank's tokens; None where it holds none.
+        placement: of a `ShardedTensor`, without its ``parallel``; None for a plain tensor.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     needs_gradient: bool
-    sharding: tuple[Activation, Activation, int | None] | None
-    token_dim: TokenDim | None = None
+    placement: Placement | None
 
 
 @dataclass(frozen=True)
@@ -93,14 +89,11 @@ def flatten_value(value: Any, parallel: ModelParallel, where: str) -> tuple[Valu
                     f"{where} returned a tensor of layout {item.layout}; what goes on is dense: .to_dense()"
                 )
             index_of[id(item)] = len(tensors)
-            sharding = (
-                (item.activation, item.return_layout, item.num_features)
-                if isinstance(item, ShardedActivation)
-                else None
-            )
-            local = unwrap(item, parallel)[0]
+            placement, local = placement_of(item), plain(item)
+            if placement is not None:
+                placement = replace(placement, parallel=None)  # type: ignore[arg-type]  # each rank has its own
             needs = item.requires_grad and torch.is_grad_enabled()
-            leaves.append(TensorSpec(local.shape, local.dtype, needs, sharding, tokens_of(item)))
+            leaves.append(TensorSpec(local.shape, local.dtype, needs, placement))
             tensors.append(local)
         elif isinstance(item, _CONSTANTS):
             leaves.append(item)
@@ -126,11 +119,8 @@ def unflatten_value(spec: ValueSpec, tensors: Iterable[Tensor], parallel: ModelP
         if leaf.needs_gradient:
             roots.append(local.requires_grad_())
             local = _unsafe_view(local, local.shape)  # no leaf: a stage may begin with an operation in place
-        if leaf.sharding is not None:
-            activation, return_layout, num_features = leaf.sharding
-            local = wrap(local, activation, return_layout, parallel, num_features, leaf.token_dim)
-        else:
-            local = with_tokens(local, leaf.token_dim, parallel.context.size("sequence"))
+        if leaf.placement is not None:
+            local = wrap(local, replace(leaf.placement, parallel=parallel))
         made.append(local)
         items.append(local)
     return tree_unflatten(items, spec.tree), roots

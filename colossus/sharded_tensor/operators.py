@@ -1,9 +1,11 @@
-"""Which functions of torch work element by element, as torch itself says."""
+"""Calls of torch's functions as ATen names them: one name for all forms of an operator, its arguments by name."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +17,17 @@ _ALIASES = {
     "arctan2": "atan2", "arctanh": "atanh", "divide": "div", "expit": "sigmoid", "fix": "trunc", "greater": "gt",
     "greater_equal": "ge", "less": "lt", "less_equal": "le", "logsigmoid": "log_sigmoid", "multiply": "mul",
     "negative": "neg", "not_equal": "ne", "psi": "digamma", "subtract": "sub", "true_divide": "div", "zero": "fill",
-    "_threshold": "threshold",
+    "_threshold": "threshold", "concat": "cat", "concatenate": "cat", "swapaxes": "transpose", "swapdims": "transpose",
+    "moveaxis": "movedim", "reshape": "view", "_unsafe_view": "view", "reshape_as": "view_as",
+    "split_with_sizes": "split", "unsafe_split": "split", "unsafe_chunk": "chunk",
     # operators, without the r or i of their other forms
     "truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
     "xor": "bitwise_xor", "invert": "bitwise_not", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
     "pos": "positive",
 }  # fmt: skip
 
-_OPERATORS = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_OPERATORS = ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift",
+              "matmul")  # fmt: skip
 
 #: overloads that work element by element, which torch does not tag
 _UNTAGGED = {
@@ -32,7 +37,7 @@ _UNTAGGED = {
 }  # fmt: skip
 
 #: python functions made of pointwise ones, those that copy or convert, and constants of the same shape
-_ALWAYS: set[Any] = {
+_ALWAYS_POINTWISE: set[Any] = {
     F.softsign,
     F.tanhshrink,
     torch.clone,
@@ -43,7 +48,7 @@ _ALWAYS: set[Any] = {
                                    "int", "long", "to", "type")),
 }  # fmt: skip
 
-#: by function: yes, no, or the name of the aten operator whose overload decides at each call
+#: by function: yes, no, or the name of the ATen operator whose overload decides at each call
 _verdicts: dict[Any, bool | str] = {}
 
 
@@ -56,13 +61,16 @@ def is_pointwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     verdict = _verdicts.get(func)
     if verdict is None:
         verdict = _verdicts[func] = _verdict(func)
-    return _overload_is_pointwise(verdict, args, kwargs) if isinstance(verdict, str) else verdict
+    if isinstance(verdict, bool):
+        return verdict
+    overload = _resolve(verdict, args, kwargs)
+    return overload is not None and _is_tagged(verdict, overload)
 
 
 def _verdict(func: Callable[..., Any]) -> bool | str:
-    if func in _ALWAYS:
+    if func in _ALWAYS_POINTWISE:
         return True
-    name = _aten_name(getattr(func, "__name__", ""))
+    name = aten_name(getattr(func, "__name__", ""))
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False
@@ -85,7 +93,7 @@ def _is_tagged(name: str, overload: Any) -> bool:
     return torch.Tag.pointwise in overload.tags or f"{name}.{overload._overloadname}" in _UNTAGGED
 
 
-def _aten_name(name: str) -> str:
+def aten_name(name: str) -> str:
     """The operator that a function is: ``add`` of ``add_``, ``__radd__`` and ``__iadd__``."""
     if name.startswith("__"):
         name = name.strip("_")
@@ -97,9 +105,62 @@ def _aten_name(name: str) -> str:
     return _ALIASES.get(short, short) if hasattr(torch.ops.aten, _ALIASES.get(short, short)) else name
 
 
-def _overload_is_pointwise(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _resolve(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The overload that takes these arguments; None where there is none."""
     try:
         overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
-    except RuntimeError:  # no overload takes these arguments
-        return False
-    return _is_tagged(name, getattr(getattr(torch.ops.aten, name), overload))
+    except RuntimeError:
+        return None
+    return getattr(getattr(torch.ops.aten, name), overload)
+
+
+class Call(NamedTuple):
+    """One call of a function.
+
+    Attributes:
+        name: of the ATen operator; of a Python function its own.
+        arguments: by the names that the operator's schema or the function's signature has; the tensor is ``self``.
+        overload: the ATen overload; None of a Python function.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    overload: Any
+
+    @property
+    def is_reduction(self) -> bool:
+        return self.overload is not None and torch.Tag.reduction in self.overload.tags
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        return next((self.arguments[name] for name in names if name in self.arguments), default)
+
+
+#: other names of arguments
+_ARGUMENTS = {"axis": "dim", "dims": "dim", "keepdims": "keepdim", "axis0": "dim0", "axis1": "dim1", "input": "self",
+              "tensor": "self", "x": "self"}  # fmt: skip
+
+
+def bind(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call by its operator and the names of its arguments; without names where torch tells none."""
+    own_name = getattr(func, "__name__", "")
+    name = aten_name(own_name)
+    if isinstance(func, FunctionType) and not own_name.startswith("__"):
+        try:
+            bound = inspect.signature(func).bind(*args, **kwargs).arguments
+        except TypeError:
+            bound = {}
+        return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, None)
+    if own_name.startswith("__r"):
+        args = args[::-1]
+    if name == "view" and len(args) == 2 and isinstance(args[1], Tensor):
+        name = "view_as"
+    if hasattr(torch.ops.aten, name):
+        packed = (args[0], args[1:]) if args else args  # x.permute(0, 1) is permute(x, (0, 1))
+        numpy = {_ARGUMENTS.get(key, key): value for key, value in kwargs.items()}
+        for given, named in ((args, kwargs), (packed, kwargs), (args, numpy)):
+            overload = _resolve(name, given, named)
+            if overload is not None:
+                names = [argument.name for argument in overload._schema.arguments]
+                bound = {**dict(zip(names, given, strict=False)), **named}
+                return Call(name, {_ARGUMENTS.get(key, key): value for key, value in bound.items()}, overload)
+    return Call(name, {"self": args[0]} if args else {}, None)

@@ -1,0 +1,1 @@
+"""Tensors of which a rank holds a part: one type, its placement, and the rules of torch's functions on it."""

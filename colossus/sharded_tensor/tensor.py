@@ -1,0 +1,479 @@
+"""A rank's part of a tensor, as a type on which torch's functions are right or refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossus.comm.conjugate import conjugate
+from colossus.error_place import located_error
+from colossus.layout.activation import Activation
+from colossus.layout.moves import moves
+from colossus.sharded_tensor.mask import local_mask
+from colossus.sharded_tensor.operators import Call, aten_name, bind, is_pointwise
+from colossus.sharded_tensor.place import MixesPartsError, Place
+from colossus.sharded_tensor.placement import ROLES, HasRegions, Placement
+from colossus.sharded_tensor.rules import RANDOM, RULES, At, aligned
+
+
+class ShardedTensor(Tensor):
+    """A rank's part of a tensor that ranks share: of the tokens under ``parallel.sequence``, and of features, heads,
+    tokens or samples between blocks and inside of a column/row pair.
+
+    Its data and its ``shape`` are the rank's. What works on each part by itself keeps it: element-by-element functions,
+    views, products and reductions along dims that are not split. What brings parts together raises, since a rank has
+    one of them. Features become heads by ``view(.., -1, head_dim)``, the number of heads left open.
+
+    A plain tensor beside it is whole, on all ranks that share the part. It may be broadcast over the split dim; its
+    gradient is summed over the ranks that split it, so a parameter of the user's own is right there.
+
+    Attributes:
+        placement: which dims are split, over which axes.
+    """
+
+    placement: Placement
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is torch.autograd.backward:  # of reentrant checkpointing: it runs forwards again
+            args, kwargs = tree_map_only(ShardedTensor, _as_gradient, (args, kwargs))
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name == "__get__":
+                return _property(func, args)
+            if name in _PASSED_ON or (name in _LIKE_FIRST and not isinstance(args[0], ShardedTensor)):
+                return func(*args, **kwargs)
+            if len(types) > 1 and any(each not in _WHOLE and not issubclass(each, ShardedTensor) for each in types):
+                return NotImplemented  # a parameter that is split knows better what it may meet
+            if name == "register_hook":
+                return func(args[0], _split_hook(args[1], args[0].placement))
+            if name == "__format__":
+                return repr(args[0])
+            is_elementwise = is_pointwise(func, args, kwargs)
+            placement = _common_placement(args, kwargs) if is_elementwise else None
+            if placement is None:
+                first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor))
+                try:
+                    placement = _placement_of_result(name, func, args, kwargs, is_elementwise)
+                except MixesPartsError as error:
+                    if torch._C._current_graph_task_id() != -1 and not _hooks.are_running and first.placement.is_whole:
+                        # the backward of a user's own autograd function: its sums are those of a rank's part
+                        return func(*_plain(args), **_plain(kwargs))
+                    raise located_error(_refusal(name, error, first)) from None
+                if name == "scaled_dot_product_attention":
+                    args, kwargs = _with_local_mask(args, kwargs, placement)
+                elif placement.split_axes:
+                    args, kwargs = tree_map_only(Tensor, lambda x: _summed_gradient(x, placement), (args, kwargs))
+            # torch copies only what it has the type of
+            out = func(*args, **kwargs) if name != "__deepcopy__" else func(*_plain(args), **kwargs)
+        if isinstance(out, (tuple, list)):
+            for each in out:
+                _mark(each, placement)
+            return out
+        return _mark(out, placement)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"ShardedTensor(local {tuple(self.shape)}, {self.placement})"
+
+
+# --- in and out
+
+
+def wrap(x: Tensor, placement: Placement | None) -> Tensor:
+    """A rank's plain tensor, marked with how it is split; plain where nothing is."""
+    if placement is None or (not placement.places and placement.activation == placement.parallel.regions.whole):
+        return x
+    return mark(x, placement)
+
+
+def mark(x: Tensor, placement: Placement) -> Tensor:
+    """A tensor that others hold too, as a tensor of its own that has this placement."""
+    out = x.as_subclass(ShardedTensor)
+    out.placement = placement
+    return out
+
+
+def unwrap(x: Tensor, parallel: HasRegions) -> tuple[Tensor, Placement]:
+    """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
+
+    Raises:
+        ValueError: when what is split is not in the dims in which layers take it.
+    """
+    if not isinstance(x, ShardedTensor):
+        whole = parallel.regions.whole
+        return x, Placement(parallel, whole, whole)
+    placement, local = x.placement, plain(x)
+    if placement.parallel is not parallel:
+        raise located_error(
+            f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
+            f"one context; where several are alive, run it inside of `with context:`"
+        )
+    if not placement.is_standard(local.dim()):
+        raise located_error(
+            f"{x!r}: its split dim is not where layers take it, features in the last dim. Heads become features again "
+            f"by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
+        )
+    return local, placement
+
+
+def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
+    """A plain tensor in the whole region, marked as a sequence rank's part of the tokens; as it is where it is none."""
+    whole = parallel.regions.whole
+    return x if place is None else mark(x, Placement(parallel, whole, whole, (("sequence", place),)))
+
+
+def placement_of(x: Any) -> Placement | None:
+    """None of a plain tensor, and of anything else."""
+    return x.placement if isinstance(x, ShardedTensor) else None
+
+
+def sequence_place(x: Any) -> Place | None:
+    """Where a tensor has a sequence rank's part of the tokens."""
+    return x.placement.place("sequence") if isinstance(x, ShardedTensor) else None
+
+
+def plain(x: Tensor) -> Tensor:
+    """A rank's part as a plain tensor, however it is split."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.compiler.is_compiling():  # knows no `as_subclass` of a type of ours
+            return torch.ops.aten.alias.default(x)
+        return x.as_subclass(Tensor)
+
+
+def plain_of_graph(x: Tensor) -> Tensor:
+    """`plain`, at which a compiler ends its graph: the next one gets a plain tensor, since none can get one of ours."""
+    if not isinstance(x, ShardedTensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """The rank's part of a tensor as a plain one, for code that takes care itself that it has some tokens only.
+
+    Anything may be done with it: nothing is refused any more, neither here nor in what is computed from it. A tensor
+    that holds no tokens, and any tensor without ``parallel.sequence``, is returned as it is.
+
+    Shape:
+        [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
+
+    Raises:
+        ValueError: for an activation whose features are split: ``to_whole(x)`` comes first.
+    """
+    if isinstance(x, ShardedTensor) and not x.placement.is_whole:
+        if x.placement.place("sequence") is None:
+            return x
+        raise located_error(f"local: {x!r} has split features, too: call colossus.layers.to_whole(x) first")
+    return plain(x)
+
+
+def without_sequence(x: Tensor) -> Tensor:
+    """A rank's part of the tokens of a whole activation as a plain tensor; what else is split stays as it is."""
+    return plain(x) if isinstance(x, ShardedTensor) and x.placement.is_whole else x
+
+
+def to_whole(x: Tensor) -> Tensor:
+    """The activation in the whole layout: all features on every rank, gradient complete.
+
+    Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `ShardedTensor`).
+    """
+    if not isinstance(x, ShardedTensor) or x.placement.is_whole:
+        return x
+    return moved(x, x.placement.parallel.regions.whole)
+
+
+def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
+    """An activation laid out as ``target``, which is the layout to come back to, too.
+
+    Args:
+        parallel: of a plain tensor.
+    """
+    if isinstance(x, ShardedTensor):
+        parallel = x.placement.parallel
+    assert parallel is not None
+    part, placement = unwrap(x, parallel)
+    if placement.activation == target == placement.return_layout:
+        return x
+    num_features = placement.num_features
+    out = move(part, placement.activation, target, parallel)
+    if num_features is not None and not target.features:
+        out, num_features = out[..., :num_features], None
+    sequence = placement.place("sequence")
+    return wrap(out, Placement.standard(parallel, target, target, out.dim(), sequence, num_features))
+
+
+def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
+    """A plain local tensor moved between two activation layouts, with the conjugate moves for its gradient."""
+    if source == target:
+        return x
+    context = parallel.context
+    for step in moves(source.at(x.dim()), target.at(x.dim())):
+        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
+    return x
+
+
+class Titled(Protocol):
+    """A layer. Its title is asked for where an error names it: a compiler that traces a forward which reads it makes a
+    graph for each name, and none for the layers beyond its limit of 8."""
+
+    @property
+    def title(self) -> str: ...
+
+
+def require_features_last(x: Tensor, layer: Titled | str, count: int = 1) -> None:
+    """Raise ValueError where one of the last ``count`` dims of x holds a rank's part of the tokens, not features.
+
+    Args:
+        layer: or how an error names it.
+    """
+    place = sequence_place(x)
+    if place is not None and place.dim >= _ndim(x) - count:
+        _refuse_place(x, place, layer, f"features in the last {count} dims" if count > 1 else "features last")
+
+
+def require_sequences(x: Tensor, layer: Titled | str) -> None:
+    """Raise ValueError where x, of which a rank has a part of the tokens, is not [batch, tokens, features]."""
+    place = sequence_place(x)
+    if place is not None and place != Place(_ndim(x) - 2):
+        _refuse_place(x, place, layer, "[batch, tokens, features]")
+
+
+def _refuse_place(x: Tensor, place: Place, layer: Titled | str, takes: str) -> None:
+    title = layer if isinstance(layer, str) else layer.title
+    flattened = ", flattened with others" if place[1:] != (1, 1) else ""
+    raise located_error(
+        f"{title} takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim "
+        f"{place.dim}{flattened}"
+    )
+
+
+# --- one call
+
+
+def _common_placement(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Placement | None:
+    """Of an element-by-element function whose tensors are all placed alike, as most are; else None."""
+    if kwargs:
+        return None
+    placement, ndim = None, -1
+    for x in args:
+        if isinstance(x, ShardedTensor):
+            if placement is None:
+                placement, ndim = x.placement, x.dim()
+            elif (x.placement is not placement and x.placement != placement) or x.dim() != ndim:
+                return None
+        elif isinstance(x, (Tensor, tuple, list)):
+            return None
+    return placement if isinstance(args[0], ShardedTensor) else None
+
+
+def _placement_of_result(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool
+) -> Placement:
+    operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+    base = _base(name, operands)
+    call = _bound(name, func, args, kwargs)
+    is_in_place = (name[-1:] == "_" and name[:2] != "__") or (name[:3] == "__i" and aten_name(name) != name)
+    if is_in_place and not isinstance(args[0], ShardedTensor):
+        raise MixesPartsError("writes what is split into a plain tensor, which is whole")
+    if isinstance(kwargs.get("out"), Tensor):
+        raise MixesPartsError("writes into a tensor (out=): take what it returns")
+    if call.name in RANDOM:
+        if base.split_axes:
+            raise MixesPartsError("draws the same numbers for the parts of all tensor ranks")
+        return base
+    places = []
+    for role in ROLES:
+        if not any(x.placement.place(role) for x in operands):
+            continue
+        place = _asked(call, At(role), args, kwargs, is_elementwise)
+        places.append((role, place))
+    return replace(base, places=tuple(places))
+
+
+def _base(name: str, operands: list[ShardedTensor]) -> Placement:
+    """The placement that says axes and regions; operands whose features, tokens or samples are split must agree."""
+    split = [x.placement for x in operands if not x.placement.is_whole]
+    for other in split[1:]:
+        if other.activation != split[0].activation:
+            raise MixesPartsError(
+                f"brings together what is split as ({split[0].activation}) and what is split as ({other.activation}): "
+                f"bring both to one layout with colossus.layers.to_whole or to_residual"
+            )
+    return split[0] if split else operands[0].placement
+
+
+def _bound(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    if name == "__getitem__":
+        return Call("getitem", {"self": args[0], "index": args[1]}, None)
+    if name == "__setitem__":
+        return Call("setitem", {"self": args[0], "index": args[1], "value": args[2]}, None)
+    if name == "einsum":
+        return Call(name, {"args": args}, None)
+    return bind(func, args, kwargs)
+
+
+def _asked(call: Call, at: At, args: tuple[Any, ...], kwargs: dict[str, Any], is_elementwise: bool) -> Place:
+    """Where the split dim of one role is in the result; from the left where the rule says it from the right."""
+    if is_elementwise:
+        place = aligned(at, [*args, *kwargs.values()])
+        ndim = max(x.dim() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        return place.at(place.dim + ndim)
+    rule = RULES.get(call.name) or (RULES["norm"] if call.is_reduction else None)
+    if rule is None:
+        raise MixesPartsError("is not known to work on each part by itself")
+    try:
+        return rule(at, call)
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise MixesPartsError(f"has arguments that are not understood ({error})") from None
+
+
+def _mark(x: Any, placement: Placement) -> Any:
+    """What a function gave, marked in place: a view of it would cost an operation, in backward, too."""
+    if isinstance(x, Tensor):
+        if any(place.dim < 0 for _, place in placement.places):
+            ndim = _ndim(x)
+            places = tuple((role, p if p.dim >= 0 else p.at(p.dim + ndim)) for role, p in placement.places)
+            placement = replace(placement, places=places)
+        if torch.compiler.is_compiling():
+            return mark(x, placement)
+        if not isinstance(x, ShardedTensor):
+            x.__class__ = ShardedTensor
+        x.placement = placement  # type: ignore[attr-defined]
+    return x
+
+
+def _ndim(x: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.dim()
+
+
+def _plain(nest: Any) -> Any:
+    return tree_map_only(ShardedTensor, lambda x: x.as_subclass(Tensor), nest)
+
+
+def _summed_gradient(x: Tensor, placement: Placement) -> Tensor:
+    """A plain tensor whose gradient is summed over the ranks that split what it meets."""
+    if isinstance(x, ShardedTensor) or not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return conjugate(x, "identity", "sum", placement.parallel.context.group(placement.split_axes))
+
+
+def _with_local_mask(
+    args: tuple[Any, ...], kwargs: dict[str, Any], placement: Placement
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an attention, with the mask's samples and heads that this rank has."""
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    if mask is None or isinstance(mask, ShardedTensor) or not placement.split_axes:
+        return args, kwargs
+    here, whole = placement.activation.batch, placement.parallel.regions.whole.batch
+    ways = [placement.parallel.context.size(axes) if axes else 1 for axes in (here, whole)]
+    mask = local_mask(mask, args[0].shape[0] * ways[0] // ways[1], placement.activation, placement.parallel)
+    return (*args[:3], mask, *args[4:]), {key: value for key, value in kwargs.items() if key != "attn_mask"}
+
+
+def _as_gradient(x: ShardedTensor) -> Any:
+    """What backward starts from: the edge of a tensor in the graph, or a gradient as a plain local tensor."""
+    return get_gradient_edge(x) if x.requires_grad else plain(x)
+
+
+def _property(func: Any, args: tuple[Any, ...]) -> Any:
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
+    x = args[0]
+    if name in ("T", "H", "data"):
+        what = "reverses all dims" if name != "data" else "leaves autograd behind"
+        raise located_error(_refusal(f"x.{name}", MixesPartsError(what), x))
+    out = func(*args)
+    if not isinstance(out, Tensor) or name == "_base":
+        return out
+    if name in ("mT", "mH"):
+        return _mark(out, _placement_of_result("mT", Tensor.transpose, (x, -1, -2), {}, False))
+    return _mark(out, x.placement)
+
+
+# --- hooks of gradients
+
+
+class _Hooks(threading.local):
+    """Whether a hook of a user's runs in backward: it is refused what a forward is."""
+
+    are_running = False
+
+
+_hooks = _Hooks()
+
+
+def _split_hook(hook: Callable[[Tensor], Tensor | None], placement: Placement) -> Callable[[Tensor], Tensor | None]:
+    """The hook, given a gradient that is split as its tensor is."""
+
+    def split_hook(grad: Tensor) -> Tensor | None:
+        _hooks.are_running = True
+        try:
+            changed = hook(mark(grad, placement))
+        finally:
+            _hooks.are_running = False
+        return None if changed is None else plain(changed)
+
+    return split_hook
+
+
+# --- words
+
+
+def _refusal(name: str, error: MixesPartsError, x: ShardedTensor) -> str:
+    spoken = _SPOKEN.get(name, name)
+    given = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
+    if not x.placement.is_whole:
+        return f"{given} Call colossus.layers.to_whole(x) before it.{_hint(name)}"
+    return (
+        f"{given} Tokens meet in colossus.layers.Attention and TransformerBlock, positions are those of "
+        f"colossus.layers.PositionEmbedding and rotary=True; colossus.layers.local(x) gives the rank's part as a plain "
+        f"tensor, for code that takes care of it itself"
+    )
+
+
+def _hint(name: str) -> str:
+    if "dropout" in name:
+        return " For dropout use colossus.layers.Dropout, whose masks differ between shards."
+    if name in ("view", "reshape", "unflatten"):
+        return (
+            " For the heads of an attention leave their number open, view(.., -1, head_dim), or use "
+            "colossus.layers.split_heads(x, heads) and merge_heads."
+        )
+    if name in ("chunk", "split", "tensor_split", "glu"):
+        return (
+            " For a gate let one linear give both: colossus.layers.Linear(inputs, dict(gate=n, value=n), "
+            "split='column') returns two tensors."
+        )
+    if name in ("layer_norm", "rms_norm"):
+        return " colossus.layers.LayerNorm and RMSNorm are right on split features."
+    return ""
+
+
+_SPOKEN = {"__getitem__": "indexing", "__setitem__": "assigning by index", "__matmul__": "@", "__rmatmul__": "@"}
+#: their second argument, if it is a tensor, says a dtype or a device
+_LIKE_FIRST = {"to", "type_as"}
+#: what says something about a tensor, or makes a plain one
+_PASSED_ON = {
+    "dim", "size", "ndimension", "numel", "nelement", "element_size", "is_contiguous", "stride", "is_floating_point",
+    "is_complex", "is_signed", "is_tensor", "is_inference", "is_conj", "is_neg", "is_shared", "is_pinned", "get_device",
+    "retain_grad", "requires_grad_", "data_ptr", "storage_offset", "untyped_storage", "__len__", "__hash__", "__set__",
+    "__delete__", "__dir__", "__reduce_ex__", "backward", "as_subclass", "result_type", "is_same_size", "_is_view",
+    "_is_zerotensor", "_is_functional_tensor", "register_post_accumulate_grad_hook", "new_zeros", "new_ones",
+    "new_empty", "new_full", "new_tensor", "new",
+}  # fmt: skip
+_WHOLE = (Tensor, torch.nn.Parameter, FakeTensor)
