@@ -22,8 +22,9 @@ from colossus.comm.accounting import Counter
 from colossus.engine.gradients.axes import gradient_sum_axes
 from colossus.layers import TransformerBlock
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.sharded import unwrap, wrap
 from colossus.layout.layout import Box
+from colossus.sharded_tensor.placement import Placement
+from colossus.sharded_tensor.tensor import plain, wrap
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
 
@@ -137,7 +138,7 @@ class ColossusRun(Run):
 
     def forward(self) -> Tensor:
         outer = self.parallel.regions.residual
-        return unwrap(self.module(wrap(self.x, outer, outer, self.parallel)), self.parallel)[0]
+        return plain(self.module(wrap(self.x, Placement.standard(self.parallel, outer, outer, self.x.dim()))))
 
     def gradients(self) -> State:
         for param in self.module.parameters():

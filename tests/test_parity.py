@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import long
+from helpers.parts import laid_out
 from helpers.ranks import run_ranks
 from helpers.training import (
     SIZES,
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import colossus
 from colossus import layers
+from colossus.sharded_tensor.tensor import plain
 
 STEPS = 20
 #: in float64 a few steps tell as much as many, of a plan and of what a variant changes
@@ -266,7 +268,8 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[st
     drop, x = model.dropout.train(), torch.ones(4, 6, 8)
     torch.distributed.barrier()  # a rank that ends breaks the groups that others are still connecting
     return engine.context.coordinates, {
-        name: drop.apply_local(x, getattr(regions, name)) for name in ("whole", "residual", "inner")
+        name: plain(drop(laid_out(x, getattr(regions, name), model.parallel)))
+        for name in ("whole", "residual", "inner")
     }
 
 

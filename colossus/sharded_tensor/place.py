@@ -81,14 +81,17 @@ def regrouped(place: Place, source: Sequence[int], target: Sequence[int], inferr
     if is_cut and math.prod(target[:inferred]) == math.prod(source[: place.dim]):
         # features -> [groups, ..]: the groups are split, whose number was left open. A rank's one group may be the
         # whole of its part: then a new dim says that groups are meant
-        only_group = len(target) > len(source) and [each.dim - 1 for each in candidates] == [inferred]
+        only_group = len(target) > len(source) > 1 and [each.dim - 1 for each in candidates] == [inferred]
         if only_group or not candidates:
             return Place(inferred)  # type: ignore[arg-type]
-    is_open = len(candidates) > 1  # a rank has one element, which fits anywhere
-    if is_open:
+    if len(candidates) > 1:  # a rank has one element, which fits anywhere
         ones = [each for each in candidates if target[each.dim] == 1]
         candidates = ones if len(ones) == 1 else [each for each in candidates if each.dim == inferred]
-    if len(candidates) != 1:
+        is_open = len(candidates) != 1
+    else:  # a new dim of one beside it, whose size was left open: is it that which grows with the whole?
+        beside = [each for each in candidates if inferred is not None and abs(each.dim - inferred) == 1]
+        is_open = bool(beside) and target[inferred] == 1 and len(target) > len(source)  # type: ignore[index]
+    if is_open or len(candidates) != 1:
         what = "leaves open which dim is split" if is_open else "takes the split dim apart"
         raise MixesPartsError(
             f"{what}: from local shape {tuple(source)}, split in dim {place.dim}, to {tuple(target)}. The split dim "

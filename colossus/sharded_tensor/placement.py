@@ -95,7 +95,10 @@ class Placement:
 
     def __str__(self) -> str:
         axes = {role: getattr(self.activation, role, ("sequence",)) for role in ROLES}
-        return "; ".join(
-            f"dim {place.dim}{' (flattened with others)' * (place[1:] != (1, 1))} over {','.join(axes[role])}"
-            for role, place in self.places
-        ) or "whole"
+        return (
+            "; ".join(
+                f"dim {place.dim}{' (flattened with others)' * (place[1:] != (1, 1))} over {','.join(axes[role])}"
+                for role, place in self.places
+            )
+            or "whole"
+        )

@@ -70,7 +70,8 @@ def require_one(x: Tensor, dim: int) -> None:
     if x.dim() >= -dim and x.shape[dim] != 1:
         raise MixesPartsError(
             f"lets dim {x.dim() + dim} of a plain tensor of shape {tuple(x.shape)}, which is whole, meet a dim of "
-            f"which a rank has a part"
+            f"which a rank has a part (between a column and a row linear what is split alike comes from a "
+            f"colossus.layers.Linear(.., split='column'): the second matrix of LoRA, say)"
         )
 
 
@@ -82,6 +83,14 @@ def _along(default: Any = None) -> Rule:
         return avoid(found(at, x), x.dim(), call.get("dim", default=default), "works along")
 
     return rule
+
+
+def _interleaved(at: At, call: Call) -> Place:
+    x, repeats, dim = call.get("self"), call.get("repeats"), call.get("dim")
+    place = found(at, x)
+    if isinstance(repeats, int) and dim is not None and dim % x.dim() == place.dim:
+        return Place(place.dim, place.before, 1 if at.parts and place.before == 1 else place.after * repeats)
+    return avoid(place, x.dim(), dim, "works along")
 
 
 def _reduced(at: At, call: Call, default: Any = None) -> Place:
@@ -174,10 +183,10 @@ def _unflattened(at: At, call: Call) -> Place:
     if place.dim != dim:
         return place if place.dim < dim else place.at(place.dim + len(sizes) - 1)
     count = x.shape[dim]
-    inferred = sizes.index(-1) if -1 in sizes else None
+    inferred = sizes.index(-1) + 1 if -1 in sizes else None
     known = [size if size != -1 else count // (-math.prod(sizes) or 1) for size in sizes]
-    cut = regrouped(place.at(0), (count,), known, inferred, at.parts)
-    return cut.at(cut.dim + dim)
+    cut = regrouped(place.at(1), (2, count), (2, *known), inferred, at.parts)  # as if behind another dim
+    return cut.at(cut.dim - 1 + dim)
 
 
 def _flattened(at: At, call: Call) -> Place:
@@ -241,6 +250,15 @@ def _expanded(at: At, call: Call) -> Place:
     if len(sizes) >= -right.dim and sizes[right.dim] not in kept:
         raise MixesPartsError("repeats the split dim")
     return right
+
+
+def _padded(at: At, call: Call) -> Place:
+    x, sizes = call.get("self"), call.get("pad")
+    place, dims = found(at, x), len(sizes) // 2
+    given = [x.dim() - 1 - number // 2 for number, size in enumerate(sizes) if size]
+    if place.dim >= x.dim() - dims and (place.dim in given or call.get("mode", default="constant") != "constant"):
+        raise MixesPartsError(f"adds to dim {place.dim}, which is split")
+    return place
 
 
 # --- products
@@ -428,14 +446,14 @@ RULES: dict[str, Rule] = {
     "cat": _joined, "stack": _stacked, "broadcast_tensors": lambda at, call: aligned(at, call.get("tensors", "self")),
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "logsumexp", "argmax", "argmin", "all", "any", "var",
                      "std", "var_mean", "std_mean", "median", "aminmax", "count_nonzero"), _reduced),
-    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll",
-                     "repeat_interleave"), _along()),
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "flip", "roll"), _along()),
+    "repeat_interleave": _interleaved, "pad": _padded,
     **dict.fromkeys(("sort", "argsort", "topk", "glu"), _along(-1)), "normalize": _along(1),
     **dict.fromkeys(("chunk", "split", "tensor_split", "narrow"), _along(0)),
-    "select": _removed(0), "unbind": _removed(0), "index_select": _index_select,
+    "select": _removed(0), "view_as_complex": _removed(-1), "unbind": _removed(0), "index_select": _index_select,
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim"), _chosen),
     **dict.fromkeys(("layer_norm", "rms_norm"), _normalized), "embedding": _looked_up,
-    **dict.fromkeys(("one_hot", "empty_like", "cpu", "cuda", "deepcopy"), _same),
+    **dict.fromkeys(("one_hot", "empty_like", "cpu", "cuda", "deepcopy", "view_as_real"), _same),
     **dict.fromkeys(("item", "tolist", "numpy", "bool", "float", "int", "index", "array", "contains", "equal",
                      "allclose", "is_nonzero"), _refused("reads the values of one rank, so that ranks may go different "
                                                           "ways")),

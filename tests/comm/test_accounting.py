@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parts import laid_out
 from helpers.ranks import grid, run_ranks
 
 from colossus import layers
@@ -13,7 +14,7 @@ from colossus.comm import accounting, collectives
 from colossus.comm.conjugate import conjugate
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.layers.sharded import unwrap, wrap
+from colossus.sharded_tensor.tensor import plain
 
 # -- the counter ----------------------------------------------------------------------------------------------
 
@@ -140,9 +141,9 @@ def _block(context: ParallelContext, options: dict[str, Any]) -> dict[str, Any]:
     outer = parallel.regions.residual
     x = torch.randn(BATCH, tokens, HIDDEN, requires_grad=True)
     with accounting.count() as there:
-        y = block(wrap(x * 1.0, outer, outer, parallel))
+        y = block(laid_out(x * 1.0, outer, parallel))
     with accounting.count() as back:
-        unwrap(y, parallel)[0].sum().backward()
+        plain(y).sum().backward()
     assert x.grad is not None
     return {
         "forward": (there.calls(), there.bytes()),

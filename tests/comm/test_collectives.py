@@ -483,7 +483,7 @@ def _stack(factory: Callable[[], torch.nn.Module], shared: bool) -> torch.nn.Mod
 def _again(block: torch.nn.Module, y: Tensor, context: ParallelContext, kind: str) -> Tensor:
     if kind == "none":
         return block(y)
-    plain = not isinstance(y, layers.ShardedActivation)
+    plain = not isinstance(y, layers.ShardedTensor)
     assert plain or context.options.sequence_sharded
     return recompute(block, y, context=context, kind=kind)
 

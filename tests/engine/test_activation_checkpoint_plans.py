@@ -21,6 +21,8 @@ from colossus.comm.cost import Traffic
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.checkpointed_forward import checkpoint_module
 from colossus.layers.model_parallel import model_parallel_of
+from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.tensor import with_sequence
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.traffic import matmul_traffic
 
@@ -116,9 +118,7 @@ def test_a_ring_is_repeated_once_and_the_reduction_behind_it_not() -> None:
             )
             x = torch.ones(2, TOKENS, HIDDEN, requires_grad=True)
             parallel = model_parallel_of(context)
-            split = layers.sharded.wrap(
-                x, parallel.regions.whole, parallel.regions.whole, parallel, token_dim=layers.token_dim.TokenDim(1)
-            )
+            split = with_sequence(x, Place(1), parallel)
             with accounting.count() as counted:
                 layers.local(block(split)).square().sum().backward()
             found.append({(row["operation"], row["axes"]): row["calls"] for row in counted.rows()})

@@ -140,16 +140,18 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "sort": lambda h: h.sort(),
     "norm": lambda h: h.norm(),
     "matmul": lambda h: torch.matmul(h, h),
-    "stack": lambda h: torch.stack([h, h]),
-    "normalize": lambda h: F.normalize(h),
+    "normalize": lambda h: F.normalize(h, dim=-1),
     "roll": lambda h: h.roll(1, -1),
     "__bool__": lambda h: bool(h > 0),
     "item": lambda h: h.item(),
     "mul": lambda h: torch.mul(h, torch.ones(WIDE // 2)),
     "lerp": lambda h: torch.lerp(h, h, torch.ones(WIDE // 2)),
-    "maximum": lambda h: torch.maximum(torch.zeros(1), h),
+    "maximum": lambda h: torch.maximum(torch.zeros(WIDE), h),
     "clamp": lambda h: h.clamp(min=torch.zeros(WIDE // 2)),
-    "add": lambda h: torch.add(h, nn.Parameter(torch.ones(()))),
+    "conv1d": lambda h: F.conv1d(h, torch.ones(1, h.shape[1], 1)),
+    "fft_rfft": lambda h: torch.fft.rfft(h),
+    "x.T": lambda h: h.T,
+    "x.data": lambda h: h.data,
 }
 
 
@@ -177,5 +179,5 @@ def test_operands_that_are_split_differently_are_refused() -> None:
         x = torch.ones(2, 4, 4)
         torch.maximum(up(x), layers.to_residual(x, up.parallel))
 
-    with pytest.raises(RankError, match=r"maximum: one operand is split as .* bring both to one layout"):
+    with pytest.raises(RankError, match=r"maximum brings together what is split as .*: bring both to one layout"):
         run_ranks(2, body, sequence_sharded=True)

@@ -88,6 +88,6 @@ def test_gradients_of_split_activations_are_split_activations() -> None:
     twin.down(other).square().sum().backward()
     for _, seen, grad, whole in ranks:
         assert len(seen) == 2
-        assert all(words.startswith("norm on an activation of which this rank holds a shard") for words in seen), seen
+        assert all(words.startswith("norm reduces all dims at once") for words in seen), seen
         torch.testing.assert_close(grad, x.grad, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(whole, other.grad, rtol=1e-10, atol=1e-12)

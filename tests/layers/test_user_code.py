@@ -167,10 +167,10 @@ REFUSED: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "layer_norm": ("colossus.layers.LayerNorm", lambda net, x: F.layer_norm(net.up(x), (WIDE,))),
     "softmax": ("to_whole", lambda net, x: net.up(x).softmax(-1)),
     "cat": ("to_whole", lambda net, x: torch.cat((net.up(x), net.key(x)), -1)),
-    "__setitem__": ("to_whole", lambda net, x: net.up(x).clone().__setitem__((slice(None), 0), 0.0)),
-    "__getitem__": ("to_whole", lambda net, x: net.up(x)[torch.ones(x.shape[:2], dtype=torch.bool)]),
-    "mul": ("to_whole", lambda net, x: net.up(x) * (x[..., :1] > 0)),
-    "broadcast_tensors": ("to_whole", lambda net, x: torch.distributions.Normal(net.up(x), 1.0)),
+    "assigning by index": ("to_whole", lambda net, x: net.up(x).clone().__setitem__((..., 0), 0.0)),
+    "indexing": ("to_whole", lambda net, x: net.up(x)[torch.ones(x.shape[:2], dtype=torch.bool)]),
+    "mul": ("to_whole", lambda net, x: net.up(x) * torch.ones(WIDE // 2)),
+    "_is_all_true": ("to_whole", lambda net, x: torch.distributions.Normal(net.up(x), 1.0)),
     "logsumexp": ("to_whole", lambda net, x: torch.distributions.Categorical(logits=net.up(x))),
 }
 

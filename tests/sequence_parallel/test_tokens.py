@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from typing import Any
 
 import pytest
 import torch
+from helpers.parts import part_of_tokens as tokens
 from helpers.ranks import run_ranks
 from helpers.token_modules import MIXING, POSITION_WISE, Of, Square
 from torch import Tensor, nn
@@ -17,8 +17,7 @@ import colossus
 from colossus import layers
 from colossus.checkpoint.state_dict import full_state_dict
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.token_dim import TokenDim
-from colossus.layers.tokens import with_tokens
+from colossus.sharded_tensor.place import Place
 
 BATCH, TOKENS = 4, 13
 
@@ -72,7 +71,7 @@ def _train(rank: int, parallel: dict[str, Any]) -> Any:
     sequence = model_parallel_of(engine.context).sequence
     assert sequence is not None
     assert [repr(x) for x in inputs] == [
-        f"SplitTokens(local {shape}, tokens in dim 1, over {sequence.num_shards} ranks)"
+        f"ShardedTensor(local {shape}, dim 1 over sequence)"
         for shape in ((BATCH, outputs["mlp"].shape[1]), tuple(outputs["mlp"].shape))
     ]
     count = outputs["mlp"].shape[1]
@@ -112,11 +111,6 @@ def test_what_works_on_each_token_is_exact(world: int, parallel: dict[str, Any])
             torch.testing.assert_close(held, grad, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
 
 
-def tokens(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return with_tokens(torch.randn(*shape, generator=generator), TokenDim(1), 2)
-
-
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_tokens_is_refused(name: str) -> None:
     make, words = MIXING[name]
@@ -133,7 +127,7 @@ def test_what_mixes_tokens_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         Net()(tokens(3, 8, 16))
     told = str(caught.value)
-    assert "parallel.sequence gives each of 2 ranks a part of the tokens" in told
+    assert "Its input is a rank's part of a tensor (ShardedTensor(local " in told
     assert "colossus.layers.local(x)" in told
     place = r"\(in inside\.mix(\.\w+)? \(\w+\), at \S*(test_tokens|token_modules)\.py:\d+: |^(LSTM|GRU)"
     assert re.search(place, told), told
@@ -146,7 +140,7 @@ def test_the_way_out_and_back() -> None:
     assert type(plain) is Tensor
     plain.mean(1).square().sum().backward()
     assert x.grad is not None
-    assert type(x.grad) is layers.SplitTokens
+    assert type(x.grad) is layers.ShardedTensor
     whole = torch.randn(2, 3)
     assert layers.local(whole) is whole
 
@@ -155,22 +149,22 @@ def test_the_way_out_and_back() -> None:
 def test_reshapes_are_followed(count: int) -> None:
     x = tokens(4, count, 12)
     flat = x.reshape(-1, 12)
-    assert flat.token_dim == TokenDim(0, 4)
-    assert flat.view(4, count, 3, 4).transpose(1, 2).token_dim.dim == 2
-    assert x.flatten(1).token_dim == TokenDim(1, 1, 12)
-    assert x.flatten(1).unflatten(1, (count, 12)).token_dim == TokenDim(1)
-    assert x.permute(2, 0, 1).flatten(0, 1).token_dim == TokenDim(1)
-    assert x.mT.unsqueeze(0).expand(5, -1, -1, -1).token_dim == TokenDim(3)
+    assert flat.placement.place("sequence") == Place(0, 4)
+    assert flat.view(4, count, 3, 4).transpose(1, 2).placement.place("sequence").dim == 2
+    assert x.flatten(1).placement.place("sequence") == Place(1, 1, 12)
+    assert x.flatten(1).unflatten(1, (count, 12)).placement.place("sequence") == Place(1)
+    assert x.permute(2, 0, 1).flatten(0, 1).placement.place("sequence") == Place(1)
+    assert x.mT.unsqueeze(0).expand(5, -1, -1, -1).placement.place("sequence") == Place(3)
     if count == 1:
         for call, words in (
-            (x.squeeze, "squeeze removes the dim of the tokens, of which this rank has one"),
-            (lambda: x.reshape(4, 12), "reshape leaves open which dim holds the one token of a rank"),
+            (x.squeeze, "squeeze removes the split dim, of which this rank has one"),
+            (lambda: x.reshape(4, 12), "reshape leaves open which dim is split"),
         ):
             with pytest.raises(ValueError, match=words):
                 call()
     else:
-        assert x.squeeze().token_dim == TokenDim(1)
-        assert x.reshape(4 * count, 12).token_dim == TokenDim(0, 4)
+        assert x.squeeze().placement.place("sequence") == Place(1)
+        assert x.reshape(4 * count, 12).placement.place("sequence") == Place(0, 4)
 
 
 def test_a_hook_of_a_gradient_is_told_too() -> None:
@@ -319,8 +313,8 @@ def test_losses_of_ours_take_tokens() -> None:
 
 def test_copies_and_complex_numbers() -> None:
     x = tokens(3, 8, 16)
-    assert copy.deepcopy(x).token_dim == pickle.loads(pickle.dumps(x)).token_dim == TokenDim(1)
+    assert copy.deepcopy(x).placement.place("sequence") == Place(1)
     turned = torch.view_as_complex(x.unflatten(-1, (8, 2))) * torch.polar(torch.ones(8), torch.arange(8.0))
-    assert torch.view_as_real(turned).flatten(2).token_dim == TokenDim(1)
+    assert torch.view_as_real(turned).flatten(2).placement.place("sequence") == Place(1)
     with pytest.raises(ValueError, match="mul lets dim 0 of a plain tensor"):
         turned * torch.polar(torch.ones(8, 8), torch.ones(8, 8))  # of positions 0, 1, 2, ..

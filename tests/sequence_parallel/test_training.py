@@ -310,7 +310,7 @@ def _build(rank: int, what: str) -> None:
         ),
         (
             "pooled",
-            r"mean reduces dim 1, which holds the tokens.*\n\(in Net, at \S*test_training.py:\d+: return x.mean",
+            r"mean reduces dim 1, which is split.*\n\(in Net, at \S*test_training.py:\d+: return x.mean",
         ),
         ("dropout", r"dropout = 0.5 of attention weights is not there under parallel.sequence"),
         ("flat", "no tensor of it has two dims or more"),

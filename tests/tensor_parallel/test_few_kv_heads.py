@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.modes import Mode
+from helpers.parts import laid_out
 from helpers.ranks import RankError, run_ranks
 from helpers.training import assert_same_numbers, assert_same_run, batch_of, config_of, run_plan, shared_run
 
@@ -23,8 +24,8 @@ from colossus.context.grid import build_grid
 from colossus.context.layer_options import LayerOptions
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.sharded import unwrap, wrap
 from colossus.models.gpt import GPT
+from colossus.sharded_tensor.tensor import plain
 from colossus.tensor_parallel.traffic import matmul_traffic, route_traffic
 
 FP64 = dict(loss=1e-10, norm=1e-10, parameter=1e-9)
@@ -114,8 +115,8 @@ def _moved(context: ParallelContext, kv_heads: int, microbatches: int) -> tuple[
     parallel.weights.begin_step()
     with accounting.count() as moved:
         for _ in range(microbatches):
-            outputs = layer(wrap(x * 1.0, residual, residual, parallel))
-            sum(unwrap(part, parallel)[0].sum() for part in outputs).backward()
+            outputs = layer(laid_out(x * 1.0, residual, parallel))
+            sum(plain(part).sum() for part in outputs).backward()
         parallel.weights.end_step()
     once = route_traffic(residual.at(3), layer.x_layout.at(3), math.prod(shape), sizes)
     formula = (once.forward + once.backward) * microbatches

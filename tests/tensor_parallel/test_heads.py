@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,6 +100,31 @@ class ByHand(nn.Module):
         return self.out(self.here.merge(mixed))
 
 
+class AsHuggingFace(nn.Module):
+    """Views with the number of heads left open, queries and keys normalized, learned numbers of one's own on heads."""
+
+    def __init__(self, here: Any, norm: Any) -> None:
+        super().__init__()
+        self.q_proj = here.linear(WIDTH, HEADS * DIM, "column")
+        self.k_proj, self.v_proj = (here.linear(WIDTH, KV_HEADS * DIM, "column") for _ in range(2))
+        self.o_proj = here.linear(HEADS * DIM, WIDTH, "row")
+        self.q_norm, self.k_norm = norm(DIM), norm(DIM)
+        self.scale, self.gain = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.linspace(-1, 1, DIM))
+        self.mix = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.q_proj(x)
+        batch, tokens, _ = query.shape
+        shape = batch, tokens, -1, DIM
+        query = self.q_norm(query.view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(x).view(shape).transpose(1, 2))
+        value = self.mix(self.v_proj(x).view(shape)).transpose(1, 2) * self.gain
+        key = key[:, :, None].expand(-1, -1, HEADS // KV_HEADS, -1, -1).reshape(batch, -1, tokens, DIM)
+        value = value.repeat_interleave(HEADS // KV_HEADS, dim=1)
+        weights = torch.softmax((query * self.scale) @ key.transpose(2, 3), dim=-1)
+        return self.o_proj((weights @ value).transpose(1, 2).reshape(batch, tokens, -1).contiguous())
+
+
 def cases() -> list[Case]:
     x, memory = numbers(BATCH, TOKENS, WIDTH), numbers(BATCH, MEMORY, WIDTH, seed=1)
     first = torch.arange(MEMORY) == 0
@@ -114,6 +140,9 @@ def cases() -> list[Case]:
         for name, mask in masks.items()
     ]
     found.append(Case("learned bias", lambda: Cross(Ours, True), lambda: Cross(Plain, True), (x, memory)))
+    for norm, plain in ((nn.RMSNorm, nn.RMSNorm), (layers.RMSNorm, nn.RMSNorm), (layers.LayerNorm, nn.LayerNorm)):
+        ours, twin = partial(AsHuggingFace, Ours, norm), partial(AsHuggingFace, Plain, plain)
+        found.append(Case(f"normalized by {norm.__module__}.{norm.__name__}", ours, twin, (x,)))
     for shape in ((BATCH,), (BATCH, 2)):
         x = numbers(*shape, TOKENS, WIDTH)
         found.append(Case(f"by hand, {len(shape) + 2}-D", lambda: ByHand(Ours), lambda: ByHand(Plain), (x,)))
@@ -145,32 +174,28 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "one head": (lambda m, h: layers.split_heads(h, 1), "heads = 1 does not divide over the 2 ranks of tensor"),
     "no heads": (lambda m, h: layers.split_heads(h, 0), "features = 16"),
     "two dims": (lambda m, h: layers.split_heads(m.up(X[0]), 4), r"\[batch, .., tokens, heads \* head_dim\]"),
-    "view": (lambda m, h: h.view(2, 3, 2, 4), "layers.split_heads"),
-    "reshape of heads": (lambda m, h: split(h).reshape(2, 3, -1), "reshape on 2 of 4 heads .*merge_heads"),
-    "transpose of heads": (lambda m, h: split(h).transpose(1, 2), "transpose on 2 of 4 heads"),
-    "mean over heads": (lambda m, h: split(h).mean(1), "mean on 2 of 4 heads"),
-    "mean of all": (lambda m, h: split(h).mean(), "mean on 2 of 4 heads"),
-    "mean without its dim": (lambda m, h: split(h).mean(-1), "mean on 2 of 4 heads"),
-    "softmax over heads": (lambda m, h: split(h).softmax(1), "softmax on 2 of 4 heads"),
-    "one head of them": (lambda m, h: split(h)[:, 0], "__getitem__ on 2 of 4 heads"),
-    "cat of heads": (lambda m, h: torch.cat([split(h), split(h)], 1), "cat on 2 of 4 heads"),
-    "a scale of heads": (lambda m, h: split(h) * torch.ones(4, 1, 1), "mul.*a tensor of shape .4, 1, 1. meets 2 of 4"),
-    "a parameter": (lambda m, h: split(h) * nn.Parameter(torch.ones(())), "meets 2 of 4 heads"),
+    "view": (lambda m, h: h.view(2, 3, 2, 4), "view takes the split dim apart.*layers.split_heads"),
+    "reshape of heads": (lambda m, h: split(h).reshape(2, 3, -1), "reshape takes the split dim apart"),
+    "mean over heads": (lambda m, h: split(h).mean(1), "mean reduces dim 1, which is split"),
+    "mean of all": (lambda m, h: split(h).mean(), "mean reduces all dims at once"),
+    "softmax over heads": (lambda m, h: split(h).softmax(1), "softmax works along dim 1, which is split"),
+    "one head of them": (lambda m, h: split(h)[:, 0], "indexing selects from dim 1, which is split"),
+    "cat of heads": (lambda m, h: torch.cat([split(h), split(h)], 1), "cat concatenates along dim 1"),
+    "a scale of heads": (
+        lambda m, h: split(h) * torch.ones(4, 1, 1),
+        "mul lets dim 0 of a plain tensor",
+    ),
     "a layer": (lambda m, h: m.down(split(h)), "merge_heads"),
-    "to_whole": (lambda m, h: layers.to_whole(split(h)), "2 of 4 heads.*merge_heads"),
-    "a plain linear": (lambda m, h: nn.Linear(4, 4)(split(h)), "linear on 2 of 4 heads"),
+    "to_whole": (lambda m, h: layers.to_whole(split(h)), "dim 1 over tensor.*merge_heads"),
     "a plain key": (
         lambda m, h: F.scaled_dot_product_attention(split(h), torch.ones(2, 4, 3, 4), torch.ones(2, 4, 3, 4)),
-        "query, key and value must all come from",
+        "needs query, key and value split alike",
     ),
-    "a plain matrix": (lambda m, h: split(h) @ torch.ones(4, 4), "matmul.*meets 2 of 4 heads"),
     "dropout": (
         lambda m, h: F.scaled_dot_product_attention(split(h), split(h), split(h), dropout_p=0.1),
         "layers.Dropout behind merge_heads",
     ),
-    "other numbers of heads": (lambda m, h: split(h) + layers.split_heads(h, 2), "has 4 heads .* the other 2"),
-    "features and heads": (lambda m, h: split(h) + h, "meets 2 of 4 heads"),
-    "merged twice": (lambda m, h: layers.merge_heads(layers.merge_heads(split(h))), "takes what .*split_heads gave"),
+    "merged twice": (lambda m, h: layers.merge_heads(layers.merge_heads(split(h))), "merge_heads: x has shape"),
 }
 
 

@@ -91,10 +91,12 @@ def test_rows_are_looked_up_in_every_mode(mode: str) -> None:
 
     def body(context: ParallelContext) -> list[str]:
         found = compare_all(context, CASES, [torch.float64])
-        layer: Any = colossus.build(lambda: layers.Embedding(ROWS, 24, sparse=True), context)
         regions = model_parallel_of(context).regions
-        x = layer.call_for(own(context, integers(ROWS, BATCH, TOKENS)), regions.residual)
-        if regions.residual != regions.whole and getattr(x, "activation", None) != regions.residual:
+        layer: Any = colossus.build(
+            lambda: layers.Embedding(ROWS, 24, sparse=True, return_layout=regions.residual), context
+        )
+        x = layer(own(context, integers(ROWS, BATCH, TOKENS)))
+        if regions.residual != regions.whole and x.placement.activation != regions.residual:
             found.append(f"laid out as {x!r}")
         layers.to_whole(x).sum().backward()
         if not layer.weight.grad.is_sparse:

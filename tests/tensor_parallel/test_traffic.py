@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.long import long
-from helpers.modes import MODES, Mode, own, with_options
+from helpers.modes import MODES, Mode, with_options
+from helpers.parts import laid_out
 
 from colossus import layers
 from colossus.comm import accounting
@@ -16,7 +17,7 @@ from colossus.comm.cost import Traffic
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
 from colossus.layers.model_parallel import model_parallel_of
-from colossus.layers.sharded import unwrap, wrap
+from colossus.sharded_tensor.tensor import plain
 from colossus.tensor_parallel.traffic import matmul_traffic
 
 SHAPE, WIDE = (12, 6, 24), 36
@@ -30,14 +31,11 @@ def _counted(context: ParallelContext, split: str | None, sizes: tuple[int, int]
     assert parallel.shardings is not None
     assert layer.sharding is not None
     source, target = parallel.shardings.default_layouts(split)
-    local = own(context, torch.zeros(*SHAPE[:2], sizes[0]))
-    x = wrap(local, parallel.regions.whole, parallel.regions.whole, parallel)
     local_x = torch.zeros([math.ceil(n) for n in _local(SHAPE[:2] + sizes[:1], source, context)], requires_grad=True)
-    assert x.shape[-1] == sizes[0]
     parallel.weights.begin_step()
     with accounting.count() as moved:
         for index in range(microbatches):
-            y = layer.apply_local(local_x, source, target)
+            y = plain(layer(laid_out(local_x * 1.0, source, parallel, return_layout=target)))
             if index == microbatches - 1:
                 parallel.weights.set_last_microbatch()
             y.sum().backward()
@@ -180,7 +178,7 @@ def _block(context: ParallelContext, options: list[dict[str, Any]]) -> list[tupl
             x = torch.zeros(outer.at(3).chunk((SAMPLES, TOKENS, NARROW), policy.grid.sizes), requires_grad=True)
             parallel.weights.begin_step()
             with accounting.count() as moved:
-                unwrap(layer(wrap(x * 1.0, outer, outer, parallel)), parallel)[0].sum().backward()
+                plain(layer(laid_out(x * 1.0, outer, parallel))).sum().backward()
                 parallel.weights.end_step()
             out.append((moved.calls(), moved.bytes() / 1e6))
     return out
