@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -265,6 +266,8 @@ def _clean(module: nn.Module) -> None:
 
 
 def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).partition(".")[0] == "colossus"
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.training import batch_of, config_of
 from torch import Tensor
 
@@ -22,10 +21,6 @@ def devices_of(engine: Any) -> dict[str, str]:
     for number, state in enumerate(engine.optimizer.state.values()):
         found.update({f"{number}.{key}": x.device.type for key, x in state.items() if isinstance(x, Tensor)})
     return found
-
-
-def files(waits: Waits) -> dict[str, int]:
-    return dict(Counter(line.rpartition("/colossus/")[2].partition(":")[0] for line in waits.found))
 
 
 def saved_and_loaded(
@@ -51,7 +46,7 @@ def saved_and_loaded(
     assert engine.completed_steps == 1
     engine.close()
     kinds = set(before.values())
-    return files(in_save), steps, kinds
+    return files_of(in_save.found), steps, kinds
 
 
 def test_a_save_waits_for_one_copy_and_a_load_brings_all_back(tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.long import long
 from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor, nn
@@ -222,17 +221,11 @@ def own(rank: int, model: Callable[[], nn.Module], plan: dict[str, Any], inputs:
     return found[1:]
 
 
-def counted(steps: list[list[str]]) -> Iterator[dict[str, int]]:
-    """Of each step: file -> waits."""
-    for step in steps:
-        yield dict(Counter(wait.rpartition("/colossus/")[2].partition(":")[0] for wait in step))
-
-
 def test_a_parameter_without_a_gradient_costs_a_wait_for_its_bucket() -> None:
     (found,) = run_fake_ranks(2, own, Unused, dict(data=2), torch.zeros(4, 6))
-    assert list(counted(found)) == [{"engine/gradients/buckets.py": 1}] * 4
+    assert [files_of(step) for step in found] == [{"engine/gradients/buckets.py": 1}] * 4
     (found,) = run_fake_ranks(2, own, Unused, dict(data=2, zero=2), torch.zeros(4, 6))
-    assert list(counted(found)) == [{"engine/row_gradients.py": 1}] * 4
+    assert [files_of(step) for step in found] == [{"engine/row_gradients.py": 1}] * 4
 
 
 def test_tables_wait_for_their_ids() -> None:
@@ -240,10 +233,9 @@ def test_tables_wait_for_their_ids() -> None:
     once in a step, since an update of rows cannot be left out on the device."""
     ids = torch.zeros(4, 3, dtype=torch.int64)
     (found,) = run_fake_ranks(2, own, Tables, dict(data=2), ids)
-    assert (
-        list(counted(found))
-        == [{"engine/sparse/table.py": 4, "engine/sparse/ways/dense.py": 2, "engine/strategies/strategy.py": 1}] * 4
-    )
+    assert [files_of(step) for step in found] == [
+        {"engine/sparse/table.py": 4, "engine/sparse/ways/dense.py": 2, "engine/strategies/strategy.py": 1}
+    ] * 4
 
 
 # -- batches of a loop of one's own --------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.training import BATCH, batch_of, config_of
 from torch import Tensor
 
@@ -77,7 +76,7 @@ def steps(rank: int, strategies: list[dict[str, Any]]) -> list[list[dict[str, in
             Waits.begin_step()
             with Waits(allowed=True) as waits:
                 engine.train_step(batch)
-            of_steps.append(dict(Counter(wait.rpartition("/colossus/")[2].partition(":")[0] for wait in waits.found)))
+            of_steps.append(files_of(waits.found))
         assert {x.device.type for x in engine.model.parameters()} == {"cuda"}
         engine.close()
         found.append(of_steps[1:])

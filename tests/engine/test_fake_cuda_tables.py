@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.fake_cuda import Waits, batch_on_device, run_fake_ranks
+from helpers.fake_cuda import Waits, batch_on_device, files_of, run_fake_ranks
 from helpers.long import long
 from torch import Tensor, nn
 
@@ -73,7 +73,7 @@ def steps(rank: int, strategies: list[dict[str, Any]], precision: str) -> list[l
             Waits.begin_step()
             with Waits(allowed=True) as waits:
                 engine.train_step(tuple(batch.values()))
-            of_steps.append({wait.rpartition("/colossus/")[2].partition(":")[0] for wait in waits.found})
+            of_steps.append(set(files_of(waits.found)))
         engine.close()
         found.append(of_steps[1:])
     return found

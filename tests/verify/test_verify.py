@@ -600,7 +600,7 @@ def test_notes_of_all_stages_are_one_note(verify: Verify) -> None:
 
 USAGE = [
     (["train.sed=1"], "user.py: train.sed: no such key"),
-    (["parallel.tensor=5"], "model.hidden_size = 24 is not a multiple of parallel.tensor.size = 5"),
+    (["parallel.tensor=5"], "model.ffn_hidden_size = 24 is not a multiple of parallel.tensor.size = 5; nearest: "),
     (["--nproc", "3", "parallel.data=2"], "data 2 = 2, but 3 processes"),
     (
         ["parallel.pipeline=5"],

@@ -6,6 +6,6 @@ What such a rank sees: a tensor on the wrong device raises, and so does whatever
 """
 
 from helpers.fake_cuda.ranks import batch_on_device, run_fake_ranks
-from helpers.fake_cuda.waits import HiddenWait, Waits
+from helpers.fake_cuda.waits import HiddenWait, Waits, files_of
 
-__all__ = ["HiddenWait", "Waits", "batch_on_device", "run_fake_ranks"]
+__all__ = ["HiddenWait", "Waits", "batch_on_device", "files_of", "run_fake_ranks"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+import colossus
 from colossus.sequence_parallel import ring
 
 aten = torch.ops.aten
@@ -33,6 +35,10 @@ _UPDATES = (aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_ad
 #: of a copy to a device from memory that is not pinned, which the driver keeps at once
 _STAGED_BYTES = 1 << 16
 _COPIES = (aten._to_copy.default, aten.copy_.default, aten.copy.default)
+#: the folder of the package, which may itself be in folders of its name
+_PACKAGE = f"{Path(colossus.__file__).parent}/"
+#: in a wait that was found, between the operation and the line of the package
+_AT = " at "
 
 
 class HiddenWait(AssertionError):
@@ -155,9 +161,14 @@ class Waits:
         self._stack.remove(self)
 
     def note(self, what: str) -> None:
-        self.found.append(f"{what} at {_place()}")
+        self.found.append(f"{what}{_AT}{_place()}")
         if not self.allowed:
             raise HiddenWait(self.found[-1])
+
+
+def files_of(found: list[str]) -> dict[str, int]:
+    """File of the package -> how many of the waits that were found are there."""
+    return dict(Counter(wait.partition(_AT)[2].partition(":")[0] for wait in found))
 
 
 def _place(*but: str) -> str:
@@ -165,9 +176,11 @@ def _place(*but: str) -> str:
     frames = [
         frame
         for frame in traceback.extract_stack()
-        if "/colossus/" in frame.filename and not frame.filename.endswith(but)
+        if frame.filename.startswith(_PACKAGE) and not frame.filename.endswith(but)
     ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "outside of the package"
+    if not frames:
+        return "outside of the package"
+    return f"{frames[-1].filename.removeprefix(_PACKAGE)}:{frames[-1].lineno}: {frames[-1].line}"
 
 
 def note_wait(what: str) -> None:
