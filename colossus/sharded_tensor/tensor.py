@@ -123,8 +123,8 @@ def unwrap(x: Tensor, parallel: HasRegions) -> tuple[Tensor, Placement]:
         )
     if not placement.is_standard(local.dim()):
         raise located_error(
-            f"{x!r}: its split dim is not where layers take it, features in the last dim. Heads become features again "
-            f"by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
+            f"{x!r}: what is split is not where layers take it, features in the last dim, samples in the first, whole. "
+            f"Heads become features again by colossus.layers.merge_heads(x), or x.transpose(1, 2).flatten(-2)"
         )
     return local, placement
 
