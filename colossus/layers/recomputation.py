@@ -21,7 +21,7 @@ from colossus.layers.host_memory import from_host, to_host
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.ring import RING_ATTENTION
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import placement_of, plain, wrap
+from colossus.sharded_tensor.tensor import mark, placement_of, plain
 
 
 def recompute(
@@ -118,7 +118,7 @@ def _tensors_of(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]],
         leaves[place] = slots[id(leaf)]
 
     def rebuild(tensors: tuple[Tensor, ...]) -> Any:
-        made = [wrap(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
+        made = [tensor if at is None else mark(tensor, at) for tensor, at in zip(tensors, placements, strict=True)]
         return tree_unflatten([made[leaf.number] if isinstance(leaf, _Slot) else leaf for leaf in leaves], tree)
 
     return tensors, rebuild

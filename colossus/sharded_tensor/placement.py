@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from colossus.context.parallel_context import ParallelContext
@@ -32,6 +32,7 @@ class Placement:
         return_layout: the layout in which a row linear returns its output.
         places: role -> where that is, of what plain tensors have whole.
         num_features: features of all shards, when the last shard is padded (a vocabulary that does not divide).
+        standard_ndim: the number of dims for which `standard` made it; 0 of any other.
     """
 
     parallel: HasRegions
@@ -39,6 +40,7 @@ class Placement:
     return_layout: Activation
     places: tuple[tuple[str, Place], ...] = ()
     num_features: int | None = None
+    standard_ndim: int = field(default=0, compare=False)
 
     @classmethod
     def standard(
@@ -65,7 +67,7 @@ class Placement:
             places.append(("tokens", Place(ndim - 2)))
         if activation.features:
             places.append(("features", Place(ndim - 1)))
-        return cls(parallel, activation, return_layout, tuple(places), num_features)
+        return cls(parallel, activation, return_layout, tuple(places), num_features, ndim)
 
     def moved(self, activation: Activation, ndim: int, num_features: int | None = None) -> Placement:
         """Of what a layer makes of this: laid out as ``activation``, of the same tokens, to the same layout back."""
@@ -80,7 +82,7 @@ class Placement:
 
     def is_standard(self, ndim: int) -> bool:
         """Whether layers may take the tensor for one laid out as ``activation.at(ndim)``."""
-        return self.places == self.moved(self.activation, ndim).places
+        return self.standard_ndim == ndim or self.places == self.moved(self.activation, ndim).places
 
     @property
     def is_whole(self) -> bool:

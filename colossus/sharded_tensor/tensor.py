@@ -93,10 +93,17 @@ class ShardedTensor(Tensor):
 
 
 def wrap(x: Tensor, placement: Placement | None) -> Tensor:
-    """A rank's plain tensor, marked with how it is split; plain where nothing is."""
+    """What a layer has computed, marked in place with how it is split; plain where nothing is.
+
+    An alias, as `mark` makes it, would be an operation more in forward and in backward.
+    """
     if placement is None or (not placement.places and placement.activation == placement.parallel.regions.whole):
         return x
-    return mark(x, placement)
+    if torch.compiler.is_compiling():
+        return mark(x, placement)
+    x.__class__ = ShardedTensor
+    x.placement = placement  # type: ignore[attr-defined]
+    return x
 
 
 def mark(x: Tensor, placement: Placement) -> Tensor:
@@ -214,7 +221,8 @@ def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> 
     if num_features is not None and not target.features:
         out, num_features = out[..., :num_features], None
     sequence = placement.place("sequence")
-    return wrap(out, Placement.standard(parallel, target, target, out.dim(), sequence, num_features))
+    found = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
+    return mark(out, found) if found.places else out
 
 
 def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
@@ -302,7 +310,7 @@ def _placement_of_result(
             continue
         place = _asked(call, At(role), args, kwargs, is_elementwise)
         places.append((role, place))
-    return replace(base, places=tuple(places))
+    return replace(base, places=tuple(places), standard_ndim=0)
 
 
 def _base(name: str, operands: list[ShardedTensor]) -> Placement:
@@ -348,7 +356,7 @@ def _mark(x: Any, placement: Placement) -> Any:
         if any(place.dim < 0 for _, place in placement.places):
             ndim = _ndim(x)
             places = tuple((role, p if p.dim >= 0 else p.at(p.dim + ndim)) for role, p in placement.places)
-            placement = replace(placement, places=places)
+            placement = replace(placement, places=places, standard_ndim=0)
         if torch.compiler.is_compiling():
             return mark(x, placement)
         if not isinstance(x, ShardedTensor):
