@@ -7,7 +7,10 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+from helpers.ranks import run_ranks
+
 from colossus.config import load_config
+from colossus.config.sizes import world_size
 from colossus.engine.fit import fit
 from colossus.engine.initialize import initialize
 
@@ -43,6 +46,14 @@ def config_file(folder: Path, text: str, middle: str = "nn.Identity()") -> Path:
     path = folder / "user.py"
     path.write_text(DATA + textwrap.dedent(text).replace("BODY", middle))
     return path
+
+
+def launch_forked(config: object, file: Path, is_reference: bool) -> int:
+    """In the place of the launch of one of the two runs: forked ranks."""
+    world = 1 if is_reference else world_size(load_config(file).parallel)
+    file.with_suffix("").mkdir()
+    run_ranks(world, run_forked, str(file), world, with_context=False)
+    return 0
 
 
 def run_forked(rank: int, path: str, world: int) -> None:

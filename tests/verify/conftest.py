@@ -7,12 +7,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from helpers.ranks import run_ranks
-from helpers.verified import Verify, config_file, leftovers, run_forked
+from helpers.verified import Verify, config_file, launch_forked, leftovers
 
 from colossus.cli.main import main
-from colossus.config import load_config
-from colossus.config.sizes import world_size
 from colossus.verify import command
 
 
@@ -24,13 +21,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def launch(config: object, file: Path, is_reference: bool) -> int:
-        world = 1 if is_reference else world_size(load_config(file).parallel)
-        file.with_suffix("").mkdir()
-        run_ranks(world, run_forked, str(file), world, with_context=False)
-        return 0
-
-    monkeypatch.setattr(command, "_launch", launch)
+    monkeypatch.setattr(command, "_launch", launch_forked)
 
     def run(text: str, *words: str, middle: str = "nn.Identity()") -> tuple[int, str, str]:
         code = main(["verify", str(config_file(tmp_path, text, middle)), "--steps=1", *words])

@@ -1,0 +1,111 @@
+"""Every command line of README.md and docs/*.md that starts with ``colossus`` does what the page says.
+
+They run in this process, in a folder that has the repository's configs and the files and runs that the pages take for
+a user's. What would take long ends early: `launch` and `compare` get ``--dry-run``, the others less to do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.hf_folders import GPT2, make_folder
+from helpers.tokenizer import VOCABULARY, make_tokenizer
+from helpers.verified import launch_forked
+
+import colossus
+from colossus.cli.main import main
+from colossus.cli.parsers import COMMANDS
+from colossus.doctor import probe
+from colossus.verify import command as verify
+
+ROOT = Path(colossus.__file__).parent.parent
+#: command -> words that leave it less to do
+SHORTER = {
+    "launch": ["--dry-run"],
+    "compare": ["--dry-run"],
+    "evaluate": ["train.eval_batches=1"],
+    "generate": ["--max-tokens", "2"],
+    "verify": ["--steps", "1", "model.num_layers=1", "model.hidden_size=32", "model.seq_len=16", "checkpoint.every=0"],
+}
+#: lines that the pages show for their refusal
+REFUSED = ("parallel.strategy.graph=[[0.5,0.5],[0.4,0.5]]",)
+TIME = "20260101-000000"
+CONFIG = """
+model = dict(type="GPT", num_layers=2, hidden_size=16, num_heads=4, vocab_size=256, seq_len=16)
+data = dict(type="PythonStdlib")
+train = dict(steps=600, global_batch_size=8)
+"""
+MINE = """
+from colossus.models.gpt import GPT
+
+class Mine(GPT):
+    pass
+
+model = dict(type=Mine, num_layers=1, hidden_size=16, num_heads=2, vocab_size=256, seq_len=16)
+data = dict(type="PythonStdlib", seq_len=16)
+train = dict(steps=600, global_batch_size=8)
+"""
+
+
+def commands() -> list[str]:
+    """In blocks of the pages, fenced or indented: the lines without a comment, one that goes on in the next joined."""
+    found: dict[str, None] = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text().replace("\\\n", " ")
+        for is_fenced, part in zip(itertools.cycle([False, True]), text.split("```"), strict=False):
+            indent = " *" if is_fenced else "    +"
+            lines = re.findall(rf"^{indent}(?:\$ )?(?:\.venv/bin/)?(colossus .+)$", part, re.MULTILINE)
+            found |= dict.fromkeys(shlex.join(shlex.split(line, comments=True)) for line in lines)
+    return list(found)
+
+
+def test_there_are_commands() -> None:
+    assert {shlex.split(line)[1] for line in commands()} == set(COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run."""
+    here = tmp_path_factory.mktemp("commands")
+    for name in ("configs", "examples"):
+        (here / name).symlink_to(ROOT / name)
+    for name, text in {"config.py": CONFIG, "c.py": CONFIG, "mine.py": MINE}.items():
+        (here / name).write_text(text)
+    (here / "books").mkdir()
+    (here / "books" / "one.txt").write_text("It was a bright cold day in April, and the clocks struck.\n" * 600)
+    runs = {
+        "x": "config.py", "y": "config.py", "base": "config.py", f"config-{TIME}": "config.py", "mine": "mine.py",
+        f"gpt_stdlib-{TIME}": "configs/gpt_stdlib.py", f"llama_stdlib-{TIME}": "configs/llama_stdlib.py",
+        f"finetune-{TIME}": "configs/llama_stdlib.py",
+    }  # fmt: skip
+    path = list(sys.path)
+    for run, file in runs.items():
+        checkpoints = here / "runs" / run / "checkpoints"
+        engine = colossus.initialize(
+            here / file, overrides=["parallel.data=1", "parallel.tensor=1", f"checkpoint.dir={checkpoints}"]
+        )
+        engine.completed_steps = 500
+        engine.checkpoints.save(background=False).wait()
+        engine.close()
+    sys.path[:] = path
+    make_tokenizer(make_folder(here / "models" / "gpt2", GPT2 | dict(vocab_size=VOCABULARY)))
+    return here
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_pages_runs(
+    line: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(probe, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(verify, "_launch", launch_forked)
+    words = shlex.split(line)[1:]
+    code = main([*words, *SHORTER.get(words[0], [])])
+    out, err = capfd.readouterr()
+    assert code == (2 if any(word in line for word in REFUSED) else 0), out + err
