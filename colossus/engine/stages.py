@@ -23,7 +23,8 @@ from colossus.schedule.actions import Action
 from colossus.schedule.runtime.executor import WgradTasks
 from colossus.schedule.runtime.observer import StepObserver
 from colossus.schedule.runtime.stage_scope import MUST_NAME_ALL, MetaTensorGuard
-from colossus.sharded_tensor.tensor import ShardedTensor, without_sequence
+from colossus.sharded_tensor.regions import without_sequence
+from colossus.sharded_tensor.tensor import ShardedTensor
 
 
 class ModelStages:

@@ -34,7 +34,7 @@ from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS, TENSOR_MODES
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
-from colossus.sharded_tensor.tensor import to_whole
+from colossus.sharded_tensor.regions import to_whole
 
 
 class TextModel:

@@ -27,13 +27,13 @@ _NAMES = {
     "accuracy": "loss.accuracy",
     "checkpoint": "recomputation",
     "cross_entropy": "loss.cross_entropy",
-    "local": ".sharded_tensor.tensor",
+    "local": ".sharded_tensor.regions",
     "merge_heads": "attention_heads",
     "recompute": "recomputation",
     "run_blocks": "pipeline_block",
     "split_heads": "attention_heads",
     "to_residual": "model_parallel",
-    "to_whole": ".sharded_tensor.tensor",
+    "to_whole": ".sharded_tensor.regions",
 }
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from colossus.layers.patch import PatchEmbedding
     from colossus.layers.pipeline_block import PipelineBlock, run_blocks
     from colossus.layers.recomputation import checkpoint, recompute
-    from colossus.sharded_tensor.tensor import ShardedTensor, local, to_whole
+    from colossus.sharded_tensor.regions import local, to_whole
+    from colossus.sharded_tensor.tensor import ShardedTensor
 
 __all__ = [
     "MLP",

@@ -26,7 +26,8 @@ from colossus.layout.parameter import Initializer
 from colossus.random import GlobalRng
 from colossus.sequence_parallel.attend import attend
 from colossus.sharded_tensor.mask import local_mask
-from colossus.sharded_tensor.tensor import local, placement_of, plain, require_sequences, wrap
+from colossus.sharded_tensor.regions import local, require_sequences
+from colossus.sharded_tensor.tensor import placement_of, plain, wrap
 from colossus.tensor_parallel.attention_heads import are_replicated, head_problems, indivisible_heads, uneven_kv_heads
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.move_plan import MovePlan, run
@@ -108,7 +109,7 @@ class Attention(Layer):
         if x.dim() == 2:  # the tokens of one sample, not samples
             documents = documents if documents is None or documents.dim() == 2 else documents.unsqueeze(0)
             return self(x.unsqueeze(0), mask, documents).squeeze(0)
-        require_sequences(x, self)
+        require_sequences(x)
         inner = self.parallel.regions.inner
         outputs = call(self.qkv, x, self.parallel, inner, outputs=3)
         query, key, value = (self._heads(plain(output)) for output in outputs)

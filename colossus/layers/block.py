@@ -17,7 +17,8 @@ from colossus.layers.layer import Layer
 from colossus.layers.rotary_scaling import RotaryScaling
 from colossus.layout.parameter import Initializer
 from colossus.registry import MLPS, NORMS
-from colossus.sharded_tensor.tensor import placement_of, plain_of_graph, require_sequences, wrap
+from colossus.sharded_tensor.regions import require_sequences
+from colossus.sharded_tensor.tensor import placement_of, plain_of_graph, wrap
 
 
 class TransformerBlock(Layer):
@@ -75,7 +76,7 @@ class TransformerBlock(Layer):
             checkpoint_module(self, activation_checkpoint, self.context)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        require_sequences(x, self)
+        require_sequences(x)
         if torch.compiler.is_compiling():
             placement = placement_of(x)
             x = wrap(plain_of_graph(x), placement)

@@ -12,7 +12,8 @@ from colossus.layers.checkpointed_forward import is_checkpointed
 from colossus.layers.layer import Layer
 from colossus.layers.model_parallel import ModelParallel
 from colossus.layout.activation import Activation
-from colossus.sharded_tensor.tensor import ShardedTensor, move, to_whole, unwrap, wrap
+from colossus.sharded_tensor.regions import move, to_whole
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
 
 _CALL = nn.Module.__call__
 _PACKAGE = __name__.partition(".")[0] + "."

@@ -13,7 +13,8 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.tensor import require_sequences, wrap
+from colossus.sharded_tensor.regions import require_sequences
+from colossus.sharded_tensor.tensor import unwrap, wrap
 
 
 class ClassToken(Layer):
@@ -39,8 +40,8 @@ class ClassToken(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        require_sequences(x, self)
-        x, placement = self.local_input(x)
+        require_sequences(x)
+        x, placement = unwrap(x, self.parallel)
         activation = placement.activation
         if activation not in self._seen:
             self._check_and_record(x, activation)

@@ -15,7 +15,7 @@ from colossus.comm.first_order import first_order
 from colossus.sharded_tensor.tensor import ShardedTensor, placement_of, plain, wrap
 from colossus.tensor_parallel.dtypes import gradient_dtype, product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
-from colossus.tensor_parallel.product import bias_gradient, product, wgrad_product
+from colossus.tensor_parallel.matmul import bias_gradient, product, wgrad_product
 
 
 class DeferredWgrad(TorchFunctionMode):

@@ -25,7 +25,8 @@ from colossus.layout.moves import moves
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import local, move, require_sequences, sequence_place, wrap
+from colossus.sharded_tensor.regions import local, move, require_sequences, sequence_place
+from colossus.sharded_tensor.tensor import unwrap, wrap
 from colossus.tensor_parallel.dtypes import activation_dtype, gradient_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -241,8 +242,8 @@ class PositionEmbedding(Layer):
         self._seen: set[Activation] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        require_sequences(x, self)
-        x, placement = self.local_input(x)
+        require_sequences(x)
+        x, placement = unwrap(x, self.parallel)
         activation = placement.activation
         if activation not in self._seen:
             self._check_and_record(x, activation)

@@ -17,7 +17,7 @@ from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
 from colossus.sharded_tensor.place import Place
-from colossus.sharded_tensor.tensor import local, move, sequence_place, with_sequence
+from colossus.sharded_tensor.regions import local, move, sequence_place, with_sequence
 from colossus.tensor_parallel.dtypes import activation_dtype
 
 

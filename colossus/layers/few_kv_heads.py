@@ -17,7 +17,8 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.sharded_tensor.tensor import move, wrap
+from colossus.sharded_tensor.regions import move
+from colossus.sharded_tensor.tensor import unwrap, wrap
 from colossus.tensor_parallel.dtypes import to_product_dtype
 from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
 from colossus.tensor_parallel.mode import MatmulSharding
@@ -77,7 +78,7 @@ class ReplicatedKV(Layer):
             self.add_module(name, _Projection(in_features, size, chosen, rows, **options))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        local, at = self.local_input(x)
+        local, at = unwrap(x, self.parallel)
         try:
             moved = move(to_product_dtype(local), at.activation, self.x_layout, self.parallel)
             marked = wrap(moved, at.moved(self.x_layout, moved.dim()))
@@ -118,7 +119,7 @@ class _Projection(Layer):
         self._move_plans: dict[tuple[Activation, int], MatmulPlans] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        local, at = self.local_input(x)
+        local, at = unwrap(x, self.parallel)
         key = (at.activation, local.dim())
         plans = self._move_plans.get(key)
         if plans is None:

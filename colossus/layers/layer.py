@@ -19,8 +19,6 @@ from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout, gradient_axes
 from colossus.layout.parameter import Initializer, LogicalShard, ParameterSpec, attach, local_rows, spec_of
-from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import require_features_last, unwrap
 
 
 class Layer(NamedModule):
@@ -59,11 +57,6 @@ class Layer(NamedModule):
     def is_split(self) -> bool:
         """Whether there is any tensor parallelism to do."""
         return self.parallel.shardings is not None
-
-    def local_input(self, x: Tensor, num_features: int = 1) -> tuple[Tensor, Placement]:
-        """x as a plain local tensor, and how it is split, for a layer whose last dims are features."""
-        require_features_last(x, self, num_features)
-        return unwrap(x, self.parallel)
 
     def make_parameter(
         self,

@@ -15,11 +15,11 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer, rows_of
-from colossus.sharded_tensor.tensor import move, placement_of, plain, wrap
+from colossus.sharded_tensor.regions import move
+from colossus.sharded_tensor.tensor import placement_of, plain, unwrap, wrap
 from colossus.tensor_parallel.choose_sharding import unsharded
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 from colossus.tensor_parallel.mode import MatmulSharding
-from colossus.tensor_parallel.product import product
 
 SPLITS = (None, "column", "row")
 #: rows of the input of a fused linear for which, without a backward, its outputs are computed one by one
@@ -119,7 +119,7 @@ class Linear(Layer):
             if self.is_fused and not torch.is_grad_enabled() and x.numel() <= _FEW_ROWS * self.in_features:
                 return self._one_by_one(x)
             return self._outputs(product(x, self.weight, self.bias))
-        local, at = self.local_input(x)
+        local, at = unwrap(x, self.parallel)
         if local.dim() == 1:
             return as_batch_of_one(self, x)
         target = self.parallel.regions.inner if self.split == "column" else at.return_layout
@@ -189,7 +189,7 @@ class Linear(Layer):
 
 def as_batch_of_one(layer: Layer, x: Tensor) -> Any:
     """A layer called with x [features], as with a batch of one sample on every rank."""
-    local, at = layer.local_input(x)
+    local, at = unwrap(x, layer.parallel)
     out = layer.forward(wrap(local.unsqueeze(0), at.moved(at.activation, 2, at.num_features)))
     return tuple(map(_only_sample, out)) if isinstance(out, tuple) else _only_sample(out)
 

@@ -17,9 +17,8 @@ from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.tensor import wrap
-from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans
-from colossus.tensor_parallel.product import product
+from colossus.sharded_tensor.tensor import unwrap, wrap
+from colossus.tensor_parallel.matmul import MatmulPlans, matmul, matmul_plans, product
 
 
 class LMHead(Layer):
@@ -81,7 +80,7 @@ class LMHead(Layer):
     def forward(self, x: Tensor) -> Tensor:
         if self.sharding is None:
             return product(x, self.weight, self.bias)
-        local, at = self.local_input(x)
+        local, at = unwrap(x, self.parallel)
         if local.dim() == 1:
             return as_batch_of_one(self, x)
         source, inner = at.activation, self.parallel.regions.inner

@@ -25,7 +25,7 @@ from colossus.layers.layer import Layer
 from colossus.layout.activation import Activation
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
-from colossus.sharded_tensor.tensor import ShardedTensor, wrap
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap, wrap
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 
@@ -50,7 +50,7 @@ class _Norm(Layer):
         if isinstance(x, ShardedTensor) and not x.placement.is_standard(x.dim()):  # a rank's heads, say
             self._record(self.parallel.regions.whole)
             return self._normalize(x)
-        x, placement = self.local_input(x, len(self.normalized_shape))
+        x, placement = unwrap(x, self.parallel, len(self.normalized_shape))
         if placement.activation not in self._seen:
             self._check_and_record(x, placement.activation)
         if placement.activation.features:

@@ -16,7 +16,7 @@ from colossus.layers.model_parallel import to_residual
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.options import DecoderOptions
 from colossus.models.transformer import INIT, Transformer
-from colossus.sharded_tensor.tensor import to_whole
+from colossus.sharded_tensor.regions import to_whole
 
 #: the value between two blocks: the activation, with the documents of its tokens where the input has them
 Hidden = Tensor | tuple[Tensor, Tensor]

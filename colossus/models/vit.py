@@ -26,7 +26,7 @@ from colossus.layout.activation import Activation
 from colossus.models.options import ViTOptions
 from colossus.models.transformer import INIT, Transformer
 from colossus.registry import MODELS
-from colossus.sharded_tensor.tensor import moved, to_whole
+from colossus.sharded_tensor.regions import moved, to_whole
 
 
 @MODELS.register("ViT")

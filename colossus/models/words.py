@@ -18,7 +18,7 @@ from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.transformer import INIT, Transformer
 from colossus.models.words_options import WordsOptions
 from colossus.registry import MODELS
-from colossus.sharded_tensor.tensor import moved, to_whole
+from colossus.sharded_tensor.regions import moved, to_whole
 
 #: of tables that are looked up, whose rows are learned seldom
 _TABLE_INIT = Normal(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from colossus.comm.conjugate import conjugate
 from colossus.error_place import located_error
-from colossus.layout.activation import Activation
-from colossus.layout.moves import moves
 from colossus.sharded_tensor.mask import local_mask
+from colossus.sharded_tensor.operands import At, aligned
 from colossus.sharded_tensor.operators import Call, aten_name, bind, is_pointwise
 from colossus.sharded_tensor.place import MixesPartsError, Place
 from colossus.sharded_tensor.placement import ROLES, HasRegions, Placement
-from colossus.sharded_tensor.rules import RANDOM, RULES, At, aligned
+from colossus.sharded_tensor.refusal import refusal
+from colossus.sharded_tensor.rules import RANDOM, RULES
 
 
 class ShardedTensor(Tensor):
@@ -71,7 +71,7 @@ class ShardedTensor(Tensor):
                     if torch._C._current_graph_task_id() != -1 and not _hooks.are_running and first.placement.is_whole:
                         # the backward of a user's own autograd function: its sums are those of a rank's part
                         return func(*_plain(args), **_plain(kwargs))
-                    raise located_error(_refusal(name, error, first)) from None
+                    raise located_error(refusal(name, error, first, first.placement)) from None
                 if name == "scaled_dot_product_attention":
                     args, kwargs = _with_local_mask(args, kwargs, placement)
                 elif placement.split_axes:
@@ -113,8 +113,11 @@ def mark(x: Tensor, placement: Placement) -> Tensor:
     return out
 
 
-def unwrap(x: Tensor, parallel: HasRegions) -> tuple[Tensor, Placement]:
+def unwrap(x: Tensor, parallel: HasRegions, num_features: int = 1) -> tuple[Tensor, Placement]:
     """The plain local tensor for a layer, and how it is split. A plain tensor is in the whole layout.
+
+    Args:
+        num_features: the last dims, of which none holds tokens.
 
     Raises:
         ValueError: when what is split is not in the dims in which layers take it.
@@ -123,6 +126,9 @@ def unwrap(x: Tensor, parallel: HasRegions) -> tuple[Tensor, Placement]:
         whole = parallel.regions.whole
         return x, Placement(parallel, whole, whole)
     placement, local = x.placement, plain(x)
+    place = placement.place("sequence")
+    if place is not None and place.dim >= local.dim() - num_features:
+        raise misplaced(x, place, f"features in the last {num_features} dims" if num_features > 1 else "features last")
     if placement.parallel is not parallel:
         raise located_error(
             f"an activation of {placement.parallel.context} meets a layer of {parallel.context}: a model belongs to "
@@ -136,20 +142,9 @@ def unwrap(x: Tensor, parallel: HasRegions) -> tuple[Tensor, Placement]:
     return local, placement
 
 
-def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
-    """A plain tensor in the whole region, marked as a sequence rank's part of the tokens; as it is where it is none."""
-    whole = parallel.regions.whole
-    return x if place is None else mark(x, Placement(parallel, whole, whole, (("sequence", place),)))
-
-
 def placement_of(x: Any) -> Placement | None:
     """None of a plain tensor, and of anything else."""
     return x.placement if isinstance(x, ShardedTensor) else None
-
-
-def sequence_place(x: Any) -> Place | None:
-    """Where a tensor has a sequence rank's part of the tokens."""
-    return x.placement.place("sequence") if isinstance(x, ShardedTensor) else None
 
 
 def plain(x: Tensor) -> Tensor:
@@ -170,103 +165,11 @@ def plain_of_graph(x: Tensor) -> Tensor:
         return x.as_subclass(Tensor)
 
 
-def local(x: Tensor) -> Tensor:
-    """The rank's part of a tensor as a plain one, for code that takes care itself that it has some tokens only.
-
-    Anything may be done with it: nothing is refused any more, neither here nor in what is computed from it. A tensor
-    that holds no tokens, and any tensor without ``parallel.sequence``, is returned as it is.
-
-    Shape:
-        [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
-
-    Raises:
-        ValueError: for an activation whose features are split: ``to_whole(x)`` comes first.
-    """
-    if isinstance(x, ShardedTensor) and not x.placement.is_whole:
-        if x.placement.place("sequence") is None:
-            return x
-        raise located_error(f"local: {x!r} has split features, too: call colossus.layers.to_whole(x) first")
-    return plain(x)
-
-
-def without_sequence(x: Tensor) -> Tensor:
-    """A rank's part of the tokens of a whole activation as a plain tensor; what else is split stays as it is."""
-    return plain(x) if isinstance(x, ShardedTensor) and x.placement.is_whole else x
-
-
-def to_whole(x: Tensor) -> Tensor:
-    """The activation in the whole layout: all features on every rank, gradient complete.
-
-    Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `ShardedTensor`).
-    """
-    if not isinstance(x, ShardedTensor) or x.placement.is_whole:
-        return x
-    return moved(x, x.placement.parallel.regions.whole)
-
-
-def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
-    """An activation laid out as ``target``, which is the layout to come back to, too.
-
-    Args:
-        parallel: of a plain tensor.
-    """
-    if isinstance(x, ShardedTensor):
-        parallel = x.placement.parallel
-    assert parallel is not None
-    part, placement = unwrap(x, parallel)
-    if placement.activation == target == placement.return_layout:
-        return x
-    num_features = placement.num_features
-    out = move(part, placement.activation, target, parallel)
-    if num_features is not None and not target.features:
-        out, num_features = out[..., :num_features], None
-    sequence = placement.place("sequence")
-    found = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
-    return mark(out, found) if found.places else out
-
-
-def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
-    """A plain local tensor moved between two activation layouts, with the conjugate moves for its gradient."""
-    if source == target:
-        return x
-    context = parallel.context
-    for step in moves(source.at(x.dim()), target.at(x.dim())):
-        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
-    return x
-
-
-class Titled(Protocol):
-    """A layer. Its title is asked for where an error names it: a compiler that traces a forward which reads it makes a
-    graph for each name, and none for the layers beyond its limit of 8."""
-
-    @property
-    def title(self) -> str: ...
-
-
-def require_features_last(x: Tensor, layer: Titled | str, count: int = 1) -> None:
-    """Raise ValueError where one of the last ``count`` dims of x holds a rank's part of the tokens, not features.
-
-    Args:
-        layer: or how an error names it.
-    """
-    place = sequence_place(x)
-    if place is not None and place.dim >= _ndim(x) - count:
-        _refuse_place(x, place, layer, f"features in the last {count} dims" if count > 1 else "features last")
-
-
-def require_sequences(x: Tensor, layer: Titled | str) -> None:
-    """Raise ValueError where x, of which a rank has a part of the tokens, is not [batch, tokens, features]."""
-    place = sequence_place(x)
-    if place is not None and place != Place(_ndim(x) - 2):
-        _refuse_place(x, place, layer, "[batch, tokens, features]")
-
-
-def _refuse_place(x: Tensor, place: Place, layer: Titled | str, takes: str) -> None:
-    title = layer if isinstance(layer, str) else layer.title
+def misplaced(x: Tensor, place: Place, takes: str) -> ValueError:
     flattened = ", flattened with others" if place[1:] != (1, 1) else ""
-    raise located_error(
-        f"{title} takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim "
-        f"{place.dim}{flattened}"
+    return located_error(
+        f"a layer takes {takes}, but its input of local shape {tuple(plain(x).shape)} has tokens in dim {place.dim}"
+        f"{flattened}"
     )
 
 
@@ -404,7 +307,7 @@ def _property(func: Any, args: tuple[Any, ...]) -> Any:
     x = args[0]
     if name in ("T", "H", "data"):
         what = "reverses all dims" if name != "data" else "leaves autograd behind"
-        raise located_error(_refusal(f"x.{name}", MixesPartsError(what), x))
+        raise located_error(refusal(f"x.{name}", MixesPartsError(what), x, x.placement))
     out = func(*args)
     if not isinstance(out, Tensor) or name == "_base":
         return out
@@ -439,40 +342,8 @@ def _split_hook(hook: Callable[[Tensor], Tensor | None], placement: Placement) -
     return split_hook
 
 
-# --- words
+# --- what is let through
 
-
-def _refusal(name: str, error: MixesPartsError, x: ShardedTensor) -> str:
-    spoken = _SPOKEN.get(name, name)
-    given = f"{spoken} {error}. Its input is a rank's part of a tensor ({x!r}), so it would be wrong in silence."
-    if not x.placement.is_whole:
-        return f"{given} Call colossus.layers.to_whole(x) before it.{_hint(name)}"
-    return (
-        f"{given} Tokens meet in colossus.layers.Attention and TransformerBlock, positions are those of "
-        f"colossus.layers.PositionEmbedding and rotary=True; colossus.layers.local(x) gives the rank's part as a plain "
-        f"tensor, for code that takes care of it itself"
-    )
-
-
-def _hint(name: str) -> str:
-    if "dropout" in name:
-        return " For dropout use colossus.layers.Dropout, whose masks differ between shards."
-    if name in ("view", "reshape", "unflatten"):
-        return (
-            " For the heads of an attention leave their number open, view(.., -1, head_dim), or use "
-            "colossus.layers.split_heads(x, heads) and merge_heads."
-        )
-    if name in ("chunk", "split", "tensor_split", "glu"):
-        return (
-            " For a gate let one linear give both: colossus.layers.Linear(inputs, dict(gate=n, value=n), "
-            "split='column') returns two tensors."
-        )
-    if name in ("layer_norm", "rms_norm"):
-        return " colossus.layers.LayerNorm and RMSNorm are right on split features."
-    return ""
-
-
-_SPOKEN = {"__getitem__": "indexing", "__setitem__": "assigning by index", "__matmul__": "@", "__rmatmul__": "@"}
 #: their second argument, if it is a tensor, says a dtype or a device
 _LIKE_FIRST = {"to", "type_as"}
 #: what says something about a tensor, or makes a plain one

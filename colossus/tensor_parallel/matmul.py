@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from colossus.comm.conjugate import not_a_view
@@ -28,7 +29,6 @@ from colossus.tensor_parallel.dtypes import product_dtype, to_product_dtype
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.mode import MatmulSharding
 from colossus.tensor_parallel.move_plan import MovePlan, run
-from colossus.tensor_parallel.product import bias_gradient, product, wgrad_product
 
 
 @dataclass(frozen=True)
@@ -163,3 +163,37 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, plans: MatmulPlans) -
     """y = x @ weight.T + bias: local tensors, in the layouts that ``plans`` were made for."""
     with torch._C.DisableTorchFunctionSubclass():  # a `SplitParameter` is here what it is
         return _Matmul.apply(to_product_dtype(x), weight, bias, plans)
+
+
+# -- on one rank ------------------------------------------------------------------------------------------------
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ w.T + bias``: every forward, dgrad and wgrad of a linear layer on one rank. What takes it in another
+    precision belongs here.
+
+    | | x | w | product |
+    |---|---|---|---|
+    | forward | x [.., in] | weight [out, in] | y [.., out] |
+    | dgrad | dy [.., out] | weight.T [in, out] | dx [.., in] |
+    | wgrad | dy.T [out, rows] | x.T [in, rows] | dweight [out, in], see `wgrad_product` |
+
+    Args:
+        bias: [out], or None.
+    """
+    return F.linear(x, w, bias)
+
+
+def wgrad_product(dy: Tensor, x: Tensor) -> Tensor:
+    """``dy.T @ x``, summed over all dims but the last: dy [.., out] and x [.., in] to [out, in]."""
+    return product(flat(dy).t(), flat(x).t())
+
+
+def bias_gradient(dy: Tensor) -> Tensor:
+    """dy [.., out] summed over all dims but the last: [out]."""
+    return flat(dy).sum(0)
+
+
+def flat(x: Tensor) -> Tensor:
+    """[.., f] as a matrix."""
+    return x.reshape(-1, x.shape[-1])

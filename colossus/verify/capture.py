@@ -23,7 +23,7 @@ from colossus.layout.parameter import logical_parameters, spec_of
 from colossus.layout.redistribute import gather
 from colossus.nest import tensors
 from colossus.schedule.runtime.observer import StepObserver
-from colossus.sharded_tensor.tensor import local, to_whole
+from colossus.sharded_tensor.regions import local, to_whole
 from colossus.verify.disable_dropout import DisabledDropout
 from colossus.verify.records import (
     Call,

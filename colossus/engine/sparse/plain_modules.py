@@ -16,7 +16,8 @@ from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import sparse_embedding
 from colossus.layout.parameter import spec_of
 from colossus.sharded_tensor.place import Place
-from colossus.sharded_tensor.tensor import ShardedTensor, local, sequence_place, with_sequence
+from colossus.sharded_tensor.regions import local, sequence_place, with_sequence
+from colossus.sharded_tensor.tensor import ShardedTensor
 
 
 def require_lazy(name: str, module: nn.Module) -> None:

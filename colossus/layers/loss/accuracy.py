@@ -7,7 +7,7 @@ from torch import Tensor
 
 from colossus.comm import collectives
 from colossus.layers.loss.split_logits import local_logits_and_labels
-from colossus.sharded_tensor.tensor import local
+from colossus.sharded_tensor.regions import local
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from colossus.comm import collectives
 from colossus.comm.first_order import first_order
 from colossus.layers.embedding import check_range
 from colossus.layers.loss.split_logits import SplitLogits, local_logits_and_labels
-from colossus.sharded_tensor.tensor import local
+from colossus.sharded_tensor.regions import local
 from colossus.tensor_parallel.dtypes import to_wide_dtype
 
 

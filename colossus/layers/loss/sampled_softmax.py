@@ -20,9 +20,10 @@ from colossus.layers.sparse_lookup import read_rows, row_of_each
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
-from colossus.sharded_tensor.tensor import local, move
+from colossus.sharded_tensor.regions import local, move
+from colossus.sharded_tensor.tensor import unwrap
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
-from colossus.tensor_parallel.product import product
+from colossus.tensor_parallel.matmul import product
 
 #: classes of which an evaluation has the rows at once
 _BLOCK = 8192
@@ -91,7 +92,7 @@ class SampledSoftmax(Layer):
         self.decide_gradients(self.bias, self.parallel.regions.whole)
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        x, at = self.local_input(x)
+        x, at = unwrap(x, self.parallel)
         labels = local(labels).long()
         x = move(x, at.activation, self.looked_up, self.parallel)
         if labels.shape != x.shape[:-1]:

@@ -15,7 +15,7 @@ from colossus.context.groups import AxisGroup
 from colossus.error_place import located_error
 from colossus.layout.layout import Layout
 from colossus.layout.moves import moves
-from colossus.sharded_tensor.tensor import ShardedTensor, plain, require_features_last, unwrap
+from colossus.sharded_tensor.tensor import ShardedTensor, unwrap
 from colossus.tensor_parallel.move_plan import MovePlan, run
 
 
@@ -61,9 +61,9 @@ def local_logits_and_labels(logits: Tensor, labels: Tensor) -> tuple[SplitLogits
     Raises:
         ValueError: for shapes that do not fit.
     """
-    require_features_last(logits, "the loss")
-    if not isinstance(logits, ShardedTensor) or logits.placement.is_whole:
-        logits = plain(logits)
+    if isinstance(logits, ShardedTensor) and logits.placement.is_whole:
+        logits, _ = unwrap(logits, logits.placement.parallel)
+    if not isinstance(logits, ShardedTensor):
         _check(logits, labels, labels)
         width = logits.shape[-1]
         return SplitLogits(logits, None, 0, width, width), labels

@@ -1,0 +1,98 @@
+"""Tensors between the regions of a model: made whole, split, and taken as the rank's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from colossus.comm.conjugate import conjugate
+from colossus.error_place import located_error
+from colossus.layout.activation import Activation
+from colossus.layout.moves import moves
+from colossus.sharded_tensor.place import Place
+from colossus.sharded_tensor.placement import HasRegions, Placement
+from colossus.sharded_tensor.tensor import ShardedTensor, mark, misplaced, plain, unwrap
+
+
+def with_sequence(x: Tensor, place: Place | None, parallel: HasRegions) -> Tensor:
+    """A plain tensor in the whole region, marked as a sequence rank's part of the tokens; as it is where it is none."""
+    whole = parallel.regions.whole
+    return x if place is None else mark(x, Placement(parallel, whole, whole, (("sequence", place),)))
+
+
+def sequence_place(x: Any) -> Place | None:
+    """Where a tensor has a sequence rank's part of the tokens."""
+    return x.placement.place("sequence") if isinstance(x, ShardedTensor) else None
+
+
+def local(x: Tensor) -> Tensor:
+    """The rank's part of a tensor as a plain one, for code that takes care itself that it has some tokens only.
+
+    Anything may be done with it: nothing is refused any more, neither here nor in what is computed from it. A tensor
+    that holds no tokens, and any tensor without ``parallel.sequence``, is returned as it is.
+
+    Shape:
+        [batch, tokens / ranks, ..] -> the same; which tokens they are says `colossus.sequence_parallel`.
+
+    Raises:
+        ValueError: for an activation whose features are split: ``to_whole(x)`` comes first.
+    """
+    if isinstance(x, ShardedTensor) and not x.placement.is_whole:
+        if x.placement.place("sequence") is None:
+            return x
+        raise located_error(f"local: {x!r} has split features, too: call colossus.layers.to_whole(x) first")
+    return plain(x)
+
+
+def without_sequence(x: Tensor) -> Tensor:
+    """A rank's part of the tokens of a whole activation as a plain tensor; what else is split stays as it is."""
+    return plain(x) if isinstance(x, ShardedTensor) and x.placement.is_whole else x
+
+
+def to_whole(x: Tensor) -> Tensor:
+    """The activation in the whole layout: all features on every rank, gradient complete.
+
+    Plain torch is right on it; under ``parallel.sequence`` what works on each token by itself (see `ShardedTensor`).
+    """
+    if not isinstance(x, ShardedTensor) or x.placement.is_whole:
+        return x
+    return moved(x, x.placement.parallel.regions.whole)
+
+
+def moved(x: Tensor, target: Activation, parallel: HasRegions | None = None) -> Tensor:
+    """An activation laid out as ``target``, which is the layout to come back to, too.
+
+    Args:
+        parallel: of a plain tensor.
+    """
+    if isinstance(x, ShardedTensor):
+        parallel = x.placement.parallel
+    assert parallel is not None
+    part, placement = unwrap(x, parallel)
+    if placement.activation == target == placement.return_layout:
+        return x
+    num_features = placement.num_features
+    out = move(part, placement.activation, target, parallel)
+    if num_features is not None and not target.features:
+        out, num_features = out[..., :num_features], None
+    sequence = placement.place("sequence")
+    found = Placement.standard(parallel, target, target, out.dim(), sequence, num_features)
+    return mark(out, found) if found.places else out
+
+
+def move(x: Tensor, source: Activation, target: Activation, parallel: HasRegions) -> Tensor:
+    """A plain local tensor moved between two activation layouts, with the conjugate moves for its gradient."""
+    if source == target:
+        return x
+    context = parallel.context
+    for step in moves(source.at(x.dim()), target.at(x.dim())):
+        x = conjugate(x, step.forward, step.backward, context.group(step.axes), step.dim, step.to_dim)
+    return x
+
+
+def require_sequences(x: Tensor) -> None:
+    """Raise ValueError where x, of which a rank has a part of the tokens, is not [batch, tokens, features]."""
+    place = sequence_place(x)
+    if place is not None and place != Place(plain(x).dim() - 2):
+        raise misplaced(x, place, "[batch, tokens, features]")
