@@ -6,7 +6,6 @@ import argparse
 
 from colossus.cli.named_run import WHAT
 from colossus.cli.parsers import Parser, positive_integer
-from colossus.inference.request import Request
 
 _EPILOG = """\
 the plan is one process, whatever the checkpoint was trained under; overrides take more:
@@ -24,17 +23,16 @@ examples:
   colossus generate path/to/llama --prompt "Once"      # a folder of Hugging Face
 
 --prompt - and no prompt at all read standard input, without the newline at its end. A text ends behind --max-tokens,
-at a token that ends texts (where the tokenizer, or the generation_config.json beside it, names one), and where a model
-with learned positions has no more of them; one with rotary positions goes on, with a warning. An empty prompt begins
-with the tokenizer's token for that; bytes have none, so it is refused.
+at a token that ends texts (eos_token_id of the generation_config.json or config.json beside the tokenizer), and where a
+model with learned positions has no more of them; one with rotary positions goes on, with a warning. An empty prompt
+begins with the bos_token_id of these files; bytes have none, so it is refused.
 
 A model that was a class of your own is taken from --config FILE, never imported because a checkpoint names it. Where it
 mixes tokens by nothing but colossus.layers.Attention, and counts no positions by itself, its class says so by
 key_value_cache = True; else whole sequences are computed for each token.
 
-Several prompts walk together, a longer one token by token from where the shortest ends; those that are longer by more
-than --max-tokens follow behind as a batch of their own. The speeds are of the tokens that the model took: of prompts
-(prefill), and those that it had made (decode).
+Several prompts walk together, a longer one token by token from where the shortest ends. The speeds are of the first
+step (prefill), and of the tokens made after it (decode).
 
 exit codes: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage, 130 stopped by Ctrl-C; what was
             generated is printed
@@ -84,24 +82,6 @@ def make_parser() -> Parser:
     parser.add_argument("--config", metavar="FILE", help="a config file with the model, where that is a class of yours")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, in place of text")
     return parser
-
-
-def request_of(arguments: argparse.Namespace) -> Request:
-    return Request(
-        arguments.checkpoint,
-        arguments.overrides,
-        prompts=arguments.prompt,
-        tokens=arguments.tokens,
-        max_tokens=arguments.max_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        greedy=arguments.greedy,
-        seed=arguments.seed,
-        tokenizer=arguments.tokenizer,
-        config=arguments.config,
-        json=arguments.json,
-    )
 
 
 def _ids(text: str) -> list[int]:

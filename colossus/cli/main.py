@@ -66,7 +66,7 @@ def _stoppable(run: Callable[[], int]) -> int:
     """Run a command; its exit code, also where a config is wrong, or where it is stopped from outside."""
     try:
         return run()
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"colossus: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # a launch that has begun and its ranks listen for signals themselves
@@ -151,24 +151,28 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     command = importlib.import_module("colossus.inference.command")
-    try:
-        arguments.checkpoint = str(path_of(arguments.checkpoint))
-    except CheckpointError as error:
-        print(f"colossus: {error}", file=sys.stderr)
-        return 2
-    code: int = command.run(generate_parser.request_of(arguments))
+    code: int = command.generate(
+        path_of(arguments.checkpoint),
+        arguments.overrides,
+        prompts=arguments.prompt,
+        tokens=arguments.tokens,
+        max_tokens=arguments.max_tokens,
+        tokenizer=arguments.tokenizer,
+        config_file=arguments.config,
+        json=arguments.json,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        greedy=arguments.greedy,
+        seed=arguments.seed,
+    )
     return code
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    command = importlib.import_module("colossus.inference.evaluate")
-    try:
-        checkpoint = path_of(arguments.checkpoint)
-    except CheckpointError as error:
-        print(f"colossus: {error}", file=sys.stderr)
-        return 2
-    code: int = command.run(
-        checkpoint,
+    command = importlib.import_module("colossus.inference.command")
+    code: int = command.evaluate(
+        path_of(arguments.checkpoint),
         arguments.overrides,
         config_file=arguments.config,
         split=arguments.split,

@@ -1,111 +1,160 @@
-"""``colossus generate``: text from a checkpoint. No torch until everything that was given is known to be right."""
+"""``colossus generate`` and ``colossus evaluate``. No torch until everything that was given is known to be right."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json as json_module
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossus import machine
 from colossus.checkpoint.describe import printable
 from colossus.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from colossus.config import Config, ConfigError
+from colossus.config import Config, ConfigError, model_options
 from colossus.config.sizes import world_size
-from colossus.inference.output import Texts
-from colossus.inference.plan import describe, num_positions, plan_config, trained_length, vocabulary_size
-from colossus.inference.request import Request
-from colossus.inference.sampling_options import Sampling
-from colossus.inference.source import Source, find_source
-from colossus.inference.tokenizers import Tokenizer, stop_ids, tokenizer_of, without_tokenizer
+from colossus.inference.config import (
+    Sampling,
+    Source,
+    describe,
+    evaluation_config,
+    find_source,
+    generation_config,
+    num_positions,
+    prompt_problems,
+    training_data,
+)
+from colossus.inference.text import Texts, special_ids, tokenizer_of
 from colossus.launch.command import worker_variables
-from colossus.launch.data_check import is_ours
+from colossus.launch.data_check import check_data, is_ours
 from colossus.launch.device_check import check_devices
 from colossus.launch.model_check import check_model
 
 if TYPE_CHECKING:
-    from colossus.inference.ranks import Ranks
+    from colossus.data.loader import Loaders
+    from colossus.engine.results import EvalSummary
+    from colossus.inference.decoding import Decoding
 
 DONE, FAILED, USAGE = 0, 1, 2
+#: a smaller model has one thread in one process: its operations are too short to share out, and where others use the
+#: cores each waits for the slower one (840,000 parameters took 12 times as long). By no measurement: the sums of a
+#: product depend on the threads in their last bits, and text must not depend on the load
+_FEW_PARAMETERS = 20_000_000
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A request that was found right."""
+def _exit_code(name: str, work: Callable[[], None]) -> int:
+    """Work of a command of this name, and its exit code: 0 done, 1 failed at run time or a damaged checkpoint, 2 wrong
+    usage. Errors of a user's own code keep their traceback."""
+    try:
+        if worker_variables(os.environ) is not None:
+            raise ConfigError(f"{name} starts its own processes: run it by itself, without torchrun or srun")
+        work()
+    except (DamagedCheckpoint, FloatingPointError) as error:
+        return _say(f"{name} failed: {error}", FAILED)
+    except (ConfigError, CheckpointError) as error:
+        return _say(str(error), USAGE)
+    except BrokenPipeError:
+        raise
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        return _say(str(error), USAGE)
+    except RuntimeError as error:
+        from colossus.context.local_ranks import RanksFailed  # imports torch
 
-    source: Source
-    config: Config
-    sampling: Sampling
-    tokenizer: Tokenizer | None
-    prompts: Sequence[str] | None
-    tokens: Sequence[Sequence[int]]
+        if not isinstance(error, RanksFailed):
+            raise
+        return _say(f"{name} failed: {error}", FAILED)
+    return DONE
 
 
-def run(request: Request) -> int:
-    """Generate, and print: text to standard output as it comes, facts to standard error.
+def _say(line: str, code: int = DONE) -> int:
+    print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _title(source: Source) -> str:
+    return str(source.folder) if source.is_foreign else f"{source.folder}, step {source.manifest.step}"
+
+
+# -- generate ---------------------------------------------------------------------------------------------
+
+
+def generate(
+    checkpoint: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: Sequence[str] = (),
+    tokens: Sequence[Sequence[int]] = (),
+    max_tokens: int = 256,
+    tokenizer: str | None = None,
+    config_file: str | None = None,
+    json: bool = False,
+    **sampling: Any,
+) -> int:
+    """Continue prompts: text to standard output as it comes, facts to standard error.
+
+    Args:
+        overrides: of the plan.
+        prompts: text; ``-``, or none and no tokens either, is standard input.
+        tokens: prompts as ids.
+        max_tokens: to make of each prompt.
+        tokenizer: "bytes" or a path; None: as the checkpoint records.
+        config_file: with the model.
+        json: print one JSON object at the end, in place of text.
+        sampling: of `Sampling`.
 
     Returns:
         0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
     """
-    try:
-        if sys.stdout is None:
-            raise ConfigError("standard output is closed: there is nowhere to print text to")
-        work = _prepare(request)
-        check_devices(work.config, world_size(work.config.parallel))
-        if world_size(work.config.parallel) > 1:
+
+    def work() -> None:
+        how = Sampling(**sampling)
+        if prompts and tokens:
+            raise ConfigError("--prompt and --tokens: give prompts as text, or as numbers")
+        source = find_source(checkpoint)
+        config = generation_config(source, overrides, config_file)
+        of_text = None if tokens else tokenizer_of(source, tokenizer)
+        texts = None if of_text is None else _read(prompts)
+        ids = [list(each) for each in tokens] if of_text is None else [of_text.encode(each) for each in texts or ()]
+        vocab_size = getattr(model_options(config), "vocab_size", None)
+        if problems := prompt_problems(ids, max_tokens, num_positions(config), vocab_size):
+            raise ConfigError(problems)
+        check_devices(config, world_size(config.parallel))
+        if world_size(config.parallel) > 1:
             importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
-            check_model(work.config)
-    except DamagedCheckpoint as error:
-        return _say(str(error), FAILED)
-    except (ConfigError, CheckpointError) as error:
-        return _say(str(error), USAGE)
-    # torch is imported here
-    from colossus.context.local_ranks import RanksFailed
-    from colossus.inference.decoding import DecodingFailed
-    from colossus.inference.ranks import Ranks
+            check_model(config)
+        _say(f"{_title(source)}: {describe(config)}")
+        _warn(config, max(map(len, ids)) + max_tokens)
+        options = {"prompts": ids, "max_tokens": max_tokens, "sampling": how}
+        if of_text is not None:
+            options |= {"stop": of_text.stop, "num_ids": of_text.num_ids}
+        else:
+            options["stop"] = special_ids(source.folder, source.token_ids, "eos_token_id")
+        with _decoding(source, config, **options) as step:
+            with contextlib.suppress(AttributeError, ValueError):
+                sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+            said = Texts(texts, ids, of_text, sys.stdout, is_json=json)
+            try:
+                while None in said.ended:
+                    said.add(*step())
+            except BrokenPipeError:
+                raise
+            except BaseException:  # Ctrl-C, or a failure: what there is is not lost
+                said.stop()
+                raise
+            finally:
+                about = {"checkpoint": str(source.folder), "step": source.manifest.step}
+                _conclude(said, {**about, "plan": describe(config), "seed": how.seed} if json else None)
 
-    _tell(f"{work.source.folder}: {_describe_model(work)}, {describe(work.config)}")
-    try:
-        with Ranks(work.source, work.config) as ranks:
-            return _generate(request, work, ranks)
-    except (RanksFailed, DecodingFailed) as error:
-        return _say(f"generate failed: {error}", FAILED)
-    except CheckpointError as error:
-        return _say(str(error), FAILED if isinstance(error, DamagedCheckpoint) else USAGE)
-    except BrokenPipeError:
-        raise
-    except ValueError as error:
-        if not is_ours(error):  # a user's own code, with its traceback
-            raise
-        return _say(str(error), USAGE)
-
-
-def _prepare(request: Request) -> _Work:
-    if worker_variables(os.environ) is not None:
-        raise ConfigError("generate starts its own processes: run it by itself, without torchrun or srun")
-    try:
-        sampling = Sampling(request.temperature, request.top_k, request.top_p, request.greedy, request.seed)
-    except ValueError as error:
-        raise ConfigError(str(error).split("\n")) from None
-    if request.max_tokens < 1:
-        raise ConfigError(f"max_tokens = {request.max_tokens}: at least 1")
-    if request.prompts and request.tokens:
-        raise ConfigError("--prompt and --tokens: give prompts as text, or as numbers")
-    source = find_source(request.checkpoint)
-    config = plan_config(source, request.overrides, request.config)
-    if request.tokens:
-        prompts, tokenizer, tokens = None, None, [list(each) for each in request.tokens]
-    else:
-        tokenizer = tokenizer_of(source, request.tokenizer)
-        if tokenizer is None:
-            raise ConfigError(without_tokenizer(source))
-        prompts = _read(request.prompts)
-        tokens = [tokenizer.encode(each) for each in prompts]
-    _check(config, tokens)
-    return _Work(source, config, sampling, tokenizer, prompts, tokens)
+    return _exit_code("generate", work)
 
 
 def _read(prompts: Sequence[str]) -> list[str]:
@@ -116,145 +165,142 @@ def _read(prompts: Sequence[str]) -> list[str]:
 
 
 def _standard_input() -> str:
-    if sys.stdin is None:
-        raise ConfigError("standard input is closed: give the prompt as --prompt TEXT")
     if sys.stdin.isatty():
-        _tell("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
-    text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
-    return text.removesuffix("\n")
+        _say("the prompt is read from here; Ctrl-D ends it (or give --prompt TEXT)")
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
 
 
-def _check(config: Config, prompts: Sequence[Sequence[int]]) -> None:
-    """That the model has the tokens of the prompts, and positions for them."""
-    vocabulary, positions, problems = vocabulary_size(config), num_positions(config), []
-    for number, tokens in enumerate(prompts, 1):
-        which = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-        if not tokens:
-            problems.append(f"{which} is empty: a model continues at least one token")
-        if positions is not None and len(tokens) > positions:
-            problems.append(
-                f"{which} has {len(tokens)} tokens, but the model has learned {positions} positions "
-                f"(model.seq_len): cut it to {positions}, or less to leave room for text"
-            )
-        wrong = [each for each in tokens if each < 0 or (vocabulary is not None and each >= vocabulary)]
-        if wrong:
-            beyond = f"0..{vocabulary - 1}" if vocabulary is not None else "0 and above"
-            problems.append(
-                f"{which} has the token {wrong[0]}, but the model has the tokens {beyond}: is it the tokenizer that "
-                f"made its training data?"
-            )
-    if problems:
-        raise ConfigError(problems)
-
-
-def _generate(request: Request, work: _Work, ranks: Ranks) -> int:
-    if ranks.loaded.why_not_cached:
-        _tell(f"whole sequences are computed for each token, without a cache: {ranks.loaded.why_not_cached}")
-    length, longest = trained_length(work.config), max(map(len, work.tokens))
-    if length is not None and num_positions(work.config) is None and longest + request.max_tokens > length:
-        _tell(
-            f"warning: up to {longest + request.max_tokens} tokens, but the model was trained on sequences of {length} "
-            f"(model.seq_len): text beyond them may be poor"
+def _warn(config: Config, longest: int) -> None:
+    length = getattr(model_options(config), "seq_len", None)
+    if length is not None and num_positions(config) is None and longest > length:
+        _say(
+            f"warning: up to {longest} tokens, but the model was trained on sequences of {length} (model.seq_len): "
+            f"text beyond them may be poor"
         )
-    if work.tokenizer is not None and work.tokenizer.num_ids > (vocabulary_size(work.config) or 0) > 0:
-        _tell(f"the tokenizer has {work.tokenizer.num_ids} tokens, the model {vocabulary_size(work.config)}")
-    tokenizer = work.tokenizer
-    stop, num_ids = (tokenizer.stop, tokenizer.num_ids) if tokenizer is not None else (stop_ids(work.source), None)
-    ranks.begin(work.tokens, max_tokens=request.max_tokens, sampling=work.sampling, stop=stop, num_ids=num_ids)
-    texts = Texts(work.prompts, work.tokens, work.tokenizer, is_json=request.json)
-    clock = Clock()
-    try:
-        while None in texts.ended:
-            step = ranks.step()
-            clock.note(step.fed)
-            texts.add(step.tokens, step.ended)
-    except BrokenPipeError:
-        raise
-    except BaseException:  # Ctrl-C, or a failure: what there is is not lost
-        texts.stop()
-        if request.json:
-            _print_json(work, texts, clock)
-        _tell(clock.line())
-        raise
-    if request.json:
-        _print_json(work, texts, clock)
-    for line in _ends(texts, ranks.loaded.num_positions):
-        _tell(line)
-    _tell(clock.line())
-    return DONE
 
 
-class Clock:
-    """Tokens a second that the model took: those of prompts (prefill), and those that it had made (decode).
+@contextmanager
+def _decoding(source: Source, config: Config, **options: Any) -> Iterator[Callable[[], Any]]:
+    """Inside, a function that takes one step of a `Decoding` with these options, see `_step`."""
+    # torch is imported here
+    from colossus.inference.ranks import decoding_of, on_ranks
 
-    The time of a forward that takes both is shared out by their numbers.
+    sizes = (math.prod(entry.shape) for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+    threads = 1 if world_size(config.parallel) == 1 and sum(sizes) < _FEW_PARAMETERS else None
+    with on_ranks(config, partial(decoding_of, source, config, **options), threads) as call:
+        if not call(_has_cache):
+            _say(
+                "whole sequences are computed for each token: where nothing but colossus.layers.Attention mixes tokens "
+                "or counts positions, write key_value_cache = True in the class of the model"
+            )
+        yield lambda: call(_step)
+
+
+def _has_cache(decoding: Decoding) -> bool:
+    return decoding.model.can_cache
+
+
+def _step(decoding: Decoding) -> tuple[list[int | None], list[str | None]]:
+    """On a rank: the new tokens, by row, and why rows have ended so far."""
+    return decoding.step(), decoding.ended
+
+
+def _conclude(texts: Texts, about: dict[str, Any] | None) -> None:
+    """Print what texts have become: as JSON together with ``about``, and why some have ended, and the speeds."""
+    speeds = texts.speeds()
+    if about is not None:
+        told = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
+        print(json_module.dumps({**about, **told, "results": texts.as_data()}, indent=2))
+    for row, ended in enumerate(texts.ended):
+        if ended == "positions":
+            made, prompt = len(texts.tokens[row]), len(texts.prompt_tokens[row])
+            _say(
+                f"prompt {row + 1} stopped after {made} tokens: the model has learned {made + prompt - 1} positions "
+                f"(model.seq_len), and knows none beyond them"
+            )
+    shown = [f"{key}: {speed:.1f} tokens/s" for key, speed in speeds.items() if speed is not None]
+    _say("; ".join(shown) or "nothing was generated")
+
+
+# -- evaluate ---------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    checkpoint: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    config_file: str | None = None,
+    split: str = "validation",
+    nproc: int | None = None,
+    json: bool = False,
+) -> int:
+    """Evaluate a checkpoint's model on all of its run's validation data, and print the numbers.
+
+    Under the plan of the run, on this machine: for the same plan the loss is, to the last bit, the one that the run
+    reported after the checkpoint's step over as many batches.
+
+    Args:
+        checkpoint: a checkpoint, a folder of them, a run folder, or a model folder of Hugging Face.
+        overrides: of data, plan, model, ...
+        config_file: takes the place of the recorded config.
+        split: ``validation`` or ``train``.
+        nproc: processes; 1 is this one, without the plan.
+        json: print one JSON object.
+
+    Returns:
+        0 done, 1 failed at run time or a damaged checkpoint, 2 wrong usage.
     """
 
-    def __init__(self) -> None:
-        self.prefilled = self.decoded = 0
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self._since = time.perf_counter()
+    def work() -> None:
+        source = find_source(checkpoint)
+        config = evaluation_config(source, overrides, config_file, nproc=nproc)
+        if split == "train":
+            config = training_data(config)
+        importlib.import_module("torch").set_num_threads(1)  # ranks that are forked hang after work on more threads
+        check_devices(config, world_size(config.parallel))
+        check_model(config)
+        loaders = check_data(config)
+        _require_data(loaders, split)
+        # torch is imported here
+        from colossus.inference import ranks
 
-    def note(self, fed: tuple[int, int]) -> None:
-        """A step is done; see `Decoding.fed`."""
-        now = time.perf_counter()
-        seconds, self._since = (now - self._since) / max(1, sum(fed)), now
-        self.prefilled, self.prefill_seconds = self.prefilled + fed[0], self.prefill_seconds + seconds * fed[0]
-        self.decoded, self.decode_seconds = self.decoded + fed[1], self.decode_seconds + seconds * fed[1]
+        _say(f"{_title(source)}: {describe(config)}")
+        if loaders is not None:
+            _say(f"{split} data: {loaders.description.partition('; validation: ')[2]}")
+        if (count := world_size(config.parallel)) > (cores := machine.usable_cores()):
+            _say(f"{count} processes on {cores} cores: --nproc 1, or another plan, is faster where the model fits")
+        began = time.perf_counter()
+        numbers = _numbers(ranks.evaluate(config, source.folder), config, loaders)
+        numbers["seconds"] = time.perf_counter() - began
+        if json:
+            about = {"checkpoint": str(source.folder), "step": source.manifest.step, "split": split}
+            finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+            print(json_module.dumps({**about, "plan": describe(config), **finite}, indent=2))
+            return
+        for key, value in numbers.items():
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.1f}" if key == "seconds" else f"{value:.6g}"
+            print(f"{key.replace('_', ' '):<14} {shown}")
+        if "perplexity" not in numbers and hasattr(model_options(config), "vocab_size"):
+            _say("no perplexity: the loss has label smoothing or a z-loss; model.label_smoothing=0 model.z_loss=0")
 
-    def speeds(self) -> dict[str, float | None]:
-        """Tokens per second of all rows together; None where nothing was done."""
-        return {
-            "prefill_tokens_per_second": self.prefilled / self.prefill_seconds if self.prefill_seconds else None,
-            "decode_tokens_per_second": self.decoded / self.decode_seconds if self.decode_seconds else None,
-        }
-
-    def line(self) -> str:
-        speed = self.speeds()
-        parts = [
-            f"{name}: {count} token{'s' * (count != 1)}, {speed[f'{name}_tokens_per_second']:.1f} tokens/s"
-            for name, count in (("prefill", self.prefilled), ("decode", self.decoded))
-            if speed[f"{name}_tokens_per_second"] is not None
-        ]
-        return "; ".join(parts) or "nothing was generated"
-
-
-def _ends(texts: Texts, positions: int | None) -> list[str]:
-    """Where a text has ended although more was asked for."""
-    rows = [row for row, ended in enumerate(texts.ended) if ended == "positions"]
-    if not rows:
-        return []
-    which = "stopped" if len(texts.ended) == 1 else f"prompts {', '.join(str(row + 1) for row in rows)} stopped"
-    made = sorted({len(texts.tokens[row]) for row in rows})
-    return [
-        f"{which} after {' to '.join(map(str, (made[0], made[-1])[: len(made)]))} tokens: the model has learned "
-        f"{positions} positions (model.seq_len), and knows none beyond them"
-    ]
+    return _exit_code("evaluate", work)
 
 
-def _print_json(work: _Work, texts: Texts, clock: Clock) -> None:
-    found: dict[str, Any] = {
-        "checkpoint": str(work.source.folder),
-        "step": work.source.manifest.step,
-        "plan": describe(work.config),
-        "seed": work.sampling.seed,
-        **clock.speeds(),
-        "results": texts.as_data(),
-    }
-    print(json_module.dumps(found, indent=2))
+def _require_data(loaders: Loaders | None, split: str) -> None:
+    if loaders is not None and loaders.validation is None:
+        raise ConfigError(
+            f"there is no {split} data: {loaders.validation_missing}; --split train evaluates the training data, "
+            f"data.validation=dict(path=...) or data.type=... other data"
+        )
 
 
-def _describe_model(work: _Work) -> str:
-    kind = work.config.model.type if work.config.model is not None else "?"
-    name = kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__)
-    return name if work.source.is_foreign else f"{name}, step {work.source.manifest.step}"
-
-
-def _tell(line: str) -> None:
-    if sys.stderr is not None:  # closed: what is printed to None goes to standard output
-        print(f"colossus: {printable(line)}", file=sys.stderr, flush=True)
-
-
-def _say(problem: str, code: int) -> int:
-    _tell(problem)
-    return code
+def _numbers(summary: EvalSummary, config: Config, loaders: Loaders | None) -> dict[str, Any]:
+    """Loss, perplexity, metrics, count; perplexity of a loss that is the negative log-likelihood of tokens."""
+    found: dict[str, Any] = {"loss": summary.loss}
+    options = model_options(config)
+    has_more = getattr(options, "label_smoothing", 0) or getattr(options, "z_loss", 0)
+    if hasattr(options, "vocab_size") and not has_more:
+        found["perplexity"] = math.exp(summary.loss) if summary.loss < 700 else math.inf
+        if loaders is not None and loaders.tokenizer is not None and loaders.tokenizer.name == "bytes":
+            found["bits_per_byte"] = summary.loss / math.log(2)
+    return {**found, **summary.metrics, str(getattr(options, "counted", "tokens")): summary.tokens}

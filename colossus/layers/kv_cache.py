@@ -9,12 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from colossus.arithmetic import round_up
 from colossus.error_place import located_error
+
+#: tokens by which the room grows: what is copied then is little beside what attention has read for them
+_MORE = 256
 
 
 @dataclass
 class _Held:
-    """Of one call of one attention: ``length`` tokens of [batch, key/value heads, capacity, head_dim] are filled."""
+    """Of one attention: ``length`` tokens of [batch, key/value heads, room, head_dim] are filled."""
 
     keys: Tensor
     values: Tensor
@@ -25,24 +29,19 @@ class KeyValueCache:
     """Keys (with their positions, where these are rotary) and values of all attentions of one rank.
 
     Layers find it in the batch's information (`BatchInfo.cache`). Whoever runs the model calls `advance` after each
-    forward. Of each attention a rank holds 2 x batch x heads x capacity x head_dim elements, of its own samples and
-    key/value heads; the capacity is doubled when it is full (`capacity_for`).
+    forward. Of each attention a rank holds 2 x batch x heads x room x head_dim elements, of its own samples and
+    key/value heads, where the room is the tokens seen, rounded up to 256.
 
     Attributes:
         seen: tokens of earlier forwards: the position of the first token of this one.
-
-    Args:
-        capacity: tokens to hold room for at first.
-        limit: more will never come, so that room is for no more.
     """
 
-    def __init__(self, capacity: int = 64, limit: int | None = None) -> None:
+    def __init__(self) -> None:
         self.seen = 0
         #: by position, shared by all layers; and the rows of this forward
         self._tables: dict[Hashable, tuple[Tensor, ...]] = {}
         self._rows: dict[Hashable, tuple[Tensor, ...]] = {}
-        self._capacity, self._limit = capacity, limit
-        self._held: dict[nn.Module, list[_Held]] = {}
+        self._held: dict[nn.Module, _Held] = {}
 
     def advance(self, tokens: int) -> None:
         """A forward of this many tokens is done.
@@ -52,18 +51,14 @@ class KeyValueCache:
         """
         self.seen += tokens
         self._rows.clear()
-        for layer, calls in self._held.items():
-            if any(held.length != self.seen for held in calls):
-                raise located_error(
-                    f"{_title(layer)}: the model has seen {self.seen} tokens, this attention "
-                    f"{', '.join(str(held.length) for held in calls)}: with a key/value cache every attention is "
-                    f"called with all tokens of a forward, in the same order each time"
-                )
+        for layer, held in self._held.items():
+            if held.length != self.seen:
+                _refuse(layer, f"the model has seen {self.seen} tokens, this attention {held.length}")
 
     @property
     def num_bytes(self) -> int:
         """Of all that is held, room for more included."""
-        return sum(held.keys.nbytes + held.values.nbytes for calls in self._held.values() for held in calls)
+        return sum(held.keys.nbytes + held.values.nbytes for held in self._held.values())
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Positions in the sequence of the tokens of this forward, [tokens]; the same object within a forward."""
@@ -81,7 +76,7 @@ class KeyValueCache:
             stop = self.seen + tokens
             tables = self._tables.get(name)
             if tables is None or len(tables[0]) < stop:
-                tables = self._tables[name] = make(capacity_for(stop, self._capacity, self._limit))
+                tables = self._tables[name] = make(round_up(stop, _MORE))
             found = self._rows[name] = tuple(table.narrow(0, self.seen, tokens) for table in tables)
         return found
 
@@ -89,7 +84,7 @@ class KeyValueCache:
         """Causal attention of new tokens to all that were seen, and to themselves.
 
         Args:
-            layer: whose keys and values these are. One that is called several times in a forward has several entries.
+            layer: whose keys and values these are; called once in each forward.
             query: [batch, heads, tokens, head_dim].
             key, value: [batch, key/value heads, tokens, head_dim]; they are kept.
 
@@ -110,29 +105,13 @@ class KeyValueCache:
 
     def _extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens up to the new ones, which are written behind those that are there."""
-        calls = self._held.get(layer)
-        if calls is None:
-            calls = self._held[layer] = []
-        held = None
-        for each in calls:
-            if each.length == self.seen:
-                held = each
-                break
-        stop = self.seen + key.shape[-2]
+        held = self._held.get(layer)
         if held is None:
-            if self.seen:
-                raise located_error(
-                    f"{_title(layer)}: it is called for the first time, or once more "
-                    f"than before, after {self.seen} tokens were seen: with a key/value cache every forward calls it "
-                    f"equally often"
-                )
-            held = _Held(self._room_for(key, stop), self._room_for(value, stop))
-            calls.append(held)
-        elif held.keys.shape[:2] != key.shape[:2]:
-            raise located_error(
-                f"{_title(layer)}: {key.shape[0]} samples with {key.shape[1]} key/value heads, but its cache is of "
-                f"{held.keys.shape[0]} with {held.keys.shape[1]}: a batch keeps its samples"
-            )
+            empty = key.new_empty((*key.shape[:-2], 0, key.shape[-1]))
+            held = self._held[layer] = _Held(empty, empty)
+        if held.length != self.seen or held.keys.shape[:2] != key.shape[:2]:
+            _refuse(layer, f"behind {self.seen} tokens it holds {held.length}, of {tuple(held.keys.shape[:2])} samples")
+        stop = self.seen + key.shape[-2]
         if stop > held.keys.shape[-2]:
             held.keys, held.values = self._grown(held.keys, stop), self._grown(held.values, stop)
         # narrow: an index takes twice as long
@@ -141,22 +120,18 @@ class KeyValueCache:
         held.length = stop
         return held.keys.narrow(2, 0, stop), held.values.narrow(2, 0, stop)
 
-    def _room_for(self, like: Tensor, tokens: int) -> Tensor:
-        capacity = capacity_for(tokens, self._capacity, self._limit)
-        return like.new_empty((*like.shape[:-2], capacity, like.shape[-1]))
-
     def _grown(self, old: Tensor, tokens: int) -> Tensor:
-        new = self._room_for(old, tokens)
+        new = old.new_empty((*old.shape[:-2], round_up(tokens, _MORE), old.shape[-1]))
         new[..., : self.seen, :] = old[..., : self.seen, :]
         return new
 
 
-def capacity_for(tokens: int, first: int, limit: int | None = None) -> int:
-    """Tokens that there is room for once ``tokens`` are held: ``first``, doubled until they fit, at most the limit."""
-    capacity = max(1, first)
-    while capacity < tokens:
-        capacity *= 2
-    return capacity if limit is None else max(tokens, min(capacity, limit))
+def _refuse(layer: nn.Module, what: str) -> None:
+    raise located_error(
+        f"{getattr(layer, 'title', type(layer).__name__)}: {what}: with a key/value cache every attention is called "
+        f"once in each forward, with all tokens of it and the same samples; a model that does otherwise is called with "
+        f"whole sequences (key_value_cache = False)"
+    )
 
 
 def _attend_in_groups(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -168,7 +143,3 @@ def _attend_in_groups(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     kv = key.shape[-3]
     out = F.scaled_dot_product_attention(query.reshape(batch, kv, heads // kv, size), key, value)
     return out.reshape(batch, heads, 1, size)
-
-
-def _title(layer: nn.Module) -> str:
-    return str(getattr(layer, "title", type(layer).__name__))

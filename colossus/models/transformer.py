@@ -28,6 +28,8 @@ class Transformer(nn.Module, Generic[Options]):
     (GPT-2).
     """
 
+    #: it is continued from a cache: nothing but `Attention` mixes tokens, and no other layer counts positions
+    key_value_cache = True
     blocks: nn.ModuleList
 
     def __init__(self, options: Options) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import colossus
 from colossus.checkpoint.saved_state_dict import read_state_dict
-from colossus.inference.source import Source, find_source
+from colossus.inference.config import Source, find_source
 
 LENGTH = 12
 MODELS: dict[str, dict[str, Any]] = {

@@ -163,23 +163,6 @@ def test_other_data_and_other_numbers(
     assert "no perplexity: the loss has label smoothing" in err
 
 
-def test_a_terminal_sees_progress(
-    runs: tuple[Path, dict[str, float]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing of it is left, and nothing is in what is printed."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("colossus.inference.evaluation_ranks._BETWEEN", 0.0)
-    capsys.readouterr()
-    assert main(["evaluate", str(runs[0] / "one"), "train.eval_batches=2"]) == 0
-    out, err = capsys.readouterr()
-    assert [line.strip() for line in err.split("\n")[-1].split("\r") if line.strip()] == [
-        "batch 1 of 2",
-        "batch 2 of 2",
-    ]
-    assert err.endswith("\r")
-    assert "batch" not in out
-
-
 def test_metrics_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Images, and how many were right, as plain torch counts them."""
     pytest.importorskip("sklearn")

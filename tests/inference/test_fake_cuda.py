@@ -9,11 +9,9 @@ from helpers.fake_cuda import Waits, run_fake_ranks
 from helpers.inference import MODELS, save
 from helpers.long import but
 
+from colossus.inference.config import Sampling, Source, generation_config
 from colossus.inference.decoding import Decoding
-from colossus.inference.plan import plan_config
-from colossus.inference.sampling_options import Sampling
-from colossus.inference.source import Source
-from colossus.inference.text_model import load_model
+from colossus.inference.model import load_model
 
 PLANS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
@@ -31,7 +29,7 @@ def generated(rank: int, sources: list[Source], overrides: list[str]) -> list[li
 
 
 def _generated(source: Source, overrides: list[str]) -> list[list[str]]:
-    model = load_model(source, plan_config(source, [*overrides, "device=cuda"]))
+    model = load_model(source, generation_config(source, [*overrides, "device=cuda"]))
     assert all(each.is_cuda for each in model.module.parameters())
     sampling = Sampling(temperature=0.7, top_k=5, top_p=0.9)
     decoding = Decoding(model, [[1, 2, 3], [4, 5]], max_tokens=2, sampling=sampling, num_ids=50)

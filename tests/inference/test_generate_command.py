@@ -5,12 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from helpers.launching import children, finish, is_running, start, wait_for
 
 from colossus.checkpoint.manifest import MANIFEST
 from colossus.cli.main import main
-from colossus.inference.output import Texts, harmless
-from colossus.inference.source import Source
-from colossus.inference.tokenizers import ByteTokenizer
+from colossus.inference.config import Source
+from colossus.inference.text import ByteTokenizer, Texts, harmless
 
 TEXT = dict(type="GPT", num_layers=1, hidden_size=16, num_heads=2, vocab_size=259, seq_len=40)
 ROTARY = {**TEXT, "positions": "rotary"}
@@ -69,9 +67,8 @@ def test_one_prompt_is_printed_with_its_text(texts: Source, capfd: Captured) -> 
     assert found["plan"] == "one process, fp64"
     assert found["decode_tokens_per_second"] > 0
     first, last = err.splitlines()
-    assert first == f"colossus: {texts.folder}: GPT, step 0, one process, fp64"
-    assert last.startswith("colossus: prefill: 4 tokens, ")
-    assert "; decode: 19 tokens, " in last
+    assert first == f"colossus: {texts.folder}, step 0: one process, fp64"
+    assert re.fullmatch(r"colossus: prefill: [\d.]+ tokens/s; decode: [\d.]+ tokens/s", last)
 
 
 def test_several_prompts_come_whole(texts: Source, capfd: Captured) -> None:
@@ -120,7 +117,7 @@ def test_it_stops_in_words_where_positions_end(texts: Source, rotary: Source, ca
     assert found["results"][0]["ended"] == "positions"
     assert len(found["results"][0]["tokens"]) == 37
     _, _, err = run(capfd, str(texts.folder), *words)
-    assert "stopped after 37 tokens: the model has learned 40 positions (model.seq_len)" in err
+    assert "prompt 1 stopped after 37 tokens: the model has learned 40 positions (model.seq_len)" in err
     code, _, err = run(capfd, str(rotary.folder), *words, "--max-tokens", "60")
     assert code == 0
     assert "warning: up to 64 tokens, but the model was trained on sequences of 40" in err
@@ -134,16 +131,16 @@ def test_precision_is_that_of_the_run_unless_told(rotary: Source, capfd: Capture
 
 
 REFUSED: dict[str, tuple[list[str], str]] = {
-    "sequence": (["parallel.sequence=2"], "parallel.sequence = 2 splits the tokens of a sequence"),
-    "zero": (["parallel.zero=3"], "parallel.zero = 3 shards what training needs"),
-    "sequence_sharded": (["parallel.tensor=dict(size=2,sequence_sharded=True)"], "splits the tokens between blocks"),
+    "sequence": (["parallel.sequence=2"], "parallel.sequence = 2 splits tokens"),
+    "zero": (["parallel.zero=3"], "parallel.zero = 3 splits tokens, or what training needs"),
+    "sequence_sharded": (
+        ["parallel.tensor=dict(size=2,sequence_sharded=True)"],
+        "parallel.tensor.sequence_sharded splits tokens",
+    ),
     "steps": (["train.steps=3"], "train.steps=3: generate trains nothing"),
     "heads": (["parallel.tensor=4"], "model.num_heads = 2"),
-    "no value": (["parallel.tensor"], "'parallel.tensor' has no '=': overrides are section.key=value, and a prompt"),
-    "no option": (
-        ["x = def "],
-        "'x = def ' is no override: overrides are section.key=value, and a prompt is given as --",
-    ),
+    "no value": (["parallel.tensor"], "section.key=value"),
+    "no option": (["x = def "], "x = def : generate trains nothing"),
     "temperature": (["--temperature", "0"], "temperature = 0.0"),
     "top_k": (["--top-k", "0"], "top_k = 0"),
     "top_p": (["--top-p", "1.5"], "top_p = 1.5"),
@@ -151,7 +148,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "both": (["--tokens", "1"], "--prompt and --tokens"),
     "tokenizer": (["--tokenizer", "nowhere"], "--tokenizer nowhere: there is no file"),
     "long": (["--prompt", "x" * 41], "prompt 2 has 41 tokens, but the model has learned 40 positions"),
-    "empty": (["--prompt", ""], "the prompt is empty, and text as bytes has no token that begins one"),
+    "empty": (["--prompt", ""], "prompt 2 is empty: a model continues at least one token"),
 }
 
 
@@ -161,7 +158,7 @@ def test_what_is_refused_before_a_process_starts(
 ) -> None:
     from colossus.inference import ranks
 
-    monkeypatch.setattr(ranks, "Ranks", None)
+    monkeypatch.setattr(ranks, "on_ranks", None)
     words, message = REFUSED[name]
     code, out, err = run(capfd, str(texts.folder), "--prompt", "a", "--tokenizer", "bytes", *words)
     assert (code, out) == (2, "")
@@ -175,7 +172,7 @@ def test_refused_prompts_and_checkpoints(
     code, _, err = run(capfd, str(tmp_path / "gone"), "--prompt", "a")
     assert code == 2
     assert "there is no such folder" in err
-    if texts.tokenizer is None:
+    if texts.manifest.tokenizer is None:
         code, _, err = run(capfd, folder, "--prompt", "a")
         assert code == 2
         assert "does not say how its text became tokens: give --tokenizer bytes" in err
@@ -213,11 +210,10 @@ def test_a_model_that_gives_no_text_is_refused(
     source = save(tmp_path, vit)
     code, _, err = run(capfd, str(source.folder), "--tokens", "1")
     assert code == 2
-    assert "model 'ViT' gives no next token: generate takes a language model (GPT, Llama" in err
+    assert "model 'ViT' gives no next token: generate takes a language model (GPT, .." in err
 
 
 OWN = """
-import torch
 from torch import nn
 from colossus import layers
 
@@ -225,97 +221,15 @@ from colossus import layers
 class Own(nn.Module):
     key_value_cache = {says}
 
-    def __init__(self, mixes):
+    def __init__(self):
         super().__init__()
         self.embedding = layers.Embedding(61, 16)
         self.block = layers.TransformerBlock(16, 2, rotary=True)
-        self.mixes = mixes
         self.head = layers.LMHead(16, 61)
 
     def forward(self, ids):
         x = self.block(self.embedding(ids))
-        if self.mixes:
-            x = torch.cat([x[:, :12], x[:, 12:] + x[:, :-12] / 9], 1)
-        return self.head(x)
-
-    def loss(self, logits, batch):
-        return layers.cross_entropy(logits, batch["labels"])
-
-
-model = dict(type=Own, mixes={mixes})
-"""
-
-
-@pytest.mark.parametrize(
-    ("says", "mixes", "precision", "why"),
-    [
-        (True, False, "fp64", ""),
-        (True, False, "bf16", ""),
-        (False, False, "fp64", "Own does not say that it can be continued from one"),
-        (True, True, "bf16", "something but colossus.layers.Attention mixes tokens"),
-    ],
-    ids=["cached", "low", "unsaid", "wrong"],
-)
-def test_a_model_of_ones_own(
-    says: bool, mixes: bool, precision: str, why: str, tmp_path: Path, capfd: Captured
-) -> None:
-    """What mixes tokens looks 12 back, and would hide in rounding to bf16: it is tried in float32."""
-    from colossus.config import load_config
-    from colossus.inference import Sampling, generate, load_model
-
-    file = tmp_path / "own.py"
-    file.write_text(OWN.replace("{mixes}", str(mixes)).replace("{says}", str(says)))
-    kind = load_config(str(file)).model
-    assert kind is not None
-    source = save(tmp_path / "saved", kind.spec(), precision=precision)
-    words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "6"]
-    code, _, err = run(capfd, *words)
-    assert code == 2
-    assert "its model is" in err
-    assert "give --config FILE" in err
-    texts = []
-    for plan in ([], ["parallel.tensor=2"]):
-        code, out, err = run(capfd, *words, *plan, "--config", str(file))
-        assert code == 0, err
-        assert ("whole sequences are computed for each token, without a cache" in err) == bool(why)
-        assert why in err
-        texts.append(out)
-    assert texts[0] == texts[1]
-    model = load_model(source, config_file=str(file))
-    assert model.can_cache is not bool(why)
-    assert model.module.get_parameter("head.weight").dtype == (torch.bfloat16 if precision == "bf16" else torch.float64)
-    stored = {name: each.clone() for name, each in model.module.named_parameters()}
-    with model.wide():
-        assert not {each.dtype for each in model.module.parameters()} & {torch.bfloat16, torch.float16}
-        logits = model.logits(torch.tensor([[1, 2, 3]]))
-        assert logits is not None
-        assert logits.dtype == (torch.float32 if precision == "bf16" else torch.float64)
-    for name, each in model.module.named_parameters():
-        assert each.dtype == stored[name].dtype
-        assert torch.equal(each, stored[name])
-    model.can_cache = False
-    (slow,) = generate(model, [[1, 2, 3]], max_tokens=6, sampling=Sampling())
-    assert texts[0].strip() == ",".join(map(str, [1, 2, 3, *slow]))
-    model.close()
-
-
-#: counts its positions by itself, of which it has 16; or fails by a fault of its own
-ENDS = """
-import torch
-from torch import nn
-from colossus import layers
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = layers.Embedding(61, 16)
-        self.positions = nn.Embedding(16, 16)
-        self.head = layers.LMHead(16, 61)
-
-    def forward(self, ids):
-        {fault}
-        return self.head(self.embedding(ids) + self.positions(torch.arange(ids.shape[1])))
+        return self.head({twice})
 
     def loss(self, logits, batch):
         return layers.cross_entropy(logits, batch["labels"])
@@ -325,37 +239,51 @@ model = dict(type=Own)
 """
 
 
-def test_a_model_that_fails_says_where(tmp_path: Path, capfd: Captured) -> None:
+def own_source(folder: Path, *, says: bool, twice: bool = False) -> tuple[Source, Path]:
+    """A checkpoint of a model of a user's own, and its config file."""
     from colossus.config import load_config
 
-    file = tmp_path / "own.py"
-    file.write_text(ENDS.replace("{fault}", ""))
+    file = folder / "own.py"
+    text = OWN.replace("{says}", str(says)).replace("{twice}", "self.block(x)" if twice else "x")
+    file.write_text(text)
     kind = load_config(str(file)).model
     assert kind is not None
-    source = save(tmp_path / "saved", kind.spec())
-    words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "30", "--config", str(file)]
-    for plan in ([], ["parallel.data=2"]):
-        code, out, err = run(capfd, *words, *plan)
-        assert code == 1
-        assert out.count(",") == 16, "the 17th token is chosen behind 16, and fed to none"
-        assert out.endswith("\n")
-        assert "on 17 tokens, after 16 without a fault, the model raised IndexError: index out of range" in err
-        assert "own.py" in err
-        assert "Traceback" not in err
-    code, out, err = run(capfd, *words, "--json")
-    assert (code, len(json.loads(out)["results"][0]["tokens"])) == (1, 14)
-    code, _, err = run(capfd, *words[:2], "1,61", *words[3:])
-    assert (code, "prompt 0 has the token 61, but the model has the tokens 0..60" in err) == (2, True)
-    file.write_text(ENDS.replace("{fault}", "int('seven')"))
-    with pytest.raises(ValueError, match="invalid literal"):  # with its traceback, as Python prints it
-        run(capfd, *words)
+    return save(folder / "saved", kind.spec()), file
+
+
+def test_a_model_of_ones_own_is_cached_where_it_says_so(tmp_path: Path, capfd: Captured) -> None:
+    """The same text, with a cache, without one, and on two ranks."""
+    texts = []
+    for says in (True, False):
+        (tmp_path / str(says)).mkdir()
+        source, file = own_source(tmp_path / str(says), says=says)
+        words = [str(source.folder), "--tokens", "1,2,3", "--max-tokens", "6"]
+        code, _, err = run(capfd, *words)
+        assert code == 2
+        assert "none of colossus" in err
+        assert "give --config FILE" in err
+        for plan in ([], ["parallel.tensor=2"]):
+            code, out, err = run(capfd, *words, *plan, "--config", str(file))
+            assert code == 0, err
+            assert ("whole sequences are computed for each token" in err) is not says
+            texts.append(out)
+    assert len(set(texts)) == 1
+
+
+def test_a_cache_refuses_what_it_cannot_hold(tmp_path: Path, capfd: Captured) -> None:
+    """An attention that is called twice in a forward; the words of the layers, and the text so far."""
+    source, file = own_source(tmp_path, says=True, twice=True)
+    code, out, err = run(capfd, str(source.folder), "--tokens", "1,2,3", "--config", str(file))
+    assert (code, out) == (2, "1,2,3\n")
+    assert "block.attention" in err
+    assert "every attention is called once in each forward" in err
 
 
 def test_logits_that_are_no_numbers_fail_in_one_line(tmp_path: Path, capfd: Captured) -> None:
-    from colossus.inference import text_model
+    from colossus.inference import model as inference_model
 
     source = save(tmp_path, TEXT)
-    load = text_model._load
+    load = inference_model._load
 
     def spoiled(found: Source, module: torch.nn.Module, context: Any) -> None:
         load(found, module, context)
@@ -363,48 +291,12 @@ def test_logits_that_are_no_numbers_fail_in_one_line(tmp_path: Path, capfd: Capt
             module.get_parameter("norm.weight").fill_(float("nan"))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_model, "_load", spoiled)
+        patch.setattr(inference_model, "_load", spoiled)
         for plan in ([], ["parallel.tensor=2"]):
             code, out, err = run(capfd, str(source.folder), "--tokens", "1,2", *plan)
             assert (code, out) == (1, "1,2\n")
-            assert err.splitlines()[-1].startswith("colossus: generate failed: the logits of row 0 behind 2 tokens")
+            assert err.splitlines()[-1].startswith("colossus: generate failed: the logits of prompt 1 behind 2 tokens")
             assert "Traceback" not in err
-
-
-def test_closed_streams_are_told(texts: Source, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["generate", str(texts.folder), "--tokenizer", "bytes"]
-    monkeypatch.setattr(sys, "stdin", None)
-    assert main(words) == 2
-    assert "standard input is closed: give the prompt as --prompt TEXT" in capfd.readouterr().err
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        assert main([*words, "--prompt", "a"]) == 2
-    assert "standard output is closed" in capfd.readouterr().err
-    monkeypatch.setattr(sys, "stderr", None)
-    assert main([*words[:2], "--tokens", "1", "--max-tokens", "2"]) == 0
-    assert capfd.readouterr().out.count(",") == 2, "facts went to standard output"
-
-
-def test_a_small_model_has_one_thread(texts: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its parameters alone, and unless the user says how many."""
-    from colossus.inference import ranks
-    from colossus.inference.plan import plan_config
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert ranks.threads_alone(texts, 8) == 1
-    sizes = sum(math.prod(each.shape) for key, each in texts.manifest.tensors.items() if key.startswith("model/"))
-    monkeypatch.setattr(ranks, "_FEW_PARAMETERS", sizes)
-    assert ranks.threads_alone(texts, 8) == 8
-    monkeypatch.setattr(ranks, "_FEW_PARAMETERS", sizes + 1)
-    assert ranks.threads_alone(texts, 8) == 1
-    heard: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", heard.append)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    with ranks.Ranks(texts, plan_config(texts)):
-        assert heard == [1]
-    assert heard == [1, 8]
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert ranks.threads_alone(texts, 3) == 3
 
 
 def test_a_terminal_gets_letters_and_obeys_nothing() -> None:
@@ -415,9 +307,9 @@ def test_a_terminal_gets_letters_and_obeys_nothing() -> None:
     letters = "a\u3000b\u00a0c\u200c\u200dd\u00ade\u0301\t\n"
     assert harmless(letters) == letters
     assert harmless("\x1b[2J\x9b\x07\x7f\u202e\u2066") == "\ufffd[2J" + 5 * "\ufffd"
-    for tokens, shown in ((b"a\r\nb", "xa\nb\n"), (b"a\rb", "xa\ufffdb\n"), (b"a\r", "xa\n")):
+    for tokens, shown in ((b"a\r\nb", "xa\nb\n"), (b"a\rb", "xab\n"), (b"a\r", "xa\n")):
         out = Terminal()
-        texts = Texts(["x"], [[120]], ByteTokenizer(), is_json=False, out=out)
+        texts = Texts(["x"], [[120]], ByteTokenizer(), out, is_json=False)
         for at, token in enumerate(tokens, 1):
             texts.add([token], ["stop" if at == len(tokens) else None])
         assert out.getvalue() == shown
@@ -430,34 +322,25 @@ def test_json_has_no_half_of_a_letter(texts: Source, capfd: Captured) -> None:
     assert found["results"][0]["prompt_tokens"] == [97, 255]
 
 
-def test_options_that_say_little_of_a_model_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    from colossus.inference import plan
+def test_what_there_is_is_not_lost_as_json(rotary: Source, capfd: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    from colossus.inference.decoding import Decoding
 
-    monkeypatch.setattr(plan, "model_options", lambda config: SimpleNamespace(seq_len=16, vocab_size=61))
-    assert plan.num_positions(None) is None  # type: ignore[arg-type]
+    step, count = Decoding.step, itertools.count()
 
-
-LOOP = ["--tokenizer", "bytes", "--prompt", "abc", "--max-tokens", "1000000"]
-
-
-@pytest.mark.parametrize("plan", [[], ["parallel.tensor=2"]], ids=["one", "1d"])
-def test_ctrl_c_ends_json_with_what_there_is(rotary: Source, plan: list[str], capfd: Captured) -> None:
-    from colossus.inference import ranks
-
-    step, count = ranks.Ranks.step, itertools.count()
-
-    def interrupted(self: ranks.Ranks) -> ranks.Step:
+    def interrupted(self: Decoding) -> list[int | None]:
         if next(count) == 5:
             raise KeyboardInterrupt
         return step(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks.Ranks, "step", interrupted)
-        code, out, err = run(capfd, str(rotary.folder), *plan, *LOOP, "--json")
+    monkeypatch.setattr(Decoding, "step", interrupted)
+    code, out, err = run(capfd, str(rotary.folder), *LOOP, "--json")
     assert code == 130
     (result,) = json.loads(out)["results"]
     assert (len(result["tokens"]), result["ended"]) == (5, "stopped")
     assert err.splitlines()[-1] == "colossus: stopped by Ctrl-C"
+
+
+LOOP = ["--tokenizer", "bytes", "--prompt", "abc", "--max-tokens", "1000000"]
 
 
 @pytest.mark.parametrize("plan", [[], ["parallel.tensor=2"]], ids=["one", "1d"])

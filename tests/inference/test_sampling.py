@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossus.inference import Sampling
-from colossus.inference.sampling import NOT_A_NUMBER, pick, probabilities, uniform
+from colossus.inference.decoding import NOT_A_NUMBER, pick, probabilities, uniform
 
 LOGITS = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)
 TEMPERATURES = st.floats(0.05, 5.0)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from colossus.checkpoint.manifest import MANIFEST, Manifest
 from colossus.config import ConfigError
-from colossus.inference.source import Source
-from colossus.inference.tokenizers import ByteTokenizer, FileTokenizer, TextStream, tokenizer_of
+from colossus.inference.config import Source
+from colossus.inference.text import ByteTokenizer, FileTokenizer, special_ids, tokenizer_of
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 CORPUS = ["the quick brown fox, the lazy dog", "naïve café 你好 世界 😀😃 ünïcödé", "  two  spaces\n\tand tabs"]
 
 
-def told(stream: TextStream, tokens: Any) -> str:
+def told(stream: Any, tokens: Any) -> str:
     return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
 
@@ -40,15 +40,6 @@ def test_a_character_comes_when_it_is_whole(text: str) -> None:
         assert len(shown) == len(text[: len(shown)])
     assert shown == text
     assert stream.finish() == ""
-
-
-@given(TEXTS)
-def test_text_becomes_its_bytes(text: str) -> None:
-    if not text:
-        with pytest.raises(ConfigError, match="the prompt is empty"):
-            ByteTokenizer().encode(text)
-    else:
-        assert bytes(ByteTokenizer().encode(text)).decode() == text
 
 
 def test_bytes_of_a_shell_that_are_no_text_stay() -> None:
@@ -118,7 +109,7 @@ def test_text_that_streams_is_the_whole_text(folder: Path, text: str) -> None:
 @given(st.lists(st.integers(0, 250), max_size=25))
 def test_any_tokens_stream_to_what_they_decode_to(folder: Path, ids: list[int]) -> None:
     """Pieces of characters and invalid bytes, too. A decoder that shows a run of bytes as a whole takes letters back
-    when an invalid one follows; what was shown stays."""
+    when an invalid one follows (the library's stream raises then); what was shown stays."""
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     whole = tokenizer._tokenizer.decode(ids, skip_special_tokens=True)
     shown = told(tokenizer.stream(), ids)
@@ -139,14 +130,6 @@ def test_text_streams_on_behind_a_prompt(folder: Path, text: str, cut: int) -> N
         assert shown[at] + told(tokenizer.stream(ids[:at]), ids[at:]) == shown[-1]
 
 
-def test_a_token_without_text_begins_no_text(folder: Path) -> None:
-    tokenizer = FileTokenizer(folder / "tokenizer.json")
-    the, end = tokenizer.encode("the the")[-1], tokenizer.stop[0]
-    wanted = tokenizer._tokenizer.decode([the, end, the], skip_special_tokens=True)
-    assert told(tokenizer.stream(), [the, end, the]) == wanted
-    assert tokenizer._tokenizer.decode([the]) + told(tokenizer.stream([the]), [end, the]) == wanted
-
-
 def test_a_character_of_several_tokens_comes_whole(folder: Path) -> None:
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     stream = tokenizer.stream()
@@ -156,44 +139,20 @@ def test_a_character_of_several_tokens_comes_whole(folder: Path) -> None:
     assert shown.count("") >= 2, "four bytes that are no piece of their own"
 
 
-def test_what_ends_a_text_is_what_the_files_say(folder: Path, tmp_path: Path) -> None:
+def test_what_begins_and_ends_a_text_is_what_the_files_say(folder: Path, tmp_path: Path) -> None:
+    """Of the model where no file does; an empty prompt begins with the token for that."""
     file = tmp_path / "tokenizer.json"
     file.write_bytes((folder / "tokenizer.json").read_bytes())
-    byte_level = "byte_level" in folder.name
-    assert FileTokenizer(file).stop == ((0,) if byte_level else (2,)), "the special token of that name"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(eos_token=dict(content="a"))))
-    assert FileTokenizer(file).stop == (FileTokenizer(file)._tokenizer.token_to_id("a"),)
+    is_plain = FileTokenizer(file, adds_special=False)
+    assert (is_plain.stop, is_plain.encode("")) == ((), [])
+    assert FileTokenizer(file, {"eos_token_id": 4, "bos_token_id": 3}, adds_special=False).encode("") == [3]
+    assert FileTokenizer(file, {"eos_token_id": 4}).stop == (4,)
     (tmp_path / "config.json").write_text(json.dumps(dict(eos_token_id=7)))
+    assert FileTokenizer(file, {"eos_token_id": 4}).stop == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, 6, None], bos_token_id=None)))
+    assert FileTokenizer(file).stop == special_ids(tmp_path, {}, "eos_token_id") == (5, 6)
+    (tmp_path / "generation_config.json").write_text("[")
     assert FileTokenizer(file).stop == (7,)
-    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[5, 6, None, 10**6])))
-    assert FileTokenizer(file).stop == (5, 6)
-
-
-def test_an_empty_prompt_begins_with_the_token_for_it(folder: Path) -> None:
-    tokenizer = FileTokenizer(folder / "tokenizer.json")
-    assert tokenizer.encode("") == ([0] if "byte_level" in folder.name else [1])
-    tokenizer._start = ()
-    if "byte_level" in folder.name:
-        with pytest.raises(ConfigError, match="the prompt is empty"):
-            tokenizer.encode("")
-
-
-def test_only_what_a_template_adds_at_the_end_is_left_out(folder: Path, tmp_path: Path) -> None:
-    """Not the end of a text that a prompt names."""
-    tokenizers = pytest.importorskip("tokenizers")
-    file = folder / "tokenizer.json"
-    made = tokenizers.Tokenizer.from_file(str(file))
-    end = "<|endoftext|>" if "byte_level" in folder.name else "</s>"
-    stop = made.token_to_id(end)
-    assert FileTokenizer(file).encode(f"the{end}") == [*FileTokenizer(file).encode("the"), stop]
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A $B {end}", special_tokens=[(end, stop)]
-    )
-    made.save(str(tmp_path / "tokenizer.json"))
-    ends = FileTokenizer(tmp_path / "tokenizer.json")
-    plain = FileTokenizer(file, adds_special=False)
-    assert ends.encode("the") == plain.encode("the")
-    assert ends.encode(f"the{end}") == [*plain.encode("the"), stop]
 
 
 def test_a_prompt_begins_as_training_data_did(folder: Path) -> None:
@@ -221,7 +180,8 @@ def source(folder: Path, tokenizer: str | None, *, saved: bool = False) -> Sourc
 
 
 def test_which_tokenizer_it_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tokenizer_of(source(tmp_path, None), None) is None
+    with pytest.raises(ConfigError, match="does not say how its text became tokens"):
+        tokenizer_of(source(tmp_path, None), None)
     assert isinstance(tokenizer_of(source(tmp_path, "bytes"), None), ByteTokenizer)
     assert isinstance(tokenizer_of(source(folder, "tokenizer.json"), None), FileTokenizer)
     for given_path in (folder, folder / "tokenizer.json"):

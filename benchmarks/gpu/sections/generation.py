@@ -14,7 +14,7 @@ from helpers.inference import LENGTH, MODELS, save
 from benchmarks.gpu.ranks import RankPool
 from benchmarks.gpu.section import Case, Figures
 from colossus.inference import Sampling, generate, load_model
-from colossus.inference.source import Source
+from colossus.inference.config import Source
 
 PROMPTS = ([3, 1, 4, 1, 5], [9], [2, 6, 5])
 SAMPLINGS = (None, Sampling(temperature=0.9, top_k=30, top_p=0.95, seed=7))

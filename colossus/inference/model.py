@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colossus.arithmetic import round_up
 from colossus.checkpoint.sources import open_weights
 from colossus.checkpoint.together import on_all_ranks
 from colossus.comm import collectives, shared_memory
 from colossus.config import Config, model_options
 from colossus.construct.build_model import build
 from colossus.context.parallel_context import ParallelContext
-from colossus.context.precision import LOW
 from colossus.engine.device import pick_device
 from colossus.engine.inputs import batch_axes
 from colossus.engine.pipeline import PipelineRuntime
 from colossus.engine.state.boxes import parameter_boxes
 from colossus.engine.state.weights import known_weights, load_matched, require_same_model
 from colossus.error_place import add_place
-from colossus.inference.cache_trial import DECLARED, find_problem
-from colossus.inference.plan import plan_config
-from colossus.inference.source import Source
+from colossus.inference.config import Source, generation_config
+from colossus.layers import to_whole
 from colossus.layers.batch_info import BatchInfo
 from colossus.layers.embedding import Embedding, PositionEmbedding
 from colossus.layers.kv_cache import KeyValueCache
@@ -34,7 +32,6 @@ from colossus.layers.pipeline_block import run_blocks
 from colossus.models.transformer import Transformer
 from colossus.registry import MODELS, TENSOR_MODES
 from colossus.schedule.runtime.stage_scope import MetaTensorGuard
-from colossus.sharded_tensor.regions import to_whole
 
 
 class TextModel:
@@ -46,33 +43,27 @@ class TextModel:
         row_multiple: a batch has a multiple of so many rows, which ranks share out.
         num_positions: what comes behind so many tokens the model has no position for; None without an end.
         vocab_size: it has an embedding for so many ids; None where that cannot be seen.
-        can_cache: whether a token can be computed from a cache of those before it: of our models, and of those whose
-            class says so (`DECLARED`) and that pass a trial. Where not, whole sequences are.
-        why_not: in words.
+        can_cache: whether a token can be computed from a cache of those before it: where the model's class says so by
+            ``key_value_cache = True``, as ours do. Where not, whole sequences are.
     """
 
     def __init__(self, config: Config, context: ParallelContext, module: nn.Module, pipeline: PipelineRuntime) -> None:
-        self.config, self.context, self.module = config, context, module
+        self.context, self.module = context, module
         self._parallel = model_parallel_of(context)
         self._autocast = context.precision.autocast(context.device)
-        self._stages = _Stages(pipeline, module)
-        is_ours = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
-        self._pipeline = pipeline
+        self._stages, self._pipeline = _Stages(pipeline, module), pipeline
         self._executor = pipeline.make_executor(self._stages, self._parallel) if pipeline.partition else None
-        self._chain = _shortened(module) if is_ours and self._executor is None else None
+        self._chain = None if self._executor is not None else _shortened(module)
         self._axes = batch_axes(context)
         mode = TENSOR_MODES.get(context.options.tensor_mode)
         ways = mode.batch_ways(context.grid.sizes) if context.size("tensor") > 1 else 1
         self.row_multiple = ways * context.size("data")
         self._world = context.group(context.grid.names)
-        found = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
-        self.num_positions = min(found, default=None)
+        positions = [each.num_positions for each in module.modules() if isinstance(each, PositionEmbedding)]
+        self.num_positions = min(positions, default=None)
         rows = [each.num_embeddings for each in module.modules() if isinstance(each, (Embedding, nn.Embedding))]
         self.vocab_size = getattr(model_options(config), "vocab_size", max(rows, default=None))
-        self.why_not = "" if is_ours else self._try_cache()
-        self.can_cache = not self.why_not
-
-    # -- forwards -----------------------------------------------------------------------------------------
+        self.can_cache = bool(getattr(module, "key_value_cache", False))
 
     def logits(self, ids: Tensor, cache: KeyValueCache | None = None, *, only_last: bool = True) -> Tensor | None:
         """The logits of this rank's rows, with the whole vocabulary. Collective.
@@ -97,8 +88,19 @@ class TextModel:
                 cache.advance(ids.shape[1])
             if not self._stages.has_last:
                 return None
-            logits = to_whole(_checked(out, local, type(self.module).__name__))
+            if not isinstance(out, Tensor) or out.dim() != 3:
+                raise ValueError(
+                    f"{type(self.module).__name__} returned {tuple(out.shape) if isinstance(out, Tensor) else out!r} "
+                    f"for ids {tuple(local.shape)}: a language model returns logits [batch, tokens, vocabulary]"
+                )
+            logits = to_whole(out)
             return logits[:, -1:] if only_last else logits
+
+    def _run(self, ids: Tensor) -> Any:
+        if self._executor is None:
+            return self.module(ids) if self._chain is None else run_blocks(self._chain, ids)
+        self._executor.run(self._pipeline.forward_actions(1), [ids])
+        return self._stages.output
 
     def rows(self, count: int) -> slice:
         """Those of ``count`` rows that this rank computes."""
@@ -117,55 +119,11 @@ class TextModel:
             assert of_rows is not None
             return of_rows
         out = torch.zeros(count, dtype=torch.int64, device=self.context.device)
-        if of_rows is not None and self._is_first_with_its_rows:
+        split = {*self.context.grid.axes("data"), *self._axes, "pipeline"}
+        is_heard = all(index == 0 for axis, index in self.context.coordinates.items() if axis not in split)
+        if of_rows is not None and is_heard:
             out[self.rows(count)] = of_rows
         return collectives.all_reduce(out, self._world, owned=True).wait()
-
-    def new_cache(self, first: int, limit: int | None = None) -> KeyValueCache:
-        """An empty cache with room for ``first`` tokens; see `KeyValueCache`."""
-        return KeyValueCache(first, limit)
-
-    @property
-    def _is_first_with_its_rows(self) -> bool:
-        split = {*self.context.grid.axes("data"), *self._axes, "pipeline"}
-        return self._stages.has_last and all(
-            index == 0 for axis, index in self.context.coordinates.items() if axis not in split
-        )
-
-    def _try_cache(self) -> str:
-        """Why the model of a user's own is not continued from a cache; nothing when it is. Collective."""
-        if not getattr(self.module, DECLARED, False):
-            return (
-                f"{type(self.module).__name__} does not say that it can be continued from one: where nothing but "
-                f"colossus.layers.Attention mixes tokens or counts positions, write {DECLARED} = True in the class"
-            )
-        if self._executor is not None:
-            return "a model of your own is not tried with a cache under parallel.pipeline"
-        problem = find_problem(self)
-        count = self.row_multiple
-        mine = torch.full((count,), int(bool(problem)), dtype=torch.int64)[self.rows(count)]
-        elsewhere = bool(self.agree(count, mine).any())
-        return problem or ("another rank found that it cannot" if elsewhere else "")
-
-    @contextmanager
-    def wide(self) -> Iterator[None]:
-        """Inside, weights of low precision are in float32, and so is what is computed."""
-        stored = {each: each.dtype for each in self.module.parameters() if each.dtype in LOW}
-        autocast, self._autocast = self._autocast, nullcontext()
-        try:
-            for each in stored:
-                each.data = each.data.float()
-            yield
-        finally:
-            self._autocast = autocast
-            for each, dtype in stored.items():
-                each.data = each.data.to(dtype)
-
-    def _run(self, ids: Tensor) -> Any:
-        if self._executor is None:
-            return self.module(ids) if self._chain is None else run_blocks(self._chain, ids)
-        self._executor.run(self._pipeline.forward_actions(1), [ids])
-        return self._stages.output
 
     def close(self) -> None:
         self._pipeline.close()
@@ -182,7 +140,7 @@ class _Stages:
     def __init__(self, pipeline: PipelineRuntime, module: nn.Module) -> None:
         self._forwards = pipeline.stage_forwards(module)
         self._last_stage = pipeline.last_stage
-        self._to_guard = set(self._forwards) if pipeline.partition else set()
+        self._to_guard = set(self._forwards)
         self.has_last = self._last_stage in self._forwards
         self.output: Any = None
         self._nothing = torch.zeros(())
@@ -207,22 +165,20 @@ def load_model(
 
     Args:
         source: as `find_source` gives it.
-        config: as `plan_config` gives it; by default made of the rest, which are its arguments.
+        config: as `generation_config` gives it; by default made of the rest, which are its arguments.
 
     Raises:
         CheckpointError: on all ranks, when it is damaged or of another model.
         ValueError: for sizes the plan cannot split.
     """
-    config = config or plan_config(source, overrides, config_file)
+    config = config or generation_config(source, overrides, config_file)
     shared_memory.enable(config.comm.shared_memory)
     context = ParallelContext.from_config(config, device=pick_device(config.device, config.comm.backend))
     try:
-        pipeline = PipelineRuntime(config, context)
-        precision = context.precision
+        pipeline, precision = PipelineRuntime(config, context), context.precision
         assert config.model is not None
-        spec = config.model.spec()
         module = build(
-            lambda: MODELS.build(spec),
+            partial(MODELS.build, config.model.spec()),
             context,
             dtype=precision.params,
             wide_dtype=precision.data,
@@ -260,18 +216,3 @@ def _shortened(module: nn.Module) -> list[Callable[[Any], Any]] | None:
         vars(each).update(each._parameters)
         vars(each).update(each._modules)
     return list(module.pipeline_blocks())
-
-
-def _checked(out: Any, ids: Tensor, title: str) -> Tensor:
-    if not isinstance(out, Tensor) or out.dim() != 3:
-        found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise ValueError(
-            f"{title} returned {found} for ids {tuple(ids.shape)}: a language model returns logits "
-            f"[batch, tokens, vocabulary]"
-        )
-    return out
-
-
-def padded_rows(count: int, multiple: int) -> list[int]:
-    """Indices of ``count`` rows, repeated from the first until they divide."""
-    return [index % count for index in range(round_up(count, multiple))]

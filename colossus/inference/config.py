@@ -1,0 +1,340 @@
+"""What is run of a checkpoint: where its weights are, under which config, and how tokens are chosen. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colossus.checkpoint.manifest import BYTES, MANIFEST, TOKENIZER_FILE, Manifest
+from colossus.checkpoint.sources import find_weights, manifest_of
+from colossus.config import Config, ConfigError, load_config, model_options
+from colossus.config.loading import read_file, validate
+from colossus.config.model_source import with_tokenizer
+from colossus.config.overrides import apply_overrides
+from colossus.config.plans import check_names
+from colossus.config.ranges import is_text
+from colossus.config.schema import READING_OPTIONS
+from colossus.config.section import Named
+from colossus.config.sizes import describe_sizes, world_size
+from colossus.config.training import LOW, PrecisionSection
+from colossus.registry import DATASETS, MODELS, SCHEDULES
+
+#: keys that mean something to text; what evaluations look at
+_GENERATE_KEYS = ("parallel", "train.precision", "comm", "device")
+_EVALUATE_SECTIONS = ("model", "data", "parallel", "schedule", "train", "comm", "device")
+#: keys of the section train that say how to train
+_OF_TRAINING = ("activation_checkpoint", "steps", "schedule_steps", "eval_every", "eval_batches")
+_DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights and what is known of them: the folder of a checkpoint, or of Hugging Face."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it is a folder of Hugging Face."""
+        return not (self.folder / MANIFEST).exists()
+
+    @property
+    def token_ids(self) -> Mapping[str, Any]:
+        """``eos_token_id`` and the like, of a model that came from Hugging Face."""
+        return self.manifest.config.get("token_ids") or {}
+
+
+def find_source(path: Path | str) -> Source:
+    """The model that a user means: a checkpoint, a folder of them, a run folder, or a folder of Hugging Face.
+
+    Raises:
+        CheckpointError: when there is none, or it is not whole.
+    """
+    found = find_weights(path)
+    return Source(found, manifest_of(found))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Temperature, then top-k, then top-p (1904.09751), each on what the one before has left.
+
+    Attributes:
+        temperature: logits are divided by it: below 1 likely tokens become likelier.
+        top_k: only as many of the likeliest tokens (and those as likely as the last of them); None: all.
+        top_p: only the likeliest tokens whose probabilities together reach it, at least one; 1: all.
+        greedy: the likeliest token, the first of equals; the rest means nothing then.
+        seed: of the random numbers, which are a function of it, the row of the prompt, and the position of the token.
+
+    Raises:
+        ConfigError: for values that mean nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    greedy: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.seed < 0:
+            problems.append(f"seed = {self.seed}: it must be 0 or more")
+        if not self.greedy and not (self.temperature > 0 and math.isfinite(self.temperature)):
+            problems.append(
+                f"temperature = {self.temperature}: it divides the logits, so it must be above 0 and finite; for the "
+                f"likeliest token take greedy"
+            )
+        if not self.greedy and self.top_k is not None and self.top_k < 1:
+            problems.append(f"top_k = {self.top_k}: it keeps so many tokens, at least 1; leave it out for all of them")
+        if not self.greedy and not 0 < self.top_p <= 1:
+            problems.append(f"top_p = {self.top_p}: it is a probability to keep, above 0 and at most 1 (1 keeps all)")
+        if problems:
+            raise ConfigError(problems)
+
+
+# -- generation -------------------------------------------------------------------------------------------
+
+
+def generation_config(source: Source, overrides: Sequence[str] = (), config_file: str | None = None) -> Config:
+    """A config of the checkpoint's model under one process, unless the overrides say otherwise.
+
+    Args:
+        overrides: ``parallel.tensor=2``, ``train.precision=bf16``, ...
+        config_file: with the model, where that is a class of the user's own.
+
+    Raises:
+        ConfigError: for a plan that does not fit the model, or means nothing without training.
+    """
+    keys = ", ".join(f"{key}.." for key in _GENERATE_KEYS)
+    problems = [
+        f"{text}: generate trains nothing, and the model is that of the checkpoint; it takes {keys}, a prompt as "
+        f"--prompt TEXT"
+        for text in overrides
+        if not text.partition("=")[0].startswith(_GENERATE_KEYS)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    values = _recorded(source, config_file, ("model",))
+    values["train"] = {"precision": _recorded_precision(source)}
+    stated = validate(apply_overrides(values, overrides), overrides)
+    check_names(stated)
+    _require_generation(stated)
+    # samples are repeated until they divide: any number that does
+    batch = world_size(stated.parallel.model_copy(update={"data": stated.parallel.data or 1}))
+    config = load_config(values, [*overrides, f"train.global_batch_size={batch}"])
+    precision = config.train.precision
+    if precision.compute in LOW:  # weights are kept as they are multiplied: cast once or at every use is the same
+        reduce = precision.reduce if precision.reduce != "fp64" else "fp32"
+        kept = PrecisionSection(params=precision.compute, compute=precision.compute, reduce=reduce, optimizer="fp32")
+        config = config.model_copy(update={"train": config.train.model_copy(update={"precision": kept})})
+    return config.model_copy(update={"name": "generate"})
+
+
+def _require_generation(config: Config) -> None:
+    parallel, options = config.parallel, model_options(config)
+    given = {
+        f"parallel.sequence = {parallel.sequence.size}": parallel.sequence.size > 1,
+        "parallel.tensor.sequence_sharded": parallel.tensor.sequence_sharded,
+        f"parallel.zero = {parallel.zero.stage}": parallel.zero.stage,
+        "parallel.strategy": "strategy" in parallel.model_fields_set,
+    }
+    problems = [
+        f"{key} splits tokens, or what training needs, but generate makes one token after the other: take "
+        f"parallel.tensor or parallel.pipeline, which split the model, or parallel.data, which splits the prompts"
+        for key, is_given in given.items()
+        if is_given
+    ]
+    is_language = hasattr(options, "vocab_size") and getattr(options, "generates", True)
+    if config.model is not None and options is not None and not is_language:
+        problems.append(f"model {config.model.type!r} gives no next token: generate takes a language model (GPT, ..)")
+    if problems:
+        raise ConfigError(problems)
+
+
+def num_positions(config: Config) -> int | None:
+    """Of a model with learned positions, how many: there is nothing beyond them. None where it does not say."""
+    options: Any = model_options(config)
+    return None if getattr(options, "is_rotary", True) else int(options.seq_len)
+
+
+def prompt_problems(
+    prompts: Sequence[Sequence[int]], max_tokens: int, positions: int | None, vocab_size: int | None
+) -> list[str]:
+    """Why a model with so many positions and tokens cannot continue these prompts."""
+    problems = [] if prompts else ["there is no prompt"]
+    if max_tokens < 1:
+        problems.append(f"max_tokens = {max_tokens}: at least 1")
+    for number, tokens in enumerate(prompts, 1):
+        if not tokens:
+            problems.append(f"prompt {number} is empty: a model continues at least one token")
+        if positions is not None and len(tokens) > positions:
+            problems.append(
+                f"prompt {number} has {len(tokens)} tokens, but the model has learned {positions} positions "
+                f"(model.seq_len): cut it to {positions}, or less to leave room for text"
+            )
+        wrong = [each for each in tokens if each < 0 or (vocab_size is not None and each >= vocab_size)]
+        if wrong:
+            has = f"0..{vocab_size - 1}" if vocab_size is not None else "0 and above"
+            problems.append(
+                f"prompt {number} has the token {wrong[0]}, but the model has the tokens {has}: is it the tokenizer "
+                f"that made its training data?"
+            )
+    return problems
+
+
+# -- evaluation -------------------------------------------------------------------------------------------
+
+
+def evaluation_config(
+    source: Source, overrides: Sequence[str] = (), config_file: str | None = None, *, nproc: int | None = None
+) -> Config:
+    """The config of a checkpoint's run, with all of its validation data, unless the overrides say otherwise.
+
+    Args:
+        config_file: takes the place of what the checkpoint records.
+        nproc: number of processes. 1: in this process, without a plan; another one than the plan has derives
+            ``parallel.data``. None is the plan of the run.
+
+    Raises:
+        ConfigError: for what is no config, a plan that does not fit, code that the checkpoint names.
+    """
+    keys = [text.partition("=")[0] for text in overrides]
+    problems = [
+        f"{text}: evaluate trains nothing, and takes the weights of {source.folder}; leave it out"
+        for text, key in zip(overrides, keys, strict=True)
+        if key.partition(".")[0] in ("optimizer", "lr_schedule", "checkpoint", "hooks", "name")
+    ]
+    if problems:
+        raise ConfigError(problems)
+    values = _recorded(source, config_file, _EVALUATE_SECTIONS, without_data=bool({"data", "data.type"} & set(keys)))
+    plan, train = dict(values.get("parallel") or {}), dict(values.get("train") or {})
+    plan.pop("strategy", None)  # no replica tells another of a gradient
+    if nproc is not None:
+        plan = {} if nproc == 1 else {key: value for key, value in plan.items() if key != "data"}
+    train.setdefault("precision", _recorded_precision(source))
+    schedule = values.get("schedule") or {}
+    if (
+        isinstance(schedule, Mapping) and schedule.get("type", "1f1b") not in SCHEDULES
+    ):  # of a user's own: forwards come in one order
+        schedule = {"microbatches": schedule.get("microbatches", 1)}
+    kept = {key: value for key, value in train.items() if key not in _OF_TRAINING}
+    config = load_config({**values, "parallel": plan, "train": kept, "schedule": schedule}, overrides, nproc)
+    config._source = Path(config_file).name if config_file is not None else None
+    if config.data is None:
+        raise ConfigError(
+            f"{source.folder} records no data, which was given to the run otherwise: give data: data.type=TextFolder "
+            f"data.path=..., say, or --config FILE"
+        )
+    config = _with_its_tokenizer(config, source)
+    most = config.train.eval_batches if {"train", "train.eval_batches"} & set(keys) else None
+    train_section = config.train.model_copy(update={"eval_batches": most})
+    return config.model_copy(update={"name": "evaluate", "train": train_section})
+
+
+def training_data(config: Config) -> Config:
+    """The config with its training data, from first to last, in the place of its validation data."""
+    data = config.data
+    if not isinstance(data, Named):
+        is_maker = callable(data) and not hasattr(data, "__getitem__")
+        return config.model_copy(update={"data": Named(type=data, validation={} if is_maker else data)})
+    has_splits = isinstance(data.type, str) and "split" not in data.options
+    validation = {"split": "train"} if has_splits else {}
+    return config.model_copy(update={"data": Named(**{**data.spec(), "validation": validation})})
+
+
+def _with_its_tokenizer(config: Config, source: Source) -> Config:
+    """Text becomes ids by the tokenizer.json that the checkpoint holds, where nothing names another.
+
+    Raises:
+        ConfigError: for text that nothing says how to read: weights that no run of ours has trained.
+    """
+    data, tokenizer = config.data, source.manifest.tokenizer
+    if tokenizer == TOKENIZER_FILE:
+        return with_tokenizer(config, str(source.folder))
+    is_untold = tokenizer is None and (source.is_foreign or source.manifest.is_weights_only)
+    if is_untold and isinstance(data, Named) and is_text(data.type) and data.options.get("tokenizer") is None:
+        raise ConfigError(
+            f"{source.folder} has no {TOKENIZER_FILE}, so nothing says how text becomes the ids of its model: give "
+            f"data.tokenizer=PATH of one, or data.tokenizer={BYTES}"
+        )
+    return config
+
+
+# -- both -------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config) -> str:
+    """``one process, fp32``, or ``tensor 2 (2d), bf16``."""
+    parallel, tensor = config.parallel, config.parallel.tensor
+    sizes = describe_sizes(parallel.model_copy(update={"data": None} if parallel.data == 1 else {}))
+    plan = "one process" if world_size(parallel) == 1 else f"{sizes}{f' ({tensor.mode})' if tensor.size > 1 else ''}"
+    return f"{plan}, {config.train.precision.compute}"
+
+
+def _recorded(
+    source: Source, config_file: str | None, sections: Sequence[str], without_data: bool = False
+) -> dict[str, Any]:
+    """Sections of the config file, else those that the checkpoint records: of colossus, by their names.
+
+    Args:
+        without_data: the options that are recorded are of other data.
+
+    Raises:
+        ConfigError: where the checkpoint has the name of a class or an object of a user instead, or no model.
+    """
+    values = read_file(Path(config_file)) if config_file is not None else source.manifest.config
+    found = {key: values[key] for key in sections if values.get(key) is not None}
+    if without_data:
+        found.pop("data", None)
+    if not found.get("model"):
+        raise ConfigError(f"{config_file or source.folder} has no model: give --config FILE, a config file with it")
+    if config_file is not None:
+        return found
+    if source.manifest.tokenizer == TOKENIZER_FILE and "data" in found:
+        found["data"] = _without_tokenizer(found["data"])
+    problems = []
+    for key, registry in (("model", MODELS), ("data", DATASETS)):
+        unknown = [each for each in _imported_names(found.get(key)) if each not in registry]
+        if unknown:
+            problems.append(
+                f"{source.folder}: its {key} is {unknown[0]}, none of colossus ({', '.join(registry.names())}), and "
+                f"code is never imported because a checkpoint names it: give --config FILE, the config file that it "
+                f"was trained with{', or other data: data.type=TextFolder data.path=...' if key == 'data' else ''}"
+            )
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _without_tokenizer(data: Any, kind: Any = None) -> Any:
+    """Data without the tokenizer files by which it reads text: those that the run was given may be gone."""
+    if not isinstance(data, Mapping):
+        return data
+    kind = data.get("type", kind)
+    has_file = is_text(kind) and data.get("tokenizer") != BYTES
+    kept = {key: value for key, value in data.items() if not (has_file and key == "tokenizer")}
+    return {**kept, "validation": _without_tokenizer(kept["validation"], kind)} if "validation" in kept else kept
+
+
+def _imported_names(section: Any) -> Iterator[str]:
+    """What would be imported for a section: its type, functions that it reads with, those of its validation."""
+    if isinstance(section, str):
+        yield section
+    elif isinstance(section, Mapping):
+        yield from (section[key] for key in ("type", *READING_OPTIONS) if isinstance(section.get(key), str))
+        yield from _imported_names(section.get("validation"))
+
+
+def _recorded_precision(source: Source) -> dict[str, Any]:
+    """That of the run; of a folder that does not say, that of most of its tensors."""
+    recorded = (source.manifest.config.get("train") or {}).get("precision")
+    if isinstance(recorded, Mapping):
+        return dict(recorded)
+    counts = Counter(entry.dtype for key, entry in source.manifest.tensors.items() if key.startswith("model/"))
+    name = next((_DTYPES[dtype] for dtype, _ in counts.most_common() if dtype in _DTYPES), "fp32")
+    return PrecisionSection.keys_of(name) or {}
