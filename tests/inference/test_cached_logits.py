@@ -199,28 +199,6 @@ def test_learned_positions_end_a_text(sources: dict[str, Source]) -> None:
     model.close()
 
 
-def test_rotary_positions_go_on(sources: dict[str, Source]) -> None:
-    model = load_model(sources["llama"])
-    (made,) = generate(model, [[1, 2]], max_tokens=3 * LENGTH)
-    assert len(made) == 3 * LENGTH
-    model.close()
-
-
-def test_what_is_no_prompt_is_refused(sources: dict[str, Source]) -> None:
-    model = load_model(sources["llama"])
-    for prompts, words in (
-        ([], "there is no prompt"),
-        ([[1], []], "prompt 2 is empty"),
-        ([[1, 61]], r"prompt 1 has the token 61, but the model has the tokens 0\.\.60"),
-        ([[1], [1, -2]], "prompt 2 has the token -2"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            Decoding(model, prompts)
-    with pytest.raises(ValueError, match="max_tokens = 0"):
-        Decoding(model, [[1]], max_tokens=0)
-    model.close()
-
-
 def test_logits_that_are_no_numbers_are_told(sources: dict[str, Source]) -> None:
     model = load_model(sources["gpt"])
     with torch.no_grad():

@@ -42,10 +42,6 @@ def test_a_character_comes_when_it_is_whole(text: str) -> None:
     assert stream.finish() == ""
 
 
-def test_bytes_of_a_shell_that_are_no_text_stay() -> None:
-    assert ByteTokenizer().encode(b"a\xff\xe4".decode("utf-8", "surrogateescape")) == [0x61, 0xFF, 0xE4]
-
-
 def test_an_id_beyond_the_bytes_is_no_character() -> None:
     stream = ByteTokenizer().stream()
     assert [stream.push(0xE2), stream.push(300), stream.push(65)] == ["", "\ufffd\ufffd", "A"]
@@ -128,15 +124,6 @@ def test_text_streams_on_behind_a_prompt(folder: Path, text: str, cut: int) -> N
         shown = [tokenizer._tokenizer.decode(ids[:at]) for at in range(len(ids) + 1)]
         at = next((at for at in range(min(cut, len(ids) - 1), 0, -1) if "\ufffd" not in shown[at]), 0)
         assert shown[at] + told(tokenizer.stream(ids[:at]), ids[at:]) == shown[-1]
-
-
-def test_a_character_of_several_tokens_comes_whole(folder: Path) -> None:
-    tokenizer = FileTokenizer(folder / "tokenizer.json")
-    stream = tokenizer.stream()
-    shown = [stream.push(token) for token in tokenizer.encode("the \U0001f9ff the")]
-    assert "\ufffd" not in "".join(shown)
-    assert "".join(shown) == "the \U0001f9ff the"
-    assert shown.count("") >= 2, "four bytes that are no piece of their own"
 
 
 def test_what_begins_and_ends_a_text_is_what_the_files_say(folder: Path, tmp_path: Path) -> None:
