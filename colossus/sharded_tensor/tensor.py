@@ -207,6 +207,12 @@ def _placement_of_result(
         if base.split_axes:
             raise MixesPartsError("draws the same numbers for the parts of all tensor ranks")
         return base
+    if base.split_axes and not torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        if any(x.requires_grad for x in tensors if not isinstance(x, ShardedTensor)):
+            raise MixesPartsError(
+                "meets a parameter inside of an autograd function: its gradient would lack the parts of other ranks"
+            )
     places = []
     for role in ROLES:
         if not any(x.placement.place(role) for x in operands):

@@ -195,14 +195,22 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
         lambda m, h: F.scaled_dot_product_attention(split(h), split(h), split(h), dropout_p=0.1),
         "layers.Dropout behind merge_heads",
     ),
+    "a parameter where nothing is recorded": (lambda m, h: Scaled.apply(h, m.scale), "inside of an autograd function"),
     "merged twice": (lambda m, h: layers.merge_heads(layers.merge_heads(split(h))), "merge_heads: x has shape"),
 }
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale
 
 
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = layers.Linear(8, 16, split="column"), layers.Linear(16, 8, split="row")
+        self.scale = nn.Parameter(torch.ones(()))
 
 
 def test_what_would_be_wrong_on_some_heads_is_refused() -> None:
