@@ -67,7 +67,7 @@ ROWS = (
     Row(LMHead, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
     Row(Classifier, nn.Linear, ("hidden_size", "vocab_size"), _BIAS, _HEAD),
     Row(Embedding, nn.Embedding, _TABLE, not_given=("sparse",)),
-    Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode", "include_last_offset"), not_given=("sparse",)),
+    Row(EmbeddingBag, nn.EmbeddingBag, (*_TABLE, "mode"), not_given=("sparse",)),
     Row(LayerNorm, nn.LayerNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight", "bias": "bias"}),
     Row(RMSNorm, nn.RMSNorm, ("normalized_shape", "eps"), {"elementwise_affine": "weight"}),
     Row(Dropout, nn.Dropout, ("p",)),

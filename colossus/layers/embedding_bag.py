@@ -33,9 +33,8 @@ class EmbeddingBag(Layer):
         device: accepted as torch does, and ignored: the table is made on the device of the context.
 
     Shape:
-        ids [bags, n], or [t] with offsets [bags], in the whole layout; output [bags, embedding_dim].
-        Where an engine splits a batch into microbatches, or over tensor ranks, it does so along dim 0: bags of unlike
-        lengths come as [bags, n], filled up with ``padding_idx``.
+        ids [bags, n] in the whole layout; output [bags, embedding_dim]. Bags of unlike lengths are filled up with
+        ``padding_idx``; torch's offsets are not there: a batch is split into microbatches and over ranks along dim 0.
 
     Raises:
         ValueError: for ids outside the table (checked on CPU), and for what `embedding_bag` refuses.
@@ -51,7 +50,6 @@ class EmbeddingBag(Layer):
         mode: BagMode = "mean",
         sparse: bool = False,
         *,
-        include_last_offset: bool = False,
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -70,14 +68,14 @@ class EmbeddingBag(Layer):
                 )
             padding_idx %= num_embeddings
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.mode, self.sparse, self.include_last_offset = mode, sparse, include_last_offset
+        self.mode, self.sparse = mode, sparse
         init = init or (Normal(1.0) if padding_idx is None else ZeroRow(Normal(1.0), padding_idx))
         self.looked_up = self.split_between_blocks(embedding_dim)
         layout = Layout(((), self.looked_up.features))
         self.weight = self.make_parameter({"": (num_embeddings, embedding_dim)}, layout, init, dtype=dtype)
         self.decide_gradients(self.weight, self.looked_up)
 
-    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, offsets: None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         place = require_whole_bags(ids, offsets, self.title)
         ids, user = local(ids), self.parallel.regions.whole
         if (rows := row_source(self.weight)) is not None:
@@ -91,11 +89,9 @@ class EmbeddingBag(Layer):
         y = embedding_bag(
             ids,
             self.weight,
-            None if offsets is None else local(offsets),
             mode=self.mode,
             sparse=self.sparse,
             per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
             padding_idx=self.padding_idx,
             title=self.title,
         )
@@ -110,8 +106,13 @@ class EmbeddingBag(Layer):
 
 def require_whole_bags(ids: Tensor, offsets: Tensor | None, title: str) -> Place | None:
     """`sequence_place` of the bags, of which a rank must have whole ones."""
+    if offsets is not None:
+        raise located_error(
+            f"{title}: it takes ids [bags, n], filled up with padding_idx, and no offsets: along these no batch can be "
+            f"cut"
+        )
     place = sequence_place(ids)
-    if (place is not None and (ids.dim() != 2 or place.dim != 0)) or sequence_place(offsets) is not None:
+    if place is not None and (ids.dim() != 2 or place.dim != 0):
         raise located_error(
             f"{title}: under parallel.sequence a rank has a part of the tokens, and so of each bag: a bag may be made "
             f"of what belongs to one token, as ids [tokens, n], but not of tokens"

@@ -31,7 +31,7 @@ def _along(default: Any = None) -> Rule:
 def _interleaved(at: At, call: Call) -> Place:
     x, repeats, dim = call.get("self"), call.get("repeats"), call.get("dim")
     place = found(at, x)
-    if isinstance(repeats, int) and dim is not None and dim % x.dim() == place.dim:
+    if isinstance(repeats, int) and repeats > 0 and dim is not None and dim % x.dim() == place.dim:
         return Place(place.dim, place.before, 1 if at.parts and place.before == 1 else place.after * repeats)
     return avoid(place, x.dim(), dim, "works along")
 

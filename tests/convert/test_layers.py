@@ -141,7 +141,7 @@ def test_rows_of_the_table() -> None:
         layers.LMHead: dict(hidden_size=3, vocab_size=5, bias=True),
         layers.Classifier: dict(hidden_size=3, num_classes=5),
         layers.Embedding: dict(num_embeddings=5, embedding_dim=3, padding_idx=1, sparse=True),
-        layers.EmbeddingBag: dict(num_embeddings=5, embedding_dim=3, mode="max", include_last_offset=True),
+        layers.EmbeddingBag: dict(num_embeddings=5, embedding_dim=3, mode="max"),
         layers.LayerNorm: dict(normalized_shape=(2, 3), eps=0.5, bias=False),
         layers.RMSNorm: dict(normalized_shape=3, elementwise_affine=False),
         layers.Dropout: dict(p=0.25),

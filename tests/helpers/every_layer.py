@@ -116,10 +116,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Inputs]]] = {
         lambda: layers.EmbeddingBag(WORDS, HIDDEN, mode="sum", padding_idx=3),
         lambda on: (ids(on), None, torch.randn(BATCH, TOKENS, device=on)),
     ),
-    "bags with offsets": (
-        lambda: layers.EmbeddingBag(WORDS, HIDDEN),
-        lambda on: (ids(on, 17), torch.arange(0, 17, 4, device=on)),
-    ),
     "patches": (lambda: layers.PatchEmbedding(3, HIDDEN, (2, 4)), lambda on: (torch.randn(BATCH, 3, 4, 8, device=on),)),
     "attention": (attention, lambda on: (hidden(on),)),
     "attention, dropout": (lambda: attention(dropout=0.2), lambda on: (hidden(on),)),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -29,32 +28,27 @@ def twins(**options: Any) -> tuple[Any, nn.EmbeddingBag]:
 
 
 @given(
-    lengths=st.lists(st.integers(0, 4), max_size=5),
+    bags=st.integers(0, 4),
+    length=st.integers(1, 4),
     mode=st.sampled_from(["sum", "mean", "max"]),
     sparse=st.booleans(),
-    last=st.booleans(),
     padding=st.sampled_from([None, 2, -1]),
     weighted=st.booleans(),
-    behind=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_bags_of_any_length(
-    lengths: list[int], mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool, behind: int, seed: int
-) -> None:
-    """Offsets, empty bags, padding, ids behind the last bag; outputs, gradients, and which rows have one."""
-    ours, plain = twins(mode=mode, sparse=sparse, include_last_offset=last, padding_idx=padding)
+def test_bags(bags: int, length: int, mode: str, sparse: bool, padding: int | None, weighted: bool, seed: int) -> None:
+    """Padding, also of whole bags; outputs, gradients, and which rows have one."""
+    ours, plain = twins(mode=mode, sparse=sparse, padding_idx=padding)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, ROWS, (sum(lengths),), generator=generator)
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    offsets = ends if last else ends[:-1]
+    ids = torch.randint(0, ROWS, (bags, length), generator=generator)
+    if padding is not None:
+        ids[:1] = padding % ROWS
     weights = [None, None]
     if weighted and mode == "sum":
-        drawn = torch.randn(len(ids), generator=generator, dtype=torch.float64)
+        drawn = torch.randn(ids.shape, generator=generator, dtype=torch.float64)
         weights = [drawn.clone().requires_grad_() for _ in range(2)]
-    more = torch.randint(0, ROWS, (behind * last,), generator=generator)
-    given = None if weights[0] is None else torch.cat((weights[0], torch.ones(len(more))))
-    found = ours(torch.cat((ids, more)), offsets, given)
-    want = plain(ids, offsets, weights[1])
+    found = ours(ids, per_sample_weights=weights[0])
+    want = plain(ids, per_sample_weights=weights[1])
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
     slope = torch.randn(want.shape, generator=generator, dtype=torch.float64)
     for out in (found, want):
@@ -63,7 +57,7 @@ def test_bags_of_any_length(
     assert grad.is_sparse is sparse
     torch.testing.assert_close(grad.to_dense() if sparse else grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
     if sparse:
-        touched = set(ids.tolist()) - ({padding % ROWS} if padding is not None else set())
+        touched = set(ids.flatten().tolist()) - ({padding % ROWS} if padding is not None else set())
         assert set(grad.coalesce().indices()[0].tolist()) == touched
     if weights[0] is not None:
         torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-12, atol=1e-12)
@@ -94,7 +88,7 @@ def test_padding_in_a_table_with_wide_sums(mode: str) -> None:
     plain.load_state_dict(ours.state_dict())
     ids = torch.tensor([[2, 2, 2], [1, 2, 5], [5, 5, 6]])
     weights = torch.randn(3, 3, generator=torch.Generator().manual_seed(0)) if mode == "sum" else None
-    found, want = (bag(ids, None, None if weights is None else weights) for bag in (ours, plain))
+    found, want = (bag(ids, per_sample_weights=weights) for bag in (ours, plain))
     for out in (found, want):
         (out.float() * torch.arange(9.0).view(3, 3)).sum().backward()
     assert torch.equal(found, want.bfloat16())
@@ -134,27 +128,19 @@ def test_a_narrow_table_is_widened_by_distinct_rows(padding: int | None, num_ids
     assert torch.equal(y, want.bfloat16().expand(2, dim))
 
 
-IDS, OFFSETS = torch.tensor([0, 1, 2]), torch.tensor([0, 2])
-BAD: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [
-    ({}, (IDS,), "EmbeddingBag: ids [t] = [3] need offsets [bags], but there are none"),
-    ({}, (IDS, OFFSETS.unsqueeze(0)), "but there are of shape (1, 2)"),
-    ({}, (IDS, OFFSETS.float()), "offsets are torch.float32, not integers"),
-    ({}, (IDS, torch.tensor([1, 2])), "ascending from 0, at most 3; they are [1, 2]"),
-    ({}, (IDS, torch.tensor([0, 4])), "ascending from 0, at most 3; they are [0, 4]"),
-    ({}, (IDS, torch.tensor([0, 2, 1])), "they are [0, 2, 1]"),
-    ({}, (IDS.unsqueeze(0), OFFSETS), "ids [bags, n] = (1, 3) are bags already"),
-    ({}, (IDS.view(1, 1, 3),), "ids have shape (1, 1, 3), not [bags, n]"),
-    ({}, (IDS.unsqueeze(0) + 5,), "ids range over 5..7, outside the vocabulary 0..6"),
-    ({"mode": "max"}, (IDS, OFFSETS, torch.ones(3)), "per_sample_weights are there with mode 'sum' only, not 'max'"),
-    ({"mode": "sum"}, (IDS, OFFSETS, torch.ones(2)), "per_sample_weights have shape (2,), the ids (3,)"),
-    ({"include_last_offset": True}, (IDS, OFFSETS[:0]), "wants offsets [bags + 1], but they are empty"),
+IDS = torch.tensor([[0, 1, 2]])
+BAD: list[tuple[dict[str, Any], Tensor, Tensor | None, str]] = [
+    ({}, IDS[0], None, "EmbeddingBag: ids have shape (3,), not [bags, n]. Bags of unlike lengths are filled up"),
+    ({}, IDS + 5, None, "ids range over 5..7, outside the vocabulary 0..6"),
+    ({"mode": "max"}, IDS, torch.ones(1, 3), "per_sample_weights are there with mode 'sum' only, not 'max'"),
+    ({"mode": "sum"}, IDS, torch.ones(1, 2), "per_sample_weights have shape (1, 2), the ids (1, 3)"),
 ]
 
 
-@pytest.mark.parametrize(("options", "inputs", "words"), BAD, ids=[words for *_, words in BAD])
-def test_bad_bags(options: dict[str, Any], inputs: tuple[Any, ...], words: str) -> None:
+@pytest.mark.parametrize(("options", "ids", "weights", "words"), BAD, ids=[words for *_, words in BAD])
+def test_bad_bags(options: dict[str, Any], ids: Tensor, weights: Tensor | None, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        layers.EmbeddingBag(ROWS, DIM, sparse=True, **options)(*inputs)
+        layers.EmbeddingBag(ROWS, DIM, sparse=True, **options)(ids, per_sample_weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -200,18 +186,10 @@ def test_what_torchs_lookups_do_beside_looking_up(option: dict[str, Any]) -> Non
     assert not isinstance(layers.Embedding(2, 2, sparse=True), nn.Embedding)
 
 
-def test_offsets_of_a_whole_batch_and_of_a_part() -> None:
-    """As many ids as bags could be cut along dim 0 without a word: the first offset of the second part is not 0."""
-    batch = {"inputs": {"ids": torch.tensor([0, 1, 2, 3]), "offsets": torch.tensor([0, 1, 3, 4])}}
+def test_offsets_are_refused() -> None:
     one = engine()
-    start = one.model.bag.weight.detach().clone()
-    result = one.train_step(batch)
-    want = F.embedding_bag(batch["inputs"]["ids"], start, batch["inputs"]["offsets"]).square().sum().item() / 4
-    assert result.loss == pytest.approx(want, rel=1e-12)
+    with pytest.raises(ValueError, match=r"takes ids \[bags, n\], filled up with padding_idx, and no offsets"):
+        one.train_step({"inputs": {"ids": torch.tensor([0, 1, 2, 3]), "offsets": torch.tensor([0, 1, 2, 3])}})
     one.close()
-    two = engine(2)
-    with pytest.raises(ValueError, match=r"offsets say where bags begin .* give ids \[bags, n\]"):
-        two.train_step(batch)
-    two.close()
     with pytest.raises(ValueError, match="ids"):
         split_microbatches({"inputs": {"ids": torch.arange(6), "offsets": torch.tensor([0, 2])}}, 2)

@@ -95,16 +95,16 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    options: dict[str, Any] = dict(mode=mode, include_last_offset=include_last_offset, padding_idx=padding_idx)
+    options: dict[str, Any] = dict(mode=mode, padding_idx=padding_idx)
     if (source := row_source(weight)) is None:
         options |= dict(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+        options |= dict(include_last_offset=include_last_offset)
         return F.embedding_bag(input, weight, offsets, per_sample_weights=per_sample_weights, **options)
-    source.require_ids(local(input))
     place = require_whole_bags(input, offsets, "EmbeddingBag")
+    source.require_ids(local(input))
     out = embedding_bag(
         local(input),
         weight,
-        offsets,
         sparse=True,
         per_sample_weights=None if per_sample_weights is None else local(per_sample_weights),
         title="EmbeddingBag",
