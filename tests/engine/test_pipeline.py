@@ -163,7 +163,7 @@ def _watched_peaks(rank: int, settings: dict[str, Any]) -> int:
     return peaks[0]
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 6), (4, 3)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 6), pytest.param(4, 3, marks=pytest.mark.long)])
 def test_activations_in_flight_of_1f1b(ranks: int, microbatches: int) -> None:
     settings = config(dict(pipeline=ranks), "1f1b", microbatches)
     peaks = run_ranks(ranks, _watched_peaks, settings, with_context=False)

@@ -42,7 +42,7 @@ def test_a_run_prints_lines_and_fills_its_folder(tmp_path: Path) -> None:
     code, out, err = launch(tmp_path)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "tiny: data 2, 2 process(es) on cpu"
+    assert lines[0] == "tiny: data 2, 2 process(es) on cpu, 10 parameters"
     assert [line.split("  ")[0] for line in lines[2:-1]] == [
         *("step 1/5", "step 2/5", "step 2/5", "step 4/5", "step 4/5", "step 5/5", "step 5/5")
     ]
