@@ -24,7 +24,7 @@ from colossus.layers import TransformerBlock
 from colossus.layers.model_parallel import model_parallel_of
 from colossus.layout.layout import Box
 from colossus.sharded_tensor.placement import Placement
-from colossus.sharded_tensor.tensor import plain, wrap
+from colossus.sharded_tensor.tensor import mark, plain
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
 
@@ -138,7 +138,7 @@ class ColossusRun(Run):
 
     def forward(self) -> Tensor:
         outer = self.parallel.regions.residual
-        return plain(self.module(wrap(self.x, Placement.standard(self.parallel, outer, outer, self.x.dim()))))
+        return plain(self.module(mark(self.x, Placement.standard(self.parallel, outer, outer, self.x.dim()))))
 
     def gradients(self) -> State:
         for param in self.module.parameters():
