@@ -12,9 +12,9 @@ def refusal(name: str, error: MixesPartsError, x: object, placement: Placement) 
     if not placement.is_whole:
         return f"{given} Call colossus.layers.to_whole(x) before it.{_hint(name)}"
     return (
-        f"{given} Tokens meet in colossus.layers.Attention and TransformerBlock, positions are those of "
-        f"colossus.layers.PositionEmbedding and rotary=True; colossus.layers.local(x) gives the rank's part as a plain "
-        f"tensor, for code that takes care of it itself"
+        f"{given} parallel.sequence splits dim 1 of a batch, its tokens, which meet in colossus.layers.Attention and "
+        f"TransformerBlock; positions are those of colossus.layers.PositionEmbedding and rotary=True; "
+        f"colossus.layers.local(x) gives the rank's part as a plain tensor, for code that takes care of it itself"
     )
 
 

@@ -15,6 +15,8 @@ from colossus.layers import PipelineBlock
 
 #: the plans under which features between a pair are split
 SPLIT = ("1d", "2d", "2.5d", "3d", "data 2 x 1d", "pipeline 2 x 1d")
+#: 3D as (2, 1, 2) leaves them whole inside of a pair
+SPLIT_FEATURES = tuple("3d 8" if plan == "3d" else plan for plan in SPLIT)
 
 
 class Pair(nn.Module):
@@ -81,7 +83,7 @@ class NormOfOursBetween(Stack):
         super().__init__(self.Normed(kit), self.Normed(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "layer_norm on an activation"))
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "layer_norm normalizes over dim -1"))
 class NormOfTorchBetween(Stack):
     class Normed(Pair):
         def __init__(self, kit: Any) -> None:
@@ -96,7 +98,7 @@ class NormOfTorchBetween(Stack):
         super().__init__(self.Normed(kit), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "a plain tensor of shape"))
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "a plain tensor of shape"))
 class LearnedScaleBetween(Stack):
     class Scaled(Pair):
         def __init__(self, kit: Any) -> None:
@@ -120,7 +122,7 @@ class DropoutOfTorchBetween(Stack):
         super().__init__(self.Dropped(kit), Block(kit))
 
 
-@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT, "split_heads"))
+@user_model(features, classify, refused=NO_TOKENS | dict.fromkeys(SPLIT_FEATURES, "split_heads"))
 class ViewIntoHeads(Stack):
     class Viewed(Pair):
         def between(self, h: Tensor) -> Tensor:

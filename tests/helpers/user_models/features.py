@@ -335,7 +335,7 @@ class CosineHead(nn.Module):
         return [self.trunk, PipelineBlock(self.top, "classes", "log_scale")]
 
 
-_SUM = dict.fromkeys(("1d", "2d", "2.5d", "3d", "data 2 x 1d", "pipeline 2 x 1d"), "sum reduces dim -1")
+_SUM = dict.fromkeys(("1d", "2d", "2.5d", "3d 8", "data 2 x 1d", "pipeline 2 x 1d"), "sum reduces dim -1")
 
 
 @user_model(features, classify, refused=NO_TOKENS | _SUM)
