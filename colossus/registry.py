@@ -129,7 +129,7 @@ MODELS = Registry(
         "GPT": "colossus.models.gpt:GPT",
         "Llama": "colossus.models.llama:Llama",
         "ViT": "colossus.models.vit:ViT",
-        "WordsLM": "colossus.models.words:WordsLM",
+        "WordsLM": "colossus.sparse.words:WordsLM",
     },
 )
 MODEL_OPTIONS = Registry(
@@ -138,7 +138,7 @@ MODEL_OPTIONS = Registry(
         "GPT": "colossus.models.options:GPTOptions",
         "Llama": "colossus.models.options:LlamaOptions",
         "ViT": "colossus.models.options:ViTOptions",
-        "WordsLM": "colossus.models.words_options:WordsOptions",
+        "WordsLM": "colossus.sparse.words_options:WordsOptions",
     },
 )
 #: options of ``dict(type=.., **options)`` -> (our own model, the path of its weights, that of its tokenizer), or None

@@ -32,17 +32,18 @@ LEVELS = {
     "schedule": 6,
     "models": 6,
     "data": 6,
-    "hf": 7,  # beside the engine, which reaches it through a registry
-    "engine": 7,
-    "convert": 8,
-    "monitor": 8,
-    "doctor": 8,
-    "launch": 9,
-    "inference": 10,
-    "verify": 11,
-    "compare": 11,
-    "cli": 12,
-    "__main__": 13,
+    "sparse": 7,
+    "hf": 8,  # beside the engine, which reaches it through a registry
+    "engine": 8,
+    "convert": 9,
+    "monitor": 9,
+    "doctor": 9,
+    "launch": 10,
+    "inference": 11,
+    "verify": 12,
+    "compare": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 #: anyone may import these; they import only each other as listed
 LEAVES = {

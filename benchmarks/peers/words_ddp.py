@@ -1,6 +1,6 @@
 """The words model in plain torch, under torch's DistributedDataParallel.
 
-The same layers, sample of negatives and optimizer as `colossus.models.words.WordsLM` with an LSTM; what a user would
+The same layers, sample of negatives and optimizer as `colossus.sparse.words.WordsLM` with an LSTM; what a user would
 write who knows torch well. Tables are `torch.nn.Embedding`, with dense gradients or with sparse=True.
 """
 
@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from colossus.context.rng_streams import RngStreams
-from colossus.layers import log_uniform
+from colossus.sparse import log_uniform
 
 
 class PlainWords(nn.Module):

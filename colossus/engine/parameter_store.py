@@ -18,7 +18,7 @@ from colossus.engine.gradients.scatter import GradientScatter
 from colossus.engine.prefetch import BlockRuns
 from colossus.engine.sharded_block import ShardedBlock
 from colossus.layers.pipeline_block import NamedBlock
-from colossus.layers.row_source import row_source
+from colossus.rows.row_source import row_source
 from colossus.tensor_parallel.gathered_weights import GatheredWeights
 from colossus.tensor_parallel.wgrad_deferral import run_grad_hooks
 

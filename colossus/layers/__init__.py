@@ -10,7 +10,7 @@ _NAMES = {
     "Classifier": "lm_head",
     "Dropout": "dropout",
     "Embedding": "embedding",
-    "EmbeddingBag": "embedding_bag",
+    "EmbeddingBag": ".sparse.embedding_bag",
     "GatedMLP": "mlp",
     "LMHead": "lm_head",
     "LayerNorm": "norm",
@@ -21,7 +21,7 @@ _NAMES = {
     "PipelineBlock": "pipeline_block",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
-    "SampledSoftmax": "loss.sampled_softmax",
+    "SampledSoftmax": ".sparse.sampled_softmax",
     "ShardedTensor": ".sharded_tensor.tensor",
     "TransformerBlock": "block",
     "accuracy": "loss.accuracy",
@@ -43,13 +43,11 @@ if TYPE_CHECKING:
     from colossus.layers.class_token import ClassToken
     from colossus.layers.dropout import Dropout
     from colossus.layers.embedding import Embedding, PositionEmbedding
-    from colossus.layers.embedding_bag import EmbeddingBag
     from colossus.layers.linear import Linear
     from colossus.layers.lm_head import Classifier, LMHead
     from colossus.layers.lora import LoRALinear
     from colossus.layers.loss.accuracy import accuracy
     from colossus.layers.loss.cross_entropy import cross_entropy
-    from colossus.layers.loss.sampled_softmax import SampledSoftmax
     from colossus.layers.mlp import MLP, GatedMLP
     from colossus.layers.model_parallel import to_residual
     from colossus.layers.norm import LayerNorm, RMSNorm
@@ -58,6 +56,8 @@ if TYPE_CHECKING:
     from colossus.layers.recomputation import checkpoint, recompute
     from colossus.sharded_tensor.regions import local, to_whole
     from colossus.sharded_tensor.tensor import ShardedTensor
+    from colossus.sparse.embedding_bag import EmbeddingBag
+    from colossus.sparse.sampled_softmax import SampledSoftmax
 
 __all__ = [
     "MLP",

@@ -23,7 +23,7 @@ from colossus.checkpoint.state_dict import full_state_dict
 from colossus.convert.table import ROWS
 from colossus.models.gpt import GPT
 from colossus.models.vit import ViT
-from colossus.models.words import WordsLM
+from colossus.sparse.words import WordsLM
 
 BATCH, TOKENS, WIDTH = 4, 6, 16
 

@@ -20,9 +20,9 @@ from colossus.engine.loss_function import LossFunction
 from colossus.engine.sparse.plain_modules import look_up_in_rows
 from colossus.engine.sparse.tables import table_modules
 from colossus.layers import Dropout
-from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import spec_of
 from colossus.random import GLOBAL_RNG
+from colossus.rows.row_source import give_row_source
 
 #: full name of a table -> the ids of each lookup in it, in order, each [samples, ..] of a microbatch
 Lookups = dict[str, list[Tensor]]

@@ -25,9 +25,9 @@ from colossus.engine.sparse.ways.gather import Gather
 from colossus.engine.sparse.ways.owners import Owners
 from colossus.engine.sparse.ways.way import Way
 from colossus.layers import Embedding, EmbeddingBag, SampledSoftmax
-from colossus.layers.row_source import give_row_source
 from colossus.layout.parameter import ParameterSpec, StoredSpec, attach, spec_of
 from colossus.layout.split_parameter import OWNED, hide_values
+from colossus.rows.row_source import give_row_source
 from colossus.rows.rules import Features
 
 #: what looks up rows, if it has sparse=True -> in which of its parameters; others, of a subclass, are as any other

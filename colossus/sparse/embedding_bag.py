@@ -9,15 +9,15 @@ from torch import Tensor
 
 from colossus.construct.init import Normal, ZeroRow
 from colossus.error_place import located_error
-from colossus.layers.bag_lookup import BagMode, embedding_bag
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
-from colossus.layers.row_source import row_source
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.rows.row_source import row_source
 from colossus.sharded_tensor.place import Place
 from colossus.sharded_tensor.regions import local, move, sequence_place, with_sequence
+from colossus.sparse.bag_lookup import BagMode, embedding_bag
 from colossus.tensor_parallel.dtypes import activation_dtype
 
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from colossus.construct.init import Constant, torch_linear
 from colossus.error_place import located_error
-from colossus.layers import log_uniform
 from colossus.layers.embedding import check_range
 from colossus.layers.layer import Layer
-from colossus.layers.log_uniform import LogUniformSample
-from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import read_rows, row_of_each
 from colossus.layout.layout import Layout
 from colossus.layout.parameter import Initializer
 from colossus.layout.redistribute import redistribute
+from colossus.rows.row_source import row_source
 from colossus.sharded_tensor.regions import local, move
 from colossus.sharded_tensor.tensor import unwrap
+from colossus.sparse import log_uniform
+from colossus.sparse.log_uniform import LogUniformSample
 from colossus.tensor_parallel.dtypes import product_dtype, to_wide_dtype
 from colossus.tensor_parallel.matmul import product
 

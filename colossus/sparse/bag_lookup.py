@@ -10,8 +10,8 @@ from torch import Tensor
 
 from colossus.error_place import located_error
 from colossus.layers.lookup import look_up_wide
-from colossus.layers.row_source import row_source
 from colossus.layers.sparse_lookup import distinct_rows
+from colossus.rows.row_source import row_source
 from colossus.tensor_parallel.dtypes import gradient_dtype
 
 BagMode = Literal["sum", "mean", "max"]

@@ -14,8 +14,8 @@ from helpers.training import config_of, run_cases
 
 from colossus import layers
 from colossus.config.schema import Parallel
-from colossus.layers import log_uniform
 from colossus.models.options import GPTOptions
+from colossus.sparse import log_uniform
 
 HIDDEN, CLASSES = 5, 23
 
@@ -124,7 +124,7 @@ def test_accidental_hits_and_labels_that_do_not_count(monkeypatch: pytest.Monkey
     assert kept(x[:1], torch.tensor([negative]))[0].item() == pytest.approx(math.log(2))
     nothing, count = made(x, torch.full((3,), -100))
     assert (nothing.item(), int(count)) == (0.0, 0)
-    monkeypatch.setattr("colossus.layers.loss.sampled_softmax._BLOCK", 4)
+    monkeypatch.setattr("colossus.sparse.sampled_softmax._BLOCK", 4)
     labels = torch.tensor([0, 22, 7])
     x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
     whole, _ = made.eval()(x, labels)

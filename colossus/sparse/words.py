@@ -13,12 +13,12 @@ from colossus.error_place import located_error
 from colossus.layers.children import call
 from colossus.layers.dropout import Dropout
 from colossus.layers.embedding import Embedding, PositionEmbedding
-from colossus.layers.loss.sampled_softmax import SampledSoftmax
 from colossus.layers.pipeline_block import PipelineBlock
 from colossus.models.transformer import INIT, Transformer
-from colossus.models.words_options import WordsOptions
 from colossus.registry import MODELS
 from colossus.sharded_tensor.regions import moved, to_whole
+from colossus.sparse.sampled_softmax import SampledSoftmax
+from colossus.sparse.words_options import WordsOptions
 
 #: of tables that are looked up, whose rows are learned seldom
 _TABLE_INIT = Normal(0.05)
