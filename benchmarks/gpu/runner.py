@@ -20,7 +20,7 @@ SET_UP_SECONDS = 120.0
 #: after which a silent process is looked at: ranks that outlive it hold its end of the pipe open
 LOOK_SECONDS = 0.5
 #: in which the stacks of what hangs are written
-DUMP_SECONDS = 1.0
+DUMP_SECONDS = 3.0
 
 
 class Runner:

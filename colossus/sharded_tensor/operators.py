@@ -86,6 +86,10 @@ def _verdict(func: Callable[..., Any]) -> bool | str:
     return name if len(found) == 2 else found == {True}
 
 
+#: torch.compile asks it and traces nothing of it: torch.compiler.assume_constant_result, which would import dynamo
+_verdict._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _is_tagged(name: str, overload: Any) -> bool:
     random = torch.Tag.nondeterministic_seeded in overload.tags
     if random or any(str(result.type) != "Tensor" for result in overload._schema.returns):  # `equal` gives a bool

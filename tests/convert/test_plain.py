@@ -46,7 +46,7 @@ def config_of(plan: str, **more: Any) -> dict[str, Any]:
         schedule=chosen.schedule,
         optimizer=dict(type="SGD", lr=LR),
         train=dict(global_batch_size=BATCH, precision="fp64", seed=3),
-        comm=dict(timeout_seconds=20.0),
+        comm=dict(timeout_seconds=120.0),
         device="cpu",
         **more,
     )

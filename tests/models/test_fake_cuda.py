@@ -66,8 +66,7 @@ MORE: dict[str, Case] = {
     **{
         f"GPT, {tensor}, {kind}{' on the host' * offload}": of(tensor, GPT, **recomputed(type=kind, offload=offload))
         for tensor in TENSOR
-        for kind in ("full", "selective")
-        for offload in (False, True)
+        for kind, offload in (("full", False), ("full", True), ("selective", False))
     },
     **{
         f"GPT, {tensor}, gathered once": of(tensor, GPT, parallel=dict(tensor=dict(weights="step", gathered="keep")))
