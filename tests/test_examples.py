@@ -136,6 +136,7 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str) 
         close(found[name], value, f"{what} of {name}")
 
 
+@pytest.mark.rest("vit-2d", "mlp-2.5d")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -217,7 +218,7 @@ def embed_patches(rank: int, tensor: dict[str, Any]) -> list[dict[str, Any]]:
     return cases
 
 
-@pytest.mark.rest("1d", "2.5d")
+@pytest.mark.rest("1d", "2.5d", "2d")
 @pytest.mark.parametrize("plan", ["alone", *PLANS])
 def test_patch_embedding_is_the_convolution(plan: str) -> None:
     world, tensor = PLANS.get(plan, (1, {}))

@@ -118,6 +118,7 @@ def plans_and_precisions() -> Iterator[Any]:
     "tensor_outside-fp64-5",
     "data2_tensor2-fp64-5",
     "2d-fp64-5",
+    "2.5d-fp64-5",
 )
 @pytest.mark.parametrize(("plan", "precision", "steps"), list(plans_and_precisions()))
 def test_every_plan_follows_the_one_process_run(plan: str, precision: str, steps: int) -> None:
@@ -156,6 +157,8 @@ def pairs() -> Iterator[Any]:
     "loss_terms-tensor2_sharded",
     "sgd-tensor2_sharded",
     "llama_like-tensor2_sharded",
+    "keep-3d_2x1x2",
+    "accumulation-data2_tensor2",
 )
 def test_variants_follow_the_one_process_run(variant: str, plan: str) -> None:
     world, parallel = PLANS[plan]
@@ -273,6 +276,7 @@ def _masks(rank: int, parallel: dict[str, Any]) -> tuple[dict[str, int], dict[st
     }
 
 
+@pytest.mark.rest("2.5d")
 @pytest.mark.parametrize("plan", ["2d", "2.5d", "3d", *long("data2_2d")])
 def test_dropout_masks_agree_where_replicated_and_differ_where_split(plan: str) -> None:
     world, parallel = PLANS[plan]

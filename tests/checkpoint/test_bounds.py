@@ -121,6 +121,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 ALL = ["data", "zero", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("tensor", "2d"))]
 
 
+@pytest.mark.rest("data")
 @pytest.mark.parametrize("plan", ALL)
 def test_a_save_needs_a_block_or_its_own_copy(saved: Saved, plan: str) -> None:
     folder, ranks = saved(plan)
@@ -186,7 +187,7 @@ PAIRS = [("zero", "zero"), ("data", "2d"), ("zero", "tensor")]
 MORE = [("tensor", "tensor"), ("data", "data"), ("2d", "2d"), ("tensor", "zero"), ("2d", "tensor"), ("zero", "2d")]
 
 
-@pytest.mark.rest("zero-tensor")
+@pytest.mark.rest("zero-tensor", "zero-zero")
 @pytest.mark.parametrize(("then", "now"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.long) for pair in MORE)])
 def test_a_load_reads_what_it_needs(saved: Saved, then: str, now: str) -> None:
     """Under the same plan each rank's own bytes. Under another at most the chunks that its boxes meet, each once. And

@@ -267,6 +267,7 @@ def worlds() -> list[Any]:
     return params
 
 
+@pytest.mark.rest("2 ranks")
 @pytest.mark.parametrize(("world", "names"), worlds())
 def test_two_halves_are_the_whole(tmp_path: Path, world: int, names: list[str]) -> None:
     cases = {name: CASES[name] for name in names}

@@ -98,6 +98,7 @@ PLANS: dict[str, tuple[RankGrid, bool]] = {
 }
 
 
+@pytest.mark.rest("tensor 4")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_same_start_under_every_plan(name: str) -> None:
     """Bit for bit, on every rank."""

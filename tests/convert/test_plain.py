@@ -114,7 +114,7 @@ def require(names: Sequence[str], plan: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.rest("data 2 zero 3")
+@pytest.mark.rest("data 2 zero 3", "pipeline 2 zb-h1")
 @pytest.mark.parametrize("plan", ["data 2 zero 3", "3d 4 (2,1,2)", "pipeline 2 zb-h1"])
 def test_models_of_users(plan: str) -> None:
     require(SOME[::2] if plan.startswith("3d") else SOME, plan)
@@ -168,6 +168,7 @@ def as_twin(options: dict[str, Any]) -> PlainGPT:
 PLANS_OF_DECODERS = ["data 2 zero 3", "pipeline 2 x 1d 2 zb-h1", "3d 4 (2,1,2)"]
 
 
+@pytest.mark.rest("data 2 zero 3")
 @pytest.mark.parametrize("plan", but(("3d 4 (2,1,2)",), PLANS_OF_DECODERS))
 def test_decoders_equal_plain_torch(plan: str) -> None:
     """Outputs to 1e-12, each gradient; names in the order of the model; what is tied is one parameter."""

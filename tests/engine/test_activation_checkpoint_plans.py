@@ -68,7 +68,7 @@ def repeated(context: ParallelContext) -> Traffic:
     return total
 
 
-@pytest.mark.rest("1d")
+@pytest.mark.rest("1d", "1d_sequence")
 @pytest.mark.parametrize(
     "mode", ["1d", "1d_sequence", "2d", *(pytest.param(name, marks=pytest.mark.long) for name in ("2.5d_depth2", "3d"))]
 )

@@ -81,6 +81,7 @@ class Early(nn.Module):
         return y
 
 
+@pytest.mark.rest("True")
 @pytest.mark.parametrize("shared_memory", [False, True])
 def test_gradients_after_a_step_that_failed_everywhere(shared_memory: bool) -> None:
     """The reductions that it had started must be over before the next step fills their buffers."""

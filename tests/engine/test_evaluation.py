@@ -100,7 +100,7 @@ def alone() -> float:
 
 
 @pytest.mark.parametrize("name", but(("data6", "2d_data", "2.5d", "3d_pipeline"), PLANS))
-@pytest.mark.rest("2d", "sequence")
+@pytest.mark.rest("2d", "sequence", "3d")
 def test_every_plan_evaluates_every_sample_once(name: str, alone: float) -> None:
     world, parallel, microbatches = PLANS[name]
     kinds = list(KINDS) if name in ("data3", "data6") else ["dataset"]

@@ -34,6 +34,7 @@ def body(rank: int, plan: dict[str, Any], precision: str) -> list[str]:
     return waits.found
 
 
+@pytest.mark.rest("data 2 x 3d")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_step_waits_for_nothing(name: str) -> None:
     world, plan, precision = PLANS[name]

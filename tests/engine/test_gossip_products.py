@@ -84,6 +84,7 @@ def traces(plan: str, names: tuple[str, ...]) -> dict[str, list[Trace]]:
     return run_cases(world, configs, STEPS)
 
 
+@pytest.mark.rest("pipeline-osgp")
 @pytest.mark.parametrize(
     ("plan", "name"),
     [

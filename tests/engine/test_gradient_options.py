@@ -101,7 +101,7 @@ def plain_run() -> tuple[dict[str, Tensor], list[dict[str, float]], int]:
     return full_state_dict(model, engine.context), norms, num_clipped
 
 
-@pytest.mark.rest("1f1b", "2d")
+@pytest.mark.rest("1f1b", "2d", "zero")
 @plans
 def test_clipping_by_norm_then_by_value(plan: tuple[int, dict[str, Any], str]) -> None:
     world, parallel, kind = plan
@@ -127,7 +127,7 @@ def _norms_of_groups(rank: int, config: dict[str, Any]) -> list[dict[str, float]
     return found
 
 
-@pytest.mark.rest("1f1b, by_name", "data, by_name")
+@pytest.mark.rest("1f1b, by_name", "data, by_name", "zero, by_name", "1f1b, by_number")
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
     [

@@ -198,7 +198,7 @@ def _scaled(rank: int, config: dict[str, Any], is_scaled: bool) -> Any:
     return train(rank, config, 3)
 
 
-@pytest.mark.rest("1f1b")
+@pytest.mark.rest("1f1b", "1d")
 @pytest.mark.parametrize(
     ("world", "parallel", "kind"),
     [
@@ -231,6 +231,7 @@ def _overflow_in_a_pipeline(rank: int, kind: str) -> tuple[list[Any], list[str]]
     return told, messages.lines
 
 
+@pytest.mark.rest("1f1b")
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
 def test_an_overflow_on_one_rank_of_a_pipeline(kind: str) -> None:
     found = run_ranks(4, _overflow_in_a_pipeline, kind, with_context=False)

@@ -116,7 +116,7 @@ CASES: dict[str, tuple[int, dict[str, Any], str, list[Place], str, dict[str, Any
 }
 
 
-@pytest.mark.rest("key head", "1d")
+@pytest.mark.rest("key head", "1d", "zero")
 @pytest.mark.parametrize("name", but(("1f1b", "zb-h1", "tied alone"), CASES))
 def test_all_ranks_skip_together(name: str) -> None:
     world, parallel, kind, places, told, model = CASES[name]

@@ -102,7 +102,7 @@ def plain(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("plan", [pytest.param(plan, marks=[pytest.mark.long] * (plan in LONG)) for plan in PLANS])
-@pytest.mark.rest("1d")
+@pytest.mark.rest("1d", "zero3")
 def test_ten_steps_are_those_of_plain_torch(plan: str) -> None:
     world, parallel = PLANS[plan]
     # Adam turns the rounding noise that is the gradient of a key bias into steps of full size

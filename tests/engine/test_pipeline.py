@@ -60,7 +60,7 @@ def schedules() -> Iterator[Any]:
             yield pytest.param(kind, *count, marks=() if few else pytest.mark.long)
 
 
-@pytest.mark.rest("1f1b-2-1", "1f1b-4-6", "zb-v-2-1", "zb-v-4-3")
+@pytest.mark.rest("1f1b-2-1", "1f1b-4-6", "zb-v-2-1", "zb-v-4-3", "zb-v-4-6", "interleaved-4-6")
 @pytest.mark.parametrize(("kind", "ranks", "microbatches"), list(schedules()))
 def test_every_schedule_is_the_one_process_run(kind: str, ranks: int, microbatches: int) -> None:
     assert_parity(ranks, config(dict(pipeline=ranks), kind, microbatches))
@@ -85,7 +85,7 @@ def products() -> Iterator[Any]:
         yield pytest.param(*case, id=name, marks=() if few else pytest.mark.long)
 
 
-@pytest.mark.rest("1d")
+@pytest.mark.rest("1d", "data", "2.5d")
 @pytest.mark.parametrize(("world", "parallel", "kind"), list(products()))
 def test_products_with_data_and_tensor_parallelism(world: int, parallel: dict[str, Any], kind: str) -> None:
     # samples of a microbatch must divide over data ranks and the axes that split a batch
@@ -109,7 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.rest("selective checkpoint-zb-v")
+@pytest.mark.rest("selective checkpoint-zb-v", "full checkpoint-zb-v", "loss terms-zb-v")
 @pytest.mark.parametrize("kind", [pytest.param("1f1b", marks=pytest.mark.long), "zb-v"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_the_model(name: str, kind: str) -> None:

@@ -82,7 +82,7 @@ def twice(linear: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(Twice(linear) for _ in range(4)))
 
 
-@pytest.mark.rest("False-1f1b", "True-zb-h1", "False-zb-v")
+@pytest.mark.rest("False-1f1b", "True-zb-h1", "False-zb-v", "True-1f1b")
 @pytest.mark.parametrize("kind", ["zb-h1", "zb-v", "1f1b"])
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_weight_used_twice_is_reduced_once(kind: str, ours: bool) -> None:

@@ -165,7 +165,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rest("1f1b c10d", "1f1b 2", "interleaved", "zb-v")
+@pytest.mark.rest("1f1b c10d", "1f1b 2", "interleaved", "zb-v", "data")
 @pytest.mark.parametrize("name", but(("1f1b 4", "zb-v c10d"), PLANS))
 def test_nests_ties_and_changing_shapes_are_plain_torch(name: str) -> None:
     world, plan, schedule, comm = PLANS[name]

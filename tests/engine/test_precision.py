@@ -85,7 +85,7 @@ def in_every_plan() -> Iterator[Any]:
             yield pytest.param(precision, plan, marks=pytest.mark.long if is_long else ())
 
 
-@pytest.mark.rest("bf16-data", "bf16-1d", "bf16-zb-h1")
+@pytest.mark.rest("bf16-data", "bf16-1d", "bf16-zb-h1", "bf16-3d")
 @pytest.mark.parametrize(("precision", "plan"), list(in_every_plan()))
 def test_plans_follow_one_process_of_the_same_precision(precision: str, plan: str) -> None:
     world, parallel, schedule = PLANS[plan]
@@ -206,6 +206,7 @@ def test_narrow_parameters_are_copies_of_what_the_optimizer_updates() -> None:
     assert found == []
 
 
+@pytest.mark.rest("zero 3 x 1d")
 @pytest.mark.parametrize(
     ("world", "parallel", "schedule"),
     [

@@ -113,6 +113,7 @@ def evaluates(rank: int, precision: Any, state: dict[str, Tensor]) -> float:
     return loss
 
 
+@pytest.mark.rest("data")
 @pytest.mark.parametrize("plan", but(("1d", "sequence", "2d"), PLANS))
 def test_the_average_is_evaluated_and_the_own_come_back(plan: str) -> None:
     world, parallel, travelling = PLANS[plan]

@@ -201,7 +201,7 @@ EXACT_ONES = {"own optimizer": dict(type=OwnSGD, lr=LR, momentum=MOMENTUM), "sha
 SHARDED = ("data",)
 
 
-@pytest.mark.rest("own optimizer-1f1b", "own optimizer-zb-v")
+@pytest.mark.rest("own optimizer-1f1b", "own optimizer-zb-v", "own optimizer-1d")
 @pytest.mark.parametrize(
     ("strategy", "plan"),
     [

@@ -146,6 +146,7 @@ def _chosen_and_sent(rank: int, way: str, precision: Any) -> tuple[float, float]
     )
 
 
+@pytest.mark.rest("fp32")
 @pytest.mark.parametrize("precision", ["fp32", dict(params="bf16", compute="bf16")], ids=["fp32", "bf16"])
 def test_a_choice_counts_the_bytes_that_travel(precision: Any) -> None:
     """All ranks touch all rows; tables are stored as wide as the optimizer's state under any ``params``."""

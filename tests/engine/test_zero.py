@@ -95,7 +95,7 @@ def assert_is_one_process(plan: str, stage: int, precision: str, steps: int, opt
             assert_same_numbers(trace, reference)
 
 
-@pytest.mark.rest("1d-2", "1f1b-2")
+@pytest.mark.rest("1d-2", "1f1b-2", "1d-3", "hsdp-2")
 @pytest.mark.parametrize(
     ("plan", "stage"),
     [

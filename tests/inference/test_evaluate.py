@@ -102,6 +102,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, *words: str, code: i
     return err
 
 
+@pytest.mark.rest("2d", "zero")
 @pytest.mark.parametrize("name", PLANS)
 def test_the_number_that_the_run_reported(
     runs: tuple[Path, dict[str, float]], capsys: pytest.CaptureFixture[str], name: str

@@ -153,6 +153,7 @@ class Classes(nn.Module):
         return self.head(x.mean(1))
 
 
+@pytest.mark.rest("2d_4x1", "3d_4x1x1")
 @pytest.mark.parametrize("plan", ["2d_4x1", "3d_2x1x2", "3d_4x1x1", *long("2d", "3d")])
 def test_padding_never_reaches_a_loss(plan: str) -> None:
     same_run(plan, Classes, classes, labels=lambda generator: torch.randint(0, 10, (BATCH,), generator=generator))
@@ -173,7 +174,7 @@ class Biased(nn.Module):
         return x
 
 
-@pytest.mark.rest("2d")
+@pytest.mark.rest("2d", "data2_1d")
 @pytest.mark.parametrize("plan", ["data2_1d", "2d", "3d_2x1x2", *long("3d")])
 def test_a_learned_bias_of_attention(plan: str) -> None:
     same_run(plan, Biased, steps=2)

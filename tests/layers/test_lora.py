@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest("2d_2x3")
 @pytest.mark.parametrize(
     "mode",
     ["1d", "1d_sequence", "2d_2x3", "3d_2x1x2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)],

@@ -254,7 +254,7 @@ def check(mode: str, chosen: list[tuple[str, str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.parametrize("mode", SOME)
-@pytest.mark.rest("1d")
+@pytest.mark.rest("1d", "1d_sequence")
 def test_as_in_torch(mode: str) -> None:
     """Half of the changes at each place, the other half in the next mode."""
     first = list(ALL).index(mode)

@@ -22,6 +22,7 @@ BATCH, TOKENS, HIDDEN, HEADS = 12, 6, 24, 4
 UNEVEN = Mode("3d", (1, 1, 2))
 
 
+@pytest.mark.rest("3d")
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d", "uneven"])  # 3d was right by chance: j is k
 def test_an_attention_over_the_tokens_of_one_sample(mode: str) -> None:
     """[tokens, hidden] is one sequence on each rank, and tokens of two are never mixed."""

@@ -151,6 +151,7 @@ def cases() -> list[Case]:
     ]
 
 
+@pytest.mark.rest("1d")
 @pytest.mark.parametrize(
     "mode",
     ["1d", "3d_2x1x2", *long("1d_sequence", "2d", "2.5d_depth2", "3d")],

@@ -88,7 +88,7 @@ def changed(model: Any, kind: str) -> Any:
     return model
 
 
-@pytest.mark.rest("1d_sequence")
+@pytest.mark.rest("1d_sequence", "2d_2x3")
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d_2x3", "3d_2x1x2"])
 def test_it_is_plain_torch_whatever_a_user_changes(mode: str) -> None:
     for found in MODES[mode].run(differences):

@@ -101,7 +101,7 @@ PRODUCTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "256: data x pipeline x 2.5d": (
         256,
         dict(data=16, pipeline=2, tensor=dict(mode="2.5d", size=8, depth=2)),
-        dict(samples=64, schedule=schedule("interleaved"), model=FOUR),
+        dict(samples=128, schedule=schedule("interleaved"), model=FOUR),
     ),
     "512: data x pipeline x ring x 3d": (
         512,

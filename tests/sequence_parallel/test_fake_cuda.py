@@ -111,6 +111,7 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest("hybrid x 1d")
 @pytest.mark.parametrize("name", but(["ring"], PLANS))
 def test_documents_and_padding_wait_for_nothing(name: str) -> None:
     world, parallel = PLANS[name]

@@ -259,6 +259,7 @@ def padded(size: int, mode: str = "ring") -> dict[str, Any]:
     return dict(size=size, mode=mode, pad=True)
 
 
+@pytest.mark.rest("pipeline zb-h1")
 @pytest.mark.parametrize(
     ("world", "parallel", "schedule"),
     [

@@ -74,7 +74,7 @@ PLANS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 REST = ("ring 2", "hybrid 8", "chosen", "data", "1d ulysses", "pipeline zb-v", "2d", "2d step", "3d")
 
 
-@pytest.mark.rest("1d", "2d")
+@pytest.mark.rest("1d", "2d", "ring 4", "2.5d")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in REST else ()) for name in PLANS])
 def test_every_plan_follows_the_one_process_run(name: str) -> None:
     world, parallel, more = PLANS[name]
@@ -107,7 +107,7 @@ FEW = {
 }
 
 
-@pytest.mark.rest("ring 4-grouped")
+@pytest.mark.rest("ring 4-grouped", "ring 4-rotary", "ring 4-full checkpoint")
 @pytest.mark.parametrize(
     ("plan", "name"),
     [
@@ -124,6 +124,7 @@ def test_models(name: str, plan: str) -> None:
         assert_same_numbers(trace, alone(**MODELS[name]))
 
 
+@pytest.mark.rest("1d")
 @pytest.mark.parametrize(
     "name",
     [
@@ -208,7 +209,7 @@ def _read_alone() -> list[Any]:
     return run_ranks(1, _read_all, {}, READINGS, with_context=False)[0]
 
 
-@pytest.mark.rest("hybrid", "2d alone")
+@pytest.mark.rest("hybrid", "2d alone", "3d")
 @pytest.mark.parametrize(
     ("world", "parallel", "chosen"),
     [(2, dict(sequence=ring(2)), (0, 1, 2, 3)), (2, dict(sequence=ulysses(2)), (0, 1, 2, 3)),

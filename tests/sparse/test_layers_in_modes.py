@@ -85,6 +85,7 @@ def cases() -> Iterator[Case]:
 CASES = list(cases())
 
 
+@pytest.mark.rest("3d")
 @pytest.mark.parametrize("mode", MODE_NAMES)
 def test_rows_are_looked_up_in_every_mode(mode: str) -> None:
     prepare(CASES, [torch.float64])
@@ -112,6 +113,7 @@ def test_rows_are_looked_up_in_every_mode(mode: str) -> None:
 HIDDEN, CLASSES, SAMPLES = 24, 53, 17
 
 
+@pytest.mark.rest("2d_2x3")
 @pytest.mark.parametrize("mode", MODE_NAMES)
 def test_a_sampled_loss_in_every_mode(mode: str) -> None:
     """Sums, counts and all gradients; in evaluation the whole softmax, in blocks of rows."""

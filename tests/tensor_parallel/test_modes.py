@@ -286,6 +286,7 @@ def check(mode: str, chosen: dict[torch.dtype, list[Case]]) -> None:
         assert not found, f"rank {rank}: " + "\n".join(found[:20])
 
 
+@pytest.mark.rest("2d_2x3", "2.5d_depth2")
 @pytest.mark.parametrize("mode", but([mode for mode in MODES if mode not in (*FEW, "2.5d_depth2")], MODES))
 def test_layers_in_every_mode(mode: str) -> None:
     """In double precision, some in single precision too; fewer on many ranks."""
@@ -311,7 +312,7 @@ SOME = [case for case in ALL if "bias True" in case.title or case.title.startswi
 POLICIES = [("keep", "matmul"), ("again", "microbatch"), ("again", "step"), ("keep", "step")]
 
 
-@pytest.mark.rest("2d")
+@pytest.mark.rest("2d", "1d_sequence")
 @pytest.mark.parametrize("mode", ["1d_sequence", "2d", "3d_2x1x2", *long("3d")])
 def test_policies_of_what_was_gathered(mode: str) -> None:
     prepare(SOME, [torch.float64])
@@ -448,7 +449,7 @@ def deferred(context: ParallelContext) -> list[str]:
     return found
 
 
-@pytest.mark.rest("3d_1x2x3-matmul", "1d-microbatch")
+@pytest.mark.rest("3d_1x2x3-matmul", "1d-microbatch", "3d_1x2x3-microbatch")
 @pytest.mark.parametrize("scope", ["matmul", "microbatch", "step"])
 @pytest.mark.parametrize("mode", ["1d", "3d_1x2x3"])
 def test_weight_gradients_later_and_once_per_step(mode: str, scope: str) -> None:

@@ -184,6 +184,7 @@ def _block(context: ParallelContext, options: list[dict[str, Any]]) -> list[tupl
     return out
 
 
+@pytest.mark.rest("2.5d_depth2")
 @pytest.mark.parametrize("mode", ["2d", "2.5d_depth2", "3d"])
 def test_a_block_moves_what_the_formula_says(mode: str) -> None:
     policies = [(True, "microbatch"), (False, "matmul")]

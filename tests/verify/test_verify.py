@@ -122,7 +122,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.rest("selective", "microbatches")
+@pytest.mark.rest("selective", "microbatches", "2d", "2.5d")
 @pytest.mark.parametrize("plan", but(("data2_tensor2", "full"), PLANS))
 def test_a_gpt_agrees(verify: Verify, plan: str) -> None:
     code, out, err = verify(GPT, *PLANS[plan], "--steps=3")
@@ -155,6 +155,7 @@ def test_a_model_of_ones_own_agrees(verify: Verify, plan: str) -> None:
     assert counts(out)["outputs of modules"] == 7 * 2
 
 
+@pytest.mark.rest("selective")
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_modules_that_run_again_in_backward_are_watched_once(verify: Verify, kind: str) -> None:
     text = """
