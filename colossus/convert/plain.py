@@ -76,20 +76,20 @@ def plain(engine: HasModel, *, everywhere: bool = True) -> nn.Module | None:
 
 
 def _plain(model: nn.Module, context: ParallelContext, *, everywhere: bool) -> nn.Module | None:
-    told = _tell_stages(model, context)
-    copied = _Copy(model, context, told).make()
+    stages = _exchange_between_stages(model, context)
+    copied = _Copy(model, context, stages).make()
     if everywhere:
-        _fill(copied, full_state_dict(model, context).items(), told)
+        _fill(copied, full_state_dict(model, context).items(), stages)
         return copied
     if not context.is_logging_rank:
         for _ in stream_state_dict(model, context):
             pass
         return None
-    _fill(copied, stream_state_dict(model, context), told)
+    _fill(copied, stream_state_dict(model, context), stages)
     return copied
 
 
-class _Told:
+class _AllStages:
     """What stages of a pipeline tell each other of the whole model.
 
     Attributes:
@@ -102,7 +102,7 @@ class _Told:
         self.trains, self.attributes = dict(trains), dict(attributes)
 
 
-def _tell_stages(model: nn.Module, context: ParallelContext) -> _Told:
+def _exchange_between_stages(model: nn.Module, context: ParallelContext) -> _AllStages:
     trains = {each.name: each.parameter.requires_grad for each in logical_parameters(model, keep_ties=True)}
     kept = model.state_dict(keep_vars=True)
     attributes = {}
@@ -112,13 +112,13 @@ def _tell_stages(model: nn.Module, context: ParallelContext) -> _Told:
         for leaf, value in (buffers | held).items():
             if value is not None and not value.is_meta:
                 attributes[name, leaf] = value.detach()
-    told = _Told(trains, attributes)
+    stages = _AllStages(trains, attributes)
     pipeline = context.group("pipeline")
     if pipeline.size > 1:
         for of_trains, of_attributes in reversed(all_gather_object((trains, _on_host(attributes)), pipeline)):
-            told.trains.update(of_trains)
-            told.attributes.update({key: value.to(context.device) for key, value in of_attributes.items()})
-    return told
+            stages.trains.update(of_trains)
+            stages.attributes.update({key: value.to(context.device) for key, value in of_attributes.items()})
+    return stages
 
 
 def _on_host(tensors: Mapping[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
@@ -135,8 +135,8 @@ class FusedLinear(nn.ModuleDict):
 class _Copy:
     """A copy of a model in a context of one rank; parameters are on the meta device."""
 
-    def __init__(self, model: nn.Module, context: ParallelContext, told: _Told) -> None:
-        self._model, self._parameters = model, told.trains.keys()
+    def __init__(self, model: nn.Module, context: ParallelContext, stages: _AllStages) -> None:
+        self._model, self._parameters = model, stages.trains.keys()
         self._names = {id(module): name for name, module in model.named_modules()}
         grid = RankGrid(dict.fromkeys(context.grid.names, 1), context.grid.public)
         self._context = ParallelContext(grid, device=context.device, seed=context.rng.seed)
@@ -272,7 +272,7 @@ def _is_ours(hook: Any) -> bool:
     return str(home).partition(".")[0] == "colossus"
 
 
-def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], told: _Told) -> None:
+def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], stages: _AllStages) -> None:
     """Give a copy the values of parameters and buffers, and what stages of a pipeline hold beside them.
 
     Args:
@@ -282,16 +282,16 @@ def _fill(copied: nn.Module, state: Iterable[tuple[str, Tensor]], told: _Told) -
     for name, whole in state:
         path, _, leaf = name.rpartition(".")
         module = copied.get_submodule(path)
-        if name not in told.trains:
+        if name not in stages.trains:
             value = held.setdefault(id(whole), (whole, whole))[1]
             module._buffers.pop(leaf, None)
             module._buffers[leaf] = value
             continue
         if id(whole) not in held:
-            held[id(whole)] = whole, nn.Parameter(whole, told.trains[name])
+            held[id(whole)] = whole, nn.Parameter(whole, stages.trains[name])
         module._parameters.pop(leaf, None)  # so that all come in the order of the whole model
         setattr(module, leaf, held[id(whole)][1])
-    for (path, leaf), value in told.attributes.items():
+    for (path, leaf), value in stages.attributes.items():
         module = copied.get_submodule(path)
         if not isinstance(getattr(module, leaf, None), Tensor) or getattr(module, leaf).is_meta:
             places = module._buffers if leaf in module._non_persistent_buffers_set else vars(module)

@@ -174,8 +174,8 @@ class Family(ABC):
 
     def differences(self, options: Any) -> list[str]:
         """What keeps a model of ours from being one of these: each as ``norm = 'rmsnorm' (not 'layernorm')``."""
-        told = {name: value for name, value in options.model_dump().items() if name not in self.derived}
-        follow = type(options)(**told)
+        stated = {name: value for name, value in options.model_dump().items() if name not in self.derived}
+        follow = type(options)(**stated)
         allowed = {name: [value] for name, value in self.fixed.items()}
         allowed |= {name: [getattr(follow, name)] for name in self.derived}
         allowed |= {key.ours: list(dict.fromkeys(key.choices.values())) for key in self.keys if key.choices}

@@ -15,12 +15,12 @@ def read_rope(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
 
     transformers 5 has ``rope_parameters`` with the base in it, 4 has ``rope_theta`` and ``rope_scaling``.
     """
-    told = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
-    for key, value in told.items():
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
         if not isinstance(value, Mapping):
             problems.append(f"{key} = {value!r}: an object is needed")
             return {}
-    old, new = (_standard(each, config) if each else {} for each in told.values())
+    old, new = (_standard(each, config) if each else {} for each in given.values())
     if old and new and old != new:
         differ = sorted(key for key in old.keys() | new if old.get(key) != new.get(key))
         pairs = ", ".join(f"{key} = {old.get(key)!r} and {new.get(key)!r}" for key in differ)

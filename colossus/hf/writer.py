@@ -78,7 +78,7 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    like: Path | str | None = None,
+    companions_of: Path | str | None = None,
     on_tensor: Callable[[int], None] = lambda num_bytes: None,
 ) -> Path:
     """Write the model of an engine, under any plan, as a model folder of Hugging Face that is not there yet.
@@ -93,8 +93,8 @@ def save(
     Args:
         dtype: of the weights; None is that in which the engine holds them.
         max_shard_bytes: of one file, unless a single tensor is larger.
-        like: a folder, of Hugging Face or a checkpoint, whose tokenizer, generation config, ids of special tokens and
-            names of classes are taken; by default those that went with the weights which the engine was given.
+        companions_of: a folder, of Hugging Face or a checkpoint, whose tokenizer, generation config, ids of special
+            tokens and names of classes are taken; by default those that went with the engine's weights.
         on_tensor: called on rank 0 with the bytes of each tensor that is written.
 
     Returns:
@@ -102,11 +102,11 @@ def save(
 
     Raises:
         CheckpointError: on all ranks: the model is none of Hugging Face's that colossus writes, the folder is there, or
-            it cannot be written, or there is nothing like that.
+            it cannot be written, or ``companions_of`` is not there.
     """
     target = Path(target).expanduser()
     with exported(engine):
-        _save(engine, target, dtype, max_shard_bytes, like, on_tensor)
+        _save(engine, target, dtype, max_shard_bytes, companions_of, on_tensor)
     return target
 
 
@@ -115,7 +115,7 @@ def _save(
     target: Path,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    like: Path | str | None,
+    companions_of: Path | str | None,
     on_tensor: Callable[[int], None],
 ) -> None:
     context = engine.context
@@ -126,8 +126,8 @@ def _save(
     is_writer = context.is_logging_rank
 
     def beside() -> Companions:
-        if like is not None:
-            return _companions_in(Path(like).expanduser())
+        if companions_of is not None:
+            return _companions_in(Path(companions_of).expanduser())
         given: Companions | None = getattr(getattr(engine, "checkpoints", None), "companions", None)
         return given or Companions()
 
@@ -154,7 +154,7 @@ def _companions_in(folder: Path) -> Companions:
         CheckpointError: there is none.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"like = {str(folder)!r}: there is no such folder")
+        raise CheckpointError(f"companions_of = {str(folder)!r}: there is no such folder")
     if not (folder / MANIFEST).exists():
         config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         if "model_type" in config or any((folder / name).is_file() for name in COMPANIONS):
@@ -162,7 +162,7 @@ def _companions_in(folder: Path) -> Companions:
     try:
         found = locate(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"like = {str(folder)!r}: {error}") from None
+        raise CheckpointError(f"companions_of = {str(folder)!r}: {error}") from None
     return read_companions(found, read_manifest(found).config)
 
 

@@ -209,8 +209,8 @@ def _conclude(texts: Texts, about: dict[str, Any] | None) -> None:
     """Print what texts have become: as JSON together with ``about``, and why some have ended, and the speeds."""
     speeds = texts.speeds()
     if about is not None:
-        told = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
-        print(json_module.dumps({**about, **told, "results": texts.as_data()}, indent=2))
+        rates = {f"{key}_tokens_per_second": speed for key, speed in speeds.items()}
+        print(json_module.dumps({**about, **rates, "results": texts.as_data()}, indent=2))
     for row, ended in enumerate(texts.ended):
         if ended == "positions":
             made, prompt = len(texts.tokens[row]), len(texts.prompt_tokens[row])

@@ -125,11 +125,11 @@ def test_numbers_that_a_dtype_has_no_room_for(tmp_path: Path, capsys: Captured) 
         assert convert(source, tmp_path / to, "--to", to, "--dtype", "bf16") == 0
 
 
-def _train(rank: int, config: dict[str, Any], target: Path, like: Path) -> dict[str, Tensor]:
+def _train(rank: int, config: dict[str, Any], target: Path, companions: Path) -> dict[str, Tensor]:
     engine = colossus.initialize(config)
     engine.train_step(batch_of(0))
     engine.checkpoints.save(background=False).wait()
-    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, like=like)
+    colossus.hf.save(engine, target, dtype=torch.bfloat16, max_shard_bytes=3000, companions_of=companions)
     whole = full_state_dict(engine.model, engine.context)
     engine.close()
     return whole
@@ -139,10 +139,10 @@ def test_a_run_is_converted_and_saved(tmp_path: Path) -> None:
     """What ranks write together is what is converted out of their checkpoint, which has optimizer state, too."""
     llama_like = dict(positions="rotary", norm="rmsnorm", mlp="swiglu", bias=True, num_kv_heads=2)
     config = config_of(dict(tensor=2), 1, "fp32", model=llama_like, checkpoint=dict(dir=str(tmp_path / "run")))
-    like = make_folder(tmp_path / "like", LLAMA)
+    companions = make_folder(tmp_path / "like", LLAMA)
     for name in ("tokenizer.json", "generation_config.json"):
-        (like / name).write_text(f'{{"of": "{name}"}}')
-    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", like, with_context=False)
+        (companions / name).write_text(f'{{"of": "{name}"}}')
+    whole, _ = run_ranks(2, _train, config, tmp_path / "saved", companions, with_context=False)
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "saved" / name).read_text() == f'{{"of": "{name}"}}'
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
@@ -166,8 +166,8 @@ BESIDE = {
 }
 
 
-def _tuned(rank: int, root: Path, like: Path) -> None:
-    sizes = dict(model=dict(type="hf", path=str(like)), train=dict(steps=2, global_batch_size=2), device="cpu")
+def _tuned(rank: int, root: Path, companions: Path) -> None:
+    sizes = dict(model=dict(type="hf", path=str(companions)), train=dict(steps=2, global_batch_size=2), device="cpu")
     told = dict(parallel=dict(data=2), **sizes)
     for resume in (None, "auto"):
         engine = colossus.initialize({**told, "checkpoint": dict(dir=str(root / "run"), resume=resume)})
@@ -177,18 +177,18 @@ def _tuned(rank: int, root: Path, like: Path) -> None:
         engine.checkpoints.save(background=False).wait()
         if resume is not None:
             colossus.hf.save(engine, root / "saved")
-            with pytest.raises(CheckpointError, match=r"like = '.*misspelt': there is no such folder"):
-                colossus.hf.save(engine, root / "never", like=root / "misspelt")
-            colossus.hf.save(engine, root / "like", like=root / "run")
+            with pytest.raises(CheckpointError, match=r"companions_of = '.*misspelt': there is no such folder"):
+                colossus.hf.save(engine, root / "never", companions_of=root / "misspelt")
+            colossus.hf.save(engine, root / "like", companions_of=root / "run")
         engine.close()
 
 
 def test_what_a_folder_says_of_tokens_stays_with_a_run(tmp_path: Path) -> None:
     """Through its checkpoints, a resume too, and out of them: ids of special tokens, files; no null."""
-    like = make_folder(tmp_path / "gpt2", dict(GPT2, bos_token_id=1, eos_token_id=[3, 4]))
+    companions = make_folder(tmp_path / "gpt2", dict(GPT2, bos_token_id=1, eos_token_id=[3, 4]))
     for name, data in BESIDE.items():
-        (like / name).write_bytes(data)
-    run_ranks(2, _tuned, tmp_path, like, with_context=False)
+        (companions / name).write_bytes(data)
+    run_ranks(2, _tuned, tmp_path, companions, with_context=False)
     assert convert(tmp_path / "run", tmp_path / "converted", "--to", "hf") == 0
     assert read_manifest(tmp_path / "run" / "step-00000002").tokenizer == "tokenizer.json"
     for name in ("saved", "like", "converted"):
